@@ -1,0 +1,73 @@
+# `make help` lists what there is to do. Everything runs in .venv, which the first command that needs it makes.
+
+PYTHON ?=
+VENV   := .venv
+VENV42 := .venv42
+STAMP   := $(VENV)/.installed
+STAMP42 := $(VENV42)/.installed
+BIN    := $(VENV)/bin
+BIN42  := $(VENV42)/bin
+
+# The first Python of 3.10 to 3.12 on this machine, unless PYTHON= names one.
+FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.10 python3); do \
+	if "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then echo "$$p"; exit 0; fi; done; \
+	echo "make: no Python 3.10, 3.11 or 3.12 found$(if $(PYTHON), at PYTHON=$(PYTHON),); install one, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1
+
+# $(call make_venv,directory,constraints file,further requirements,what it is)
+define make_venv
+	@set -e; python=$$($(FIND_PYTHON)); \
+	echo "Making $(1) with $$("$$python" --version): $(4). This downloads about 1 GB the first time."; \
+	rm -rf $(1); "$$python" -m venv $(1); \
+	echo "Installing the versions of $(2) (some minutes) ..."; \
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--editable '.[dev,demo,java]' $(3) --constraint $(2); \
+	touch $(1)/.installed; echo "$(1) is ready."
+endef
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)$$/\1\t\2/' | \
+		while IFS="$$(printf '\t')" read -r name text; do printf '  %-11s %s\n' "$$name" "$$text"; done
+
+.PHONY: venv venv42
+venv: $(STAMP) ## Make .venv with the tested versions (Spark 3.5); PYTHON=... chooses the interpreter
+venv42: $(STAMP42) ## Make .venv42 with the second tested pair (Spark 4.2)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call make_venv,$(VENV),constraints.txt,,Spark 3.5 on Ray)
+
+$(STAMP42): pyproject.toml constraints-spark42.txt
+	$(call make_venv,$(VENV42),constraints-spark42.txt,$(shell grep -E '^raydp==' constraints-spark42.txt),Spark 4.2 on Ray)
+
+.PHONY: demo
+demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhile, check it; ARGS="--kill-host"
+	@$(BIN)/statestore demo $(ARGS)
+
+.PHONY: test test-fast
+test: $(STAMP) ## Run all tests: first those without a cluster, then those on real Ray and Spark
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark (seconds)
+	$(BIN)/python -m pytest -m "not ray and not spark" $(ARGS)
+
+.PHONY: lint format
+lint: $(STAMP) ## Check style (ruff), types (mypy --strict) and layers (import-linter)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## Rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(STAMP) ## Measure encoding and the RocksDB store against raw rocksdict, in one run
+	@$(BIN)/python benchmarks/encoding_and_store.py $(ARGS)
+
+.PHONY: clean
+clean: ## Remove the environments, caches and build products
+	rm -rf $(VENV) $(VENV42) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
