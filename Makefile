@@ -19,7 +19,7 @@ define make_venv
 	echo "Making $(1) with $$("$$python" --version): $(4). This downloads about 1 GB the first time."; \
 	rm -rf $(1); "$$python" -m venv $(1); \
 	echo "Installing the versions of $(2) (some minutes) ..."; \
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(1)/bin/python -m pip install -qq --disable-pip-version-check \
 		--editable '.[dev,demo,java]' $(3) --constraint $(2); \
 	touch $(1)/.installed; echo "$(1) is ready."
 endef
