@@ -112,7 +112,7 @@ def kill(process: psutil.Process) -> None:
 
 
 def end_with_parent() -> None:
-    """In a child: SIGTERM and the end of standard input (of the parent) raise SystemExit in the main thread."""
+    """In a child: SIGTERM and the end of standard input (of our parent) end us through SystemExit."""
 
     def leave(_signum: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: do not disturb the clean-up

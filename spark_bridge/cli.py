@@ -1,0 +1,64 @@
+"""The command line program ``statestore``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="statestore",
+    help="Versioned, fault-tolerant, queryable state for PySpark streams on Ray clusters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def statestore() -> None:
+    """Keeps ``demo`` a subcommand, however few there are."""
+
+
+@app.command()
+def demo(
+    kill_host: Annotated[
+        bool, typer.Option("--kill-host", help="Kill one StateStoreHost process mid-stream (kill -9).")
+    ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Keep files and checkpoint here; a later run goes on from there."),
+    ] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this many batches; needs --checkpoint.")
+    ] = None,
+    batches: Annotated[
+        int, typer.Option(min=1, max=1000, help="In how many batches the year is split.")
+    ] = 50,
+) -> None:
+    """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end."""
+    from spark_bridge.demo.app import run_demo
+    from spark_bridge.demo.flights import ReplayMismatchError
+
+    if stop_after is not None and checkpoint is None:
+        raise typer.BadParameter("--stop-after needs --checkpoint DIR, or there is nothing to go on from")
+    console = Console()
+    try:
+        code = run_demo(
+            console, kill_host=kill_host, checkpoint=checkpoint, stop_after=stop_after, batches=batches
+        )
+    except (ModuleNotFoundError, ReplayMismatchError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        code = 2
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

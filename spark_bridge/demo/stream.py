@@ -1,0 +1,269 @@
+"""The demo's stream process: the Spark driver, and at the end the comparison with pandas.
+
+Run as ``python -m spark_bridge.demo.stream <StreamOptions as JSON>`` by ``app``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pandas as pd
+import pyarrow as pa
+import ray
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery
+
+from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
+from spark_bridge import functions as S
+from spark_bridge.demo.events import (
+    Batch,
+    Event,
+    EventPipe,
+    Failed,
+    HostKilled,
+    Progress,
+    Started,
+    StreamOptions,
+    Verified,
+)
+from spark_bridge.demo.expected import KEY, expected_state, first_difference
+from spark_bridge.demo.flights import (
+    SPARK_SCHEMA,
+    batch_bounds,
+    load_flights,
+    release_files,
+    retract_files,
+)
+from spark_bridge.demo.processes import end_with_parent
+from spark_bridge.java import ensure_java
+
+log = logging.getLogger(__name__)
+
+OPERATOR = "aircraft"
+NAMESPACE = "statestore"
+STATE_PARTITIONS = 2
+UNKNOWN_KEYS = ["N00000", "", "no such aircraft", "n14228"]
+POLL_SECONDS = 0.05
+BATCH_TIMEOUT_S = 120.0
+MIB = 1 << 20
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message is for its user."""
+
+
+class FlightStream:
+    """One run of the demo's query, from its start to the comparison at its end."""
+
+    def __init__(self, options: StreamOptions, events: EventPipe) -> None:
+        self._options = options
+        self._send = events.send
+        self._directory = Path(options.directory)
+        self._touched: dict[int, int] = {}
+        self._seen: set[str | None] = set()
+
+    def run(self) -> None:
+        """Everything; raises DemoError when the state is not what it must be."""
+        self._send(Progress("loading the flights"))
+        flights = load_flights()
+        batches = self._options.batches
+        files, checkpoint = self._directory / "flights", self._directory / "checkpoint"
+        done, planned = highest_batch(checkpoint / "commits") + 1, highest_batch(checkpoint / "offsets") + 1
+        target = (
+            batches if self._options.stop_after is None else min(batches, done + self._options.stop_after)
+        )
+        retract_files(files, batches, keep=max(planned, target))
+        release_files(flights, files, batches, target)
+
+        self._send(Progress("starting Ray"))
+        address = start_ray(Path(self._options.ray_directory))
+        try:
+            self._send(Progress("starting Spark on Ray"))
+            spark = init_spark("flights-demo", num_executors=2, executor_cores=1, executor_memory="1g")
+            try:
+                self._run_query(spark, flights, address, done, max(planned, target))
+            finally:
+                stop_spark()
+        finally:
+            ray.shutdown()
+
+    def _run_query(
+        self, spark: SparkSession, flights: pd.DataFrame, address: str, done: int, target: int
+    ) -> None:
+        self._send(Progress("starting the query"))
+        query = self._start(spark)
+        try:
+            self._send(Started(address, done, target))
+            self._follow(query, done, target)
+            self._verify(flights.iloc[: batch_bounds(len(flights), self._options.batches)[target]], flights)
+        finally:
+            query.stop()
+
+    def _start(self, spark: SparkSession) -> StreamingQuery:
+        flights = (
+            spark.readStream.schema(SPARK_SCHEMA)
+            .option("maxFilesPerTrigger", 1)
+            .parquet(f"file://{self._directory}/flights")
+        )
+        state = aggregate(
+            flights,
+            by=KEY,
+            operator=OPERATOR,
+            num_partitions=STATE_PARTITIONS,
+            flights=S.count(),
+            air_time=S.sum("air_time"),
+            mean_delay=S.mean("arr_delay"),
+            worst_delay=S.max("arr_delay"),
+            last_departure=S.max("departure"),
+            last_dest=S.last("dest", by="departure"),
+        )
+        return (
+            state.writeStream.queryName("flights")
+            .outputMode("append")
+            .option("checkpointLocation", f"file://{self._directory}/checkpoint")
+            .foreachBatch(self._sink)
+            .start()
+        )
+
+    def _sink(self, changed: DataFrame, batch_id: int) -> None:
+        """Count the aircraft that the batch changed, in the place of a real sink."""
+        keys = [row[0] for row in changed.select(KEY).collect()]
+        self._touched[batch_id] = len(keys)
+        self._seen.update(keys)
+
+    def _follow(self, query: StreamingQuery, done: int, target: int) -> None:
+        """Report each committed batch until ``target`` batches are committed."""
+        kill_at = done + max(1, (target - done) // 2) if self._options.kill_host else None
+        reported = done
+        deadline = time.monotonic() + BATCH_TIMEOUT_S
+        while reported < target:
+            error = query.exception()
+            if error is not None:
+                raise DemoError(f"the query failed: {error}")
+            if not query.isActive:
+                raise DemoError(f"the query stopped by itself behind batch {reported}")
+            for progress in query.recentProgress:
+                number = progress["batchId"] + 1
+                if number <= reported or progress["numInputRows"] == 0:
+                    continue
+                self._send(self._describe(progress))
+                reported = number
+                deadline = time.monotonic() + BATCH_TIMEOUT_S
+                if kill_at is not None and reported >= kill_at and reported < target:
+                    kill_at = None
+                    threading.Timer(0.1, self._kill_host, [reported + 1]).start()
+            if time.monotonic() > deadline:
+                raise DemoError(f"batch {reported + 1} was not committed within {BATCH_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_SECONDS)
+
+    def _describe(self, progress: Any) -> Event:
+        batch_id = progress["batchId"]
+        return Batch(
+            number=batch_id + 1,
+            rows=progress["numInputRows"],
+            rows_per_second=progress["processedRowsPerSecond"],
+            touched_keys=self._touched.get(batch_id),
+            total_keys=len(self._seen),
+            checkpoint=batch_id + 1,
+            batch_ms=progress["durationMs"]["triggerExecution"],
+            state_ms=state_milliseconds(batch_id + 1),
+        )
+
+    def _kill_host(self, number: int) -> None:
+        host = host_actors()[0]
+        pid = ray.get(host.pid.remote(), timeout=30)
+        os.kill(pid, signal.SIGKILL)
+        self._send(HostKilled(pid, number))
+
+    def _verify(self, streamed: pd.DataFrame, all_flights: pd.DataFrame) -> None:
+        """Compare the whole state with pandas. Raises DemoError with the first difference."""
+        self._send(Progress("comparing the state with pandas"))
+        expected = expected_state(streamed)
+        known = expected.column(KEY).to_pylist()
+        unseen = sorted(set(all_flights[KEY].dropna()) - set(known)) + UNKNOWN_KEYS
+        with QueryableStateClient.connect() as client:
+            started = time.perf_counter()
+            answer: pa.Table = client.get_many(OPERATOR, known + unseen)
+            read_ms = (time.perf_counter() - started) * 1e3
+        difference = first_difference(expected, answer.slice(0, len(known)))
+        if difference is not None:
+            raise DemoError(f"the state is not what pandas computes: {difference}")
+        for row in answer.slice(len(known)).to_pylist():
+            key = row.pop(KEY)
+            if any(value is not None for value in row.values()):
+                raise DemoError(f"aircraft {key!r} has not flown yet, but the state has {row}")
+        self._send(Verified(len(known), len(streamed), len(unseen), read_ms))
+
+
+def start_ray(directory: Path) -> str:
+    """A Ray of our own whose files are below ``directory``; returns its address."""
+    directory.mkdir(parents=True)
+    context = ray.init(
+        address="local",
+        num_cpus=max(2, os.cpu_count() or 1),
+        object_store_memory=256 * MIB,
+        include_dashboard=False,
+        log_to_driver=False,
+        namespace=NAMESPACE,
+        _temp_dir=str(directory),
+    )
+    return str(context.address_info["gcs_address"])
+
+
+def highest_batch(log_directory: Path) -> int:
+    """The highest batch id in one of Spark's logs (``offsets``, ``commits``); -1 if there is none."""
+    if not log_directory.is_dir():
+        return -1
+    return max((int(p.name) for p in log_directory.iterdir() if p.name.isdigit()), default=-1)
+
+
+def host_actors() -> list[Any]:
+    """The StateStoreHost actors of this cluster, in the order of their names."""
+    names = ray.util.list_named_actors(all_namespaces=True)
+    hosts = sorted(n["name"] for n in names if n["name"].startswith("StateStoreHost-"))
+    return [ray.get_actor(name, namespace=NAMESPACE) for name in hosts]
+
+
+def state_milliseconds(version: int) -> float | None:
+    """The longest time that a task spent on state work for ``version``; None if its host was killed meanwhile."""
+    times = []
+    try:
+        descriptions = ray.get([host.describe.remote() for host in host_actors()], timeout=10)
+    except ray.exceptions.RayError:
+        log.warning("the hosts did not describe themselves", exc_info=True)
+        return None
+    for description in descriptions:
+        for instance in description["instances"]:
+            commit = instance["last_commit"]
+            if commit and commit["version"] == version:
+                times.append(sum(value for name, value in commit.items() if name.endswith("_ms")))
+    return max(times, default=None)
+
+
+def main() -> None:
+    """Run the stream as the options on the command line say; exit 1 after telling what is wrong."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    options = msgspec.json.decode(sys.argv[1], type=StreamOptions)
+    events = EventPipe(options.events_fd)
+    end_with_parent()
+    ensure_java()
+    try:
+        FlightStream(options, events).run()
+    except Exception as error:
+        log.exception("the demo's stream failed")
+        events.send(
+            Failed(str(error) if isinstance(error, DemoError) else f"{type(error).__name__}: {error}")
+        )
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()
