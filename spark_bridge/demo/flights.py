@@ -15,6 +15,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+OPERATOR = "aircraft"
+"""The name of the demo's state."""
+
 FLIGHTS_SCHEMA = pa.schema(
     [
         pa.field("departure", pa.timestamp("us", tz="UTC")),

@@ -18,9 +18,9 @@ import ray
 from spark_bridge import QueryableStateClient
 from spark_bridge.demo.events import EventPipe, Failed, Lookup, LookupOptions
 from spark_bridge.demo.expected import KEY
-from spark_bridge.demo.flights import find_flights_csv
+from spark_bridge.demo.flights import OPERATOR, find_flights_csv
 from spark_bridge.demo.processes import end_with_parent
-from spark_bridge.demo.stream import NAMESPACE, OPERATOR
+from spark_bridge.session import NAMESPACE
 
 log = logging.getLogger(__name__)
 

@@ -36,6 +36,7 @@ from spark_bridge.demo.events import (
 )
 from spark_bridge.demo.expected import KEY, expected_state, first_difference
 from spark_bridge.demo.flights import (
+    OPERATOR,
     SPARK_SCHEMA,
     batch_bounds,
     load_flights,
@@ -44,15 +45,15 @@ from spark_bridge.demo.flights import (
 )
 from spark_bridge.demo.processes import end_with_parent
 from spark_bridge.java import ensure_java
+from spark_bridge.session import NAMESPACE, current_cluster
 
 log = logging.getLogger(__name__)
 
-OPERATOR = "aircraft"
-NAMESPACE = "statestore"
 STATE_PARTITIONS = 2
 UNKNOWN_KEYS = ["N00000", "", "no such aircraft", "n14228"]
 POLL_SECONDS = 0.05
 BATCH_TIMEOUT_S = 120.0
+COMPLETION_TIMEOUT_S = 30.0
 MIB = 1 << 20
 
 
@@ -76,11 +77,10 @@ class FlightStream:
         flights = load_flights()
         batches = self._options.batches
         files, checkpoint = self._directory / "flights", self._directory / "checkpoint"
-        done, planned = highest_batch(checkpoint / "commits") + 1, highest_batch(checkpoint / "offsets") + 1
-        target = (
-            batches if self._options.stop_after is None else min(batches, done + self._options.stop_after)
-        )
-        retract_files(files, batches, keep=max(planned, target))
+        done = highest_batch(checkpoint / "commits") + 1
+        # A batch that was planned but not committed is the next one to run, so the target is never below it.
+        target = min(batches, done + (self._options.stop_after or batches))
+        retract_files(files, batches, keep=target)
         release_files(flights, files, batches, target)
 
         self._send(Progress("starting Ray"))
@@ -89,7 +89,7 @@ class FlightStream:
             self._send(Progress("starting Spark on Ray"))
             spark = init_spark("flights-demo", num_executors=2, executor_cores=1, executor_memory="1g")
             try:
-                self._run_query(spark, flights, address, done, max(planned, target))
+                self._run_query(spark, flights, address, done, target)
             finally:
                 stop_spark()
         finally:
@@ -103,6 +103,8 @@ class FlightStream:
         try:
             self._send(Started(address, done, target))
             self._follow(query, done, target)
+            self._send(Progress("comparing the state with pandas"))
+            wait_until_completed(target)
             self._verify(flights.iloc[: batch_bounds(len(flights), self._options.batches)[target]], flights)
         finally:
             query.stop()
@@ -178,14 +180,12 @@ class FlightStream:
         )
 
     def _kill_host(self, number: int) -> None:
-        host = host_actors()[0]
-        pid = ray.get(host.pid.remote(), timeout=30)
+        pid = current_cluster().describe_hosts()[0]["pid"]
         os.kill(pid, signal.SIGKILL)
         self._send(HostKilled(pid, number))
 
     def _verify(self, streamed: pd.DataFrame, all_flights: pd.DataFrame) -> None:
         """Compare the whole state with pandas. Raises DemoError with the first difference."""
-        self._send(Progress("comparing the state with pandas"))
         expected = expected_state(streamed)
         known = expected.column(KEY).to_pylist()
         unseen = sorted(set(all_flights[KEY].dropna()) - set(known)) + UNKNOWN_KEYS
@@ -225,18 +225,28 @@ def highest_batch(log_directory: Path) -> int:
     return max((int(p.name) for p in log_directory.iterdir() if p.name.isdigit()), default=-1)
 
 
-def host_actors() -> list[Any]:
-    """The StateStoreHost actors of this cluster, in the order of their names."""
-    names = ray.util.list_named_actors(all_namespaces=True)
-    hosts = sorted(n["name"] for n in names if n["name"].startswith("StateStoreHost-"))
-    return [ray.get_actor(name, namespace=NAMESPACE) for name in hosts]
+def wait_until_completed(version: int) -> None:
+    """Wait until the hosts have applied ``version``: they hear of Spark's commit a moment after it."""
+    cluster = current_cluster()
+    deadline = time.monotonic() + COMPLETION_TIMEOUT_S
+    while True:
+        held = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
+        completed = cluster.coordinator.locate(OPERATOR).completed_version
+        if completed == version and all(v == version for v in held):
+            return
+        if time.monotonic() > deadline:
+            raise DemoError(
+                f"version {version} was not completed within {COMPLETION_TIMEOUT_S:.0f} s: the coordinator has "
+                f"{completed}, the hosts have {held}"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 def state_milliseconds(version: int) -> float | None:
-    """The longest time that a task spent on state work for ``version``; None if its host was killed meanwhile."""
+    """The longest time that a task spent on state work for ``version``; None if the hosts do not say."""
     times = []
     try:
-        descriptions = ray.get([host.describe.remote() for host in host_actors()], timeout=10)
+        descriptions = current_cluster().describe_hosts()
     except ray.exceptions.RayError:
         log.warning("the hosts did not describe themselves", exc_info=True)
         return None
@@ -259,9 +269,8 @@ def main() -> None:
         FlightStream(options, events).run()
     except Exception as error:
         log.exception("the demo's stream failed")
-        events.send(
-            Failed(str(error) if isinstance(error, DemoError) else f"{type(error).__name__}: {error}")
-        )
+        kind = "" if isinstance(error, DemoError) else f"{type(error).__name__}: "
+        events.send(Failed(f"{kind}{error}"))
         raise SystemExit(1) from error
 
 
