@@ -15,12 +15,14 @@ class OperatorSpec(Struct, frozen=True):
     """One stateful operator of a query, as the program declares it.
 
     ``schema`` is the JSON of a ``backends.schema.StateSchema``; its digest is the schema id.
+    ``kind`` tells readers how to turn stored values into results.
     """
 
     name: str
     num_partitions: int
     schema: str
     backend: str = "rocksdb"
+    kind: str = "aggregate"
 
 
 class QueryRegistration(Struct, frozen=True):

@@ -1,0 +1,156 @@
+"""The client's side of the data plane: calls to one host, with errors as they were raised there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.flight as flight
+from backends import exceptions as backend_errors
+from coordinator_actor import exceptions as coordinator_errors
+from coordinator_actor.messages import Acknowledged, OperatorLocation
+
+from spark_bridge import exceptions as bridge_errors
+from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
+from spark_bridge.protocol import (
+    KEYS_SCHEMA,
+    CommitCommand,
+    CoordinatorCall,
+    ErrorInfo,
+    GetCommand,
+    LocateRequest,
+    Opened,
+    TaskIdentity,
+)
+
+UNREACHABLE = (
+    flight.FlightUnavailableError,
+    flight.FlightTimedOutError,
+    flight.FlightCancelledError,
+    flight.FlightInternalError,
+)
+
+
+def error_from(error: flight.FlightError) -> Exception:
+    """The error that the host raised, rebuilt by class name and message; else the Flight error as one of ours."""
+    extra = getattr(error, "extra_info", None)
+    if extra:
+        info = msgspec.json.decode(bytes(extra), type=ErrorInfo)
+        for module in (bridge_errors, coordinator_errors, backend_errors):
+            kind = getattr(module, info.error, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                rebuilt = kind.__new__(kind)
+                rebuilt.args = (info.message,)
+                return rebuilt
+        return SparkBridgeError(f"{info.error}: {info.message}")
+    if isinstance(error, UNREACHABLE):
+        return HostUnavailableError(str(error).split("\n", 1)[0])
+    return SparkBridgeError(str(error).split("\n", 1)[0])
+
+
+class HostClient:
+    """Calls to the host at ``address``; ``timeout`` in seconds bounds each of them.
+
+    Every method raises the host's own errors, and ``HostUnavailableError`` when nobody answers.
+    """
+
+    def __init__(self, address: str, token: str, timeout: float = 60.0) -> None:
+        self.address = address
+        # Without this, gRPC shares one channel between clients and its back-off outlives a restarted host.
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 200)]
+        self._client = flight.FlightClient(address, generic_options=options)
+        self._options = flight.FlightCallOptions(
+            timeout=timeout, headers=[(b"authorization", f"Bearer {token}".encode())]
+        )
+
+    def _action(self, name: str, body: object, answer: Any) -> Any:
+        try:
+            results = list(self._client.do_action(flight.Action(name, msgspec.json.encode(body)), self._options))
+        except flight.FlightError as error:
+            raise error_from(error) from None
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+        return msgspec.json.decode(results[0].body.to_pybytes(), type=answer)
+
+    def open(self, task: TaskIdentity) -> Opened:
+        """Open a task's partition."""
+        opened: Opened = self._action("open", task, Opened)
+        return opened
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """Find an operator's partitions."""
+        location: OperatorLocation = self._action("locate", LocateRequest(operator, query), OperatorLocation)
+        return location
+
+    def call_coordinator(self, method: str, args: dict[str, object]) -> Any:
+        """Pass on a message to the coordinator."""
+        return self._action("coordinator", CoordinatorCall(method, args), Any)
+
+    def describe(self) -> dict[str, Any]:
+        """What the host holds."""
+        described: dict[str, Any] = self._action("describe", {}, dict[str, Any])
+        return described
+
+    def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
+        """Values of keys, in their order; null where a key has none."""
+        descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        try:
+            writer, reader = self._client.do_exchange(descriptor, self._options)
+            with writer:
+                writer.begin(KEYS_SCHEMA)
+                writer.write_batch(pa.record_batch([keys], schema=KEYS_SCHEMA))
+                writer.done_writing()
+                table = reader.read_all()
+        except flight.FlightError as error:
+            raise error_from(error) from None
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+        column = table.column(0).combine_chunks()
+        if len(column) != len(keys):
+            raise HostUnavailableError(f"{self.address} answered {len(column)} values for {len(keys)} keys.")
+        return column
+
+    def commit(self, command: CommitCommand, changes: pa.RecordBatch) -> Acknowledged:
+        """Commit a task's changes (schema ``CHANGES_SCHEMA``, sorted by key)."""
+        descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        try:
+            writer, reader = self._client.do_put(descriptor, changes.schema, self._options)
+            with writer:
+                writer.write_batch(changes)
+                writer.done_writing()
+                answer = reader.read()
+        except flight.FlightError as error:
+            raise error_from(error) from None
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+        if answer is None:
+            raise HostUnavailableError(f"{self.address} closed the commit without an answer.")
+        acknowledged: Acknowledged = msgspec.json.decode(answer.to_pybytes(), type=Acknowledged)
+        return acknowledged
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+_clients: dict[tuple[str, str], HostClient] = {}
+_clients_lock = threading.Lock()
+
+
+def client_for(address: str, token: str) -> HostClient:
+    """This process's connection to a host; PySpark workers live on, so connections are kept."""
+    with _clients_lock:
+        client = _clients.get((address, token))
+        if client is None:
+            client = _clients[(address, token)] = HostClient(address, token)
+        return client
+
+
+def forget_client(address: str, token: str) -> None:
+    """Close and drop the connection to a host that did not answer."""
+    with _clients_lock:
+        client = _clients.pop((address, token), None)
+    if client is not None:
+        client.close()

@@ -1,0 +1,414 @@
+"""The StateStoreHost: owns loaded state, serves reads and commits, follows the coordinator.
+
+A plain class, without Ray and without a network: the coordinator is handed in. It carries on
+Spark's executor-side ``StateStore`` object (loaded providers) and Flink's ``KvStateServer``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import pyarrow as pa
+from backends.changelog import ChangelogMeta, Changes
+from backends.conf import StateStoreConf
+from backends.exceptions import LineageMismatchError
+from backends.manifest import FileRef
+from backends.partition_state import PartitionState
+from backends.storage import CheckpointStorage
+from coordinator_actor.exceptions import CoordinatorError, StaleOwnerError, UnknownHostError, UnknownRunError
+from coordinator_actor.messages import (
+    Acknowledge,
+    Acknowledged,
+    ChangelogRef,
+    Completed,
+    HostInfo,
+    HostOrders,
+    HostReport,
+    OpenGrant,
+    OpenRequest,
+    OperatorLocation,
+    QueryRegistration,
+)
+
+from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
+from spark_bridge.protocol import Opened, TaskIdentity
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+InstanceKey = tuple[str, str, int]
+"""Query id, operator, partition."""
+
+
+class CoordinatorPort(Protocol):
+    """The messages that a host sends to the coordinator."""
+
+    def register_host(self, info: HostInfo, report: HostReport) -> None:
+        """Make the host known, with all it holds."""
+
+    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
+        """Still here; what is to be done?"""
+
+    def open(self, request: OpenRequest) -> OpenGrant:
+        """Ask who owns a partition for a batch, and what its state is."""
+
+    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """Ask who owns a partition, and what its last completed version is."""
+
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
+        """The changelogs that lead to a version."""
+
+    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+        """Report a durable commit."""
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """Find the owners of an operator's partitions."""
+
+
+@dataclass
+class Instance:
+    """One loaded partition of one operator, as it stands in this host."""
+
+    registration: QueryRegistration
+    operator: str
+    partition: int
+    state: PartitionState
+    commit_lock: threading.Lock = field(default_factory=threading.Lock)
+    invocations: dict[str, str] = field(default_factory=dict)
+    acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
+    last_commit: dict[str, float] = field(default_factory=dict)
+
+
+class StateStoreHost:
+    """Loads, commits and answers for the partitions that the coordinator assigns to it.
+
+    ``info`` names this incarnation; ``local_dir`` is this incarnation's own directory, made when
+    needed; ``open_storage(location, options)`` opens the durable files of a query.
+    """
+
+    def __init__(
+        self,
+        info: HostInfo,
+        coordinator: CoordinatorPort,
+        local_dir: Path,
+        *,
+        conf: StateStoreConf | None = None,
+        open_storage: Callable[[str, Mapping[str, str]], CheckpointStorage] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.info = info
+        self._coordinator = coordinator
+        self._local_dir = local_dir
+        self._conf = conf or StateStoreConf()
+        self._open_storage = open_storage or (
+            lambda location, options: CheckpointStorage.open(location, options, fsync=self._conf.fsync)
+        )
+        self._clock = clock
+        self._instances: dict[InstanceKey, Instance] = {}
+        self._opened: dict[str, int] = {}
+        self._registrations: dict[str, QueryRegistration] = {}
+        self._lock = threading.RLock()
+        self._loading: dict[InstanceKey, threading.Lock] = {}
+        self._counters = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0}
+
+    # -- with the coordinator ------------------------------------------------------------------
+
+    def register(self) -> None:
+        """Make this host known to the coordinator, reporting all it holds."""
+        self._coordinator.register_host(self.info, self.report())
+
+    def report(self) -> HostReport:
+        """What a coordinator that starts anew must know from this host."""
+        with self._lock:
+            pending = tuple(a for i in self._instances.values() for a in list(i.acknowledged.values()))
+            return HostReport(tuple(self._registrations.values()), pending, dict(self._opened))
+
+    def heartbeat(self) -> None:
+        """Renew the lease and carry out what the coordinator answers."""
+        orders = self._coordinator.heartbeat_host(self.info.host_id, self.info.incarnation)
+        if not orders.known:
+            self.register()
+            return
+        for completed in orders.completed:
+            self.on_completed(completed)
+        for run_id in orders.unload_runs:
+            self.unload_run(run_id)
+
+    def on_completed(self, completed: Completed) -> None:
+        """Apply the accepted changes of a version that Spark has committed."""
+        with self._lock:
+            instances = [i for i in self._instances.values() if i.registration.run_id == completed.run_id]
+        for instance in instances:
+            head = completed.heads.get(instance.operator, {}).get(instance.partition)
+            if head is None:
+                continue
+            with instance.commit_lock:
+                if instance.state.version < completed.version:
+                    self._complete(instance, completed.version, head)
+
+    def _complete(self, instance: Instance, version: int, head: str) -> bool:
+        try:
+            instance.state.complete(version, head)
+        except LineageMismatchError:
+            # Not held here (an attempt committed elsewhere): the next open reloads from storage.
+            return False
+        for done in [v for v in instance.acknowledged if v <= version]:
+            del instance.acknowledged[done]
+        return True
+
+    def unload_run(self, run_id: str) -> None:
+        """Unload the instances of a run that is over, and forget it."""
+        with self._lock:
+            keys = [k for k, i in self._instances.items() if i.registration.run_id == run_id]
+            gone = [self._instances.pop(k) for k in keys]
+            self._registrations.pop(run_id, None)
+            self._opened.pop(run_id, None)
+        for instance in gone:
+            with instance.commit_lock:
+                instance.state.destroy()
+            log.info("Unloaded %s", self._describe_id(instance))
+
+    def _with_registration(self, call: Callable[[], T]) -> T:
+        """Call the coordinator; if it does not know this host or run (it was restarted), report and try again."""
+        try:
+            return call()
+        except (UnknownRunError, UnknownHostError, StaleOwnerError):
+            self.register()
+            return call()
+
+    # -- the data plane ------------------------------------------------------------------------
+
+    def open(self, task: TaskIdentity) -> Opened:
+        """Open the store of a task's partition at version = batch id, or say which host owns it."""
+        request = OpenRequest(
+            run_id=task.run_id,
+            operator=task.operator,
+            partition=task.partition,
+            batch_id=task.batch_id,
+            attempt=task.attempt,
+            host_id=self.info.host_id,
+            incarnation=self.info.incarnation,
+        )
+        grant = self._with_registration(lambda: self._coordinator.open(request))
+        if (grant.owner.host_id, grant.owner.incarnation) != (self.info.host_id, self.info.incarnation):
+            return Opened(grant.owner.address, grant.version)
+        instance = self._load(grant, task.operator, task.partition)
+        with self._lock:
+            self._counters["opens"] += 1
+            self._opened[task.run_id] = max(task.batch_id, self._opened.get(task.run_id, 0))
+            earlier = instance.invocations.setdefault(task.attempt, task.invocation)
+        if earlier != task.invocation:
+            raise PartitionMismatchError(
+                f"Task attempt {task.attempt} of operator {task.operator!r} opened partition {task.partition} "
+                "a second time. Something behind the operator merges its partitions (coalesce, union); "
+                "put .repartition(n) between the operator and it."
+            )
+        return Opened(None, grant.version)
+
+    def _load(self, grant: OpenGrant, operator: str, partition: int) -> Instance:
+        """The instance, at exactly the version and lineage of the grant."""
+        registration = grant.registration
+        key = (registration.query_id, operator, partition)
+        with self._lock:
+            loading = self._loading.setdefault(key, threading.Lock())
+        with loading:
+            with self._lock:
+                instance = self._instances.get(key)
+                self._registrations[registration.run_id] = registration
+            spec = next(o for o in registration.operators if o.name == operator)
+            layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
+            if instance is not None and instance.registration.run_id != registration.run_id:
+                with self._lock:
+                    del self._instances[key]
+                    retired = instance.registration.run_id
+                    if all(i.registration.run_id != retired for i in self._instances.values()):
+                        self._registrations.pop(retired, None)
+                        self._opened.pop(retired, None)
+                with instance.commit_lock:
+                    instance.state.destroy()
+                instance = None
+            if instance is None:
+                storage = self._open_storage(registration.state_location, registration.storage_options)
+                local = self._local_dir / registration.query_id / registration.run_id / layout
+                instance = Instance(
+                    registration, operator, partition, PartitionState(local, storage, layout, self._conf)
+                )
+            with instance.commit_lock:
+                self._advance(instance, grant)
+            with self._lock:
+                self._instances[key] = instance
+            return instance
+
+    def _advance(self, instance: Instance, grant: OpenGrant) -> None:
+        """Bring an instance to the grant's version: by its own accepted changes, else from storage."""
+        state = instance.state
+        if (state.version, state.head) == (grant.version, grant.head):
+            return
+        instance.invocations.clear()
+        if (
+            grant.head is not None
+            and grant.version == state.version + 1
+            and self._complete(instance, grant.version, grant.head)
+        ):
+            return
+        chain: tuple[ChangelogRef, ...] = ()
+        if grant.version > 0:
+            run_id = instance.registration.run_id
+            chain = self._coordinator.lineage(run_id, instance.operator, instance.partition, grant.version)
+        started = time.perf_counter()
+        state.load([(ref.version, ref.file) for ref in chain])
+        with self._lock:
+            self._counters["loads"] += 1
+        log.info(
+            "Loaded version %d of %s in %.0f ms",
+            grant.version,
+            self._describe_id(instance),
+            (time.perf_counter() - started) * 1e3,
+        )
+
+    def _instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
+        with self._lock:
+            for instance in self._instances.values():
+                if (instance.registration.run_id, instance.operator, instance.partition) == (
+                    run_id,
+                    operator,
+                    partition,
+                ):
+                    return instance
+        return None
+
+    def get_many(
+        self, run_id: str, operator: str, partition: int, version: int | None, keys: pa.BinaryArray
+    ) -> pa.BinaryArray:
+        """Values of keys at a version (None: the last completed one); null where a key has none.
+
+        Raises ``NotOwnerError`` if the partition is not this host's, or not open here at that version.
+        """
+        instance = self._instance(run_id, operator, partition)
+        if version is None:
+            instance = self._for_read(run_id, operator, partition, instance)
+            version = instance.state.version
+        elif instance is None or instance.state.version != version:
+            raise NotOwnerError(
+                f"Partition {partition} of operator {operator!r} (run {run_id}) is not open at version {version} "
+                f"in host {self.info.host_id}; open it again."
+            )
+        with self._lock:
+            self._counters["keys_read"] += len(keys)
+        return instance.state.get_many(keys, version)
+
+    def _for_read(self, run_id: str, operator: str, partition: int, held: Instance | None) -> Instance:
+        if held is not None:
+            return held
+        grant = self._with_registration(lambda: self._coordinator.open_for_read(run_id, operator, partition))
+        if (grant.owner.host_id, grant.owner.incarnation) != (self.info.host_id, self.info.incarnation):
+            raise NotOwnerError(
+                f"Partition {partition} of operator {operator!r} belongs to host {grant.owner.host_id} "
+                f"at {grant.owner.address}, not to {self.info.host_id}; locate it again."
+            )
+        return self._load(grant, operator, partition)
+
+    def commit(self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float]) -> Acknowledged:
+        """Make a task's changes durable and acknowledge them; returns when the coordinator has accepted.
+
+        The changelog is durable before the coordinator hears of it (DESIGN, rule 2). If the
+        coordinator refuses, nothing has changed.
+        """
+        instance = self._instance(task.run_id, task.operator, task.partition)
+        if instance is None or instance.state.version != task.batch_id:
+            raise NotOwnerError(
+                f"Partition {task.partition} of operator {task.operator!r} (run {task.run_id}) is not open at version "
+                f"{task.batch_id} in host {self.info.host_id}; open it again."
+            )
+        started = time.perf_counter()
+        spec = next(o for o in instance.registration.operators if o.name == task.operator)
+        version = task.batch_id + 1
+        with instance.commit_lock:
+            meta = ChangelogMeta(
+                query_run_id=task.run_id,
+                operator=task.operator,
+                partition=task.partition,
+                num_partitions=spec.num_partitions,
+                version=version,
+                attempt=task.attempt,
+                base=instance.state.head,
+            )
+            file = instance.state.stage(meta, changes)
+            durable = time.perf_counter()
+            message = self._acknowledgement(meta, file)
+            try:
+                answer = self._with_registration(lambda: self._coordinator.acknowledge(message))
+            except CoordinatorError:
+                instance.state.discard(version, task.attempt)
+                raise
+            instance.state.accept(version, task.attempt)
+            instance.acknowledged[version] = message
+        done = time.perf_counter()
+        with self._lock:
+            self._counters["commits"] += 1
+            self._counters["keys_written"] += changes.num_changes
+            instance.last_commit = {
+                "version": version,
+                **timings,
+                "changelog_ms": (durable - started) * 1e3,
+                "acknowledge_ms": (done - durable) * 1e3,
+            }
+        return answer
+
+    def _acknowledgement(self, meta: ChangelogMeta, file: FileRef) -> Acknowledge:
+        return Acknowledge(
+            run_id=meta.query_run_id,
+            operator=meta.operator,
+            partition=meta.partition,
+            version=meta.version,
+            attempt=meta.attempt,
+            host_id=self.info.host_id,
+            incarnation=self.info.incarnation,
+            file=file,
+            base=meta.base,
+        )
+
+    def locate(self, operator: str, query: str | None) -> OperatorLocation:
+        """Where an operator's partitions are, for query clients."""
+        return self._coordinator.locate(operator, query)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, object]:
+        """What this host is and holds, for people."""
+        with self._lock:
+            return {
+                "host_id": self.info.host_id,
+                "incarnation": self.info.incarnation,
+                "address": self.info.address,
+                "node_id": self.info.node_id,
+                **self._counters,
+                "instances": [
+                    {
+                        "query_id": i.registration.query_id,
+                        "run_id": i.registration.run_id,
+                        "operator": i.operator,
+                        "partition": i.partition,
+                        "version": i.state.version,
+                        "keys": i.state.metrics().num_keys,
+                        "last_commit": i.last_commit,
+                    }
+                    for i in self._instances.values()
+                ],
+            }
+
+    def close(self) -> None:
+        """Unload everything and remove the local files."""
+        for run_id in {i.registration.run_id for i in list(self._instances.values())}:
+            self.unload_run(run_id)
+
+    @staticmethod
+    def _describe_id(instance: Instance) -> str:
+        return f"StateStoreId[operator={instance.operator}, partition={instance.partition}]"

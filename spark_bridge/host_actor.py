@@ -1,0 +1,258 @@
+"""The Ray actor around a ``StateStoreHost``: its process, its Flight server, its heartbeat.
+
+A host takes no CPU slot from RayDP's executors. It belongs to the driver that made it and ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+from backends.conf import StateStoreConf
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.messages import (
+    Acknowledge,
+    Acknowledged,
+    ChangelogRef,
+    Completed,
+    HostInfo,
+    HostOrders,
+    HostReport,
+    OpenGrant,
+    OpenRequest,
+    OperatorLocation,
+)
+from ray.exceptions import RayError, RayTaskError
+
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.flight_server import HostFlightServer
+from spark_bridge.host import StateStoreHost
+from spark_bridge.protocol import HostFile
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.5
+COORDINATOR_METHODS = frozenset(
+    {
+        "report_active_instance",
+        "verify_if_instance_active",
+        "get_location",
+        "deactivate_instances",
+    }
+)
+T = TypeVar("T")
+
+
+class RayCoordinatorPort:
+    """The coordinator's messages as Ray actor calls; waits for an actor that is being restarted."""
+
+    def __init__(self, namespace: str, name: str, timeout: float) -> None:
+        self._namespace = namespace
+        self._name = name
+        self._timeout = timeout
+        self._actor: Any = None
+
+    def call(self, method: str, *args: object, **kwargs: object) -> Any:
+        """One message; the coordinator's own errors are raised as they are."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                if self._actor is None:
+                    self._actor = ray.get_actor(self._name, namespace=self._namespace)
+                return ray.get(getattr(self._actor, method).remote(*args, **kwargs), timeout=self._timeout)
+            except RayTaskError as error:
+                if isinstance(error.cause, CoordinatorError):
+                    raise error.cause from None
+                raise
+            except (RayError, ValueError) as error:
+                # ValueError is what get_actor raises for a name that nobody has.
+                self._actor = None
+                if time.monotonic() > deadline:
+                    raise HostUnavailableError(
+                        f"The coordinator {self._name!r} (namespace {self._namespace!r}) did not answer "
+                        f"{method} within {self._timeout:.0f} s: {error}"
+                    ) from error
+                time.sleep(0.1)
+
+    def register_host(self, info: HostInfo, report: HostReport) -> None:
+        """See ``CoordinatorPort``."""
+        self.call("register_host", info, report)
+
+    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
+        """See ``CoordinatorPort``."""
+        orders: HostOrders = self.call("heartbeat_host", host_id, incarnation)
+        return orders
+
+    def open(self, request: OpenRequest) -> OpenGrant:
+        """See ``CoordinatorPort``."""
+        grant: OpenGrant = self.call("open", request)
+        return grant
+
+    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """See ``CoordinatorPort``."""
+        grant: OpenGrant = self.call("open_for_read", run_id, operator, partition)
+        return grant
+
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
+        """See ``CoordinatorPort``."""
+        chain: tuple[ChangelogRef, ...] = self.call("lineage", run_id, operator, partition, version)
+        return chain
+
+    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+        """See ``CoordinatorPort``."""
+        answer: Acknowledged = self.call("acknowledge", message)
+        return answer
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """See ``CoordinatorPort``."""
+        location: OperatorLocation = self.call("locate", operator, query)
+        return location
+
+
+class StateStoreHostActor:
+    """One named Ray actor per executor core; see ``StateStoreHost`` for what it does."""
+
+    def __init__(
+        self,
+        host_id: str,
+        session_id: str,
+        namespace: str,
+        coordinator_name: str,
+        token: str,
+        conf: StateStoreConf,
+        recovery_timeout: float,
+    ) -> None:
+        quiet_logging()
+        self._namespace = namespace
+        session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
+        self._host_file = host_files_dir(session_dir, namespace, session_id) / f"{host_id}.json"
+        self._local_dir = session_dir / "statestore" / namespace / session_id / "data" / host_id
+        shutil.rmtree(self._local_dir, ignore_errors=True)  # what a killed incarnation has left
+        self._coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
+        self._node_ip = ray.util.get_node_ip_address()
+        self._stopping = threading.Event()
+        self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator)
+        info = HostInfo(
+            host_id=host_id,
+            incarnation=uuid.uuid4().hex,
+            address=f"grpc://{self._node_ip}:{self._server.port}",
+            node_id=ray.get_runtime_context().get_node_id(),
+            session_id=session_id,
+        )
+        self._host = StateStoreHost(info, self._coordinator, self._local_dir, conf=conf)
+        self._host.register()
+        self._write_host_file(token)
+        self._heartbeat = threading.Thread(target=self._run_heartbeat, name="statestore-heartbeat", daemon=True)
+        self._heartbeat.start()
+        atexit.register(self._clean_up)
+
+    def _get_host(self) -> StateStoreHost:
+        return self._host
+
+    def _call_coordinator(self, method: str, args: dict[str, object]) -> object:
+        if method not in COORDINATOR_METHODS:
+            raise HostUnavailableError(f"A task may not call {method!r} of the coordinator.")
+        return self._coordinator.call(method, **args)
+
+    def _write_host_file(self, token: str) -> None:
+        info = self._host.info
+        directory = self._host_file.parent
+        directory.mkdir(parents=True, exist_ok=True)
+        draft = directory / f".{info.incarnation}"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(HostFile(info.host_id, info.incarnation, info.address, token)))
+        draft.replace(self._host_file)
+
+    def _run_heartbeat(self) -> None:
+        while not self._stopping.wait(HEARTBEAT_SECONDS):
+            try:
+                self._host.heartbeat()
+            except (HostUnavailableError, CoordinatorError, RayError):
+                log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
+
+    def on_completed(self, completed: Completed) -> None:
+        """A version is completed, as the driver has seen; saves waiting for the next heartbeat."""
+        self._host.on_completed(completed)
+
+    def address(self) -> str:
+        """The Flight address of this incarnation."""
+        return self._host.info.address
+
+    def pid(self) -> int:
+        """The process id of this incarnation."""
+        return os.getpid()
+
+    def describe(self) -> dict[str, object]:
+        """What this host is and holds."""
+        return {**self._host.describe(), "pid": os.getpid(), "namespace": self._namespace}
+
+    def stop(self) -> None:
+        """Unload everything and remove the local files; the actor is of no use afterwards."""
+        self._stopping.set()
+        self._server.shutdown()
+        self._host.close()
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        self._host_file.unlink(missing_ok=True)
+        shutil.rmtree(self._local_dir, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        info = self._host.info
+        return f"StateStoreHost({self._namespace}/{info.host_id} on {self._node_ip})"
+
+
+def host_files_dir(session_dir: Path, namespace: str, session_id: str) -> Path:
+    """Where the hosts of a session leave their addresses, on every node."""
+    return session_dir / "statestore" / namespace / session_id / "hosts"
+
+
+def quiet_logging() -> None:
+    """Our own log lines go to the actor's log file from INFO on."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("backends", "coordinator_actor", "spark_bridge"):
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+def start_hosts(
+    count: int,
+    session_id: str,
+    namespace: str,
+    coordinator_name: str,
+    token: str,
+    conf: StateStoreConf,
+    recovery_timeout: float,
+    node_ids: Callable[[int], str | None],
+) -> list[Any]:
+    """Start ``count`` host actors, the i-th on the node ``node_ids(i)`` where that is possible."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor_class = ray.remote(StateStoreHostActor)
+    hosts = []
+    for i in range(count):
+        host_id = f"host-{session_id}-{i}"
+        node_id = node_ids(i)
+        strategy = None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
+        hosts.append(
+            actor_class.options(
+                name=f"StateStoreHost-{session_id}-{i}",
+                namespace=namespace,
+                num_cpus=0,
+                max_restarts=-1,
+                max_concurrency=4,
+                scheduling_strategy=strategy,
+            ).remote(host_id, session_id, namespace, coordinator_name, token, conf, recovery_timeout)
+        )
+    ray.get([host.address.remote() for host in hosts], timeout=120)
+    return hosts

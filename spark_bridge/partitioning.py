@@ -1,0 +1,72 @@
+"""Sending rows to the partition that owns their key group.
+
+Spark offers only ``repartition(n, expression)``, which places a row at ``pmod(murmur3(expression), n)``.
+To aim at partition p, an integer whose hash lands there is looked up, so that every partition
+holds one contiguous range of key groups (Flink's key groups on Spark's shuffle).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
+
+SPARK_SEED = 42
+
+
+def murmur3_int(values: NDArray[np.int32], seed: int = SPARK_SEED) -> NDArray[np.int32]:
+    """Spark's ``hash(int)``: Murmur3_x86_32 of the four little-endian bytes of each value."""
+    with np.errstate(over="ignore"):
+        k = values.astype(np.uint32) * np.uint32(0xCC9E2D51)
+        k = (k << np.uint32(15)) | (k >> np.uint32(17))
+        k = k * np.uint32(0x1B873593)
+        h = np.uint32(seed) ^ k
+        h = (h << np.uint32(13)) | (h >> np.uint32(19))
+        h = h * np.uint32(5) + np.uint32(0xE6546B64)
+        h = h ^ np.uint32(4)
+        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        h = h ^ (h >> np.uint32(16))
+    result: NDArray[np.int32] = h.view(np.int32)
+    return result
+
+
+@lru_cache(maxsize=64)
+def partition_targets(num_partitions: int) -> tuple[int, ...]:
+    """For each partition p the smallest int that Spark's ``repartition(num_partitions, ...)`` sends there."""
+    start, size = 0, max(1024, num_partitions * 8)
+    targets: dict[int, int] = {}
+    while len(targets) < num_partitions:
+        candidates = np.arange(start, start + size, dtype=np.int32)
+        places = np.mod(murmur3_int(candidates).astype(np.int64), num_partitions)
+        found, first = np.unique(places, return_index=True)
+        for place, index in zip(found.tolist(), first.tolist(), strict=True):
+            targets.setdefault(place, int(candidates[index]))
+        start += size
+    return tuple(targets[p] for p in range(num_partitions))
+
+
+def key_group_column(keys: list[str], key_groups: int) -> Column:
+    """The key group of each row: ``pmod(xxhash64(keys), key_groups)`` as an int."""
+    from pyspark.sql import functions as F
+
+    return F.pmod(F.xxhash64(*[F.col(quote(k)) for k in keys]), F.lit(key_groups)).cast("int")
+
+
+def target_column(key_group: str, num_partitions: int, key_groups: int) -> Column:
+    """The expression for ``repartition`` that sends key group g to partition ``g * n // G``."""
+    from pyspark.sql import functions as F
+
+    partition = F.expr(f"cast(cast({quote(key_group)} as bigint) * {num_partitions} div {key_groups} as int)")
+    targets = F.array(*[F.lit(t) for t in partition_targets(num_partitions)])
+    return F.element_at(targets, partition + F.lit(1))
+
+
+def quote(name: str) -> str:
+    """A column name as Spark SQL takes it literally, dots and backticks included."""
+    return "`" + name.replace("`", "``") + "`"

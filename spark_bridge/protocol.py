@@ -1,0 +1,78 @@
+"""What tasks, query clients and hosts say to each other over Arrow Flight.
+
+Commands are JSON, checked by msgspec when they arrive; keys and values travel as Arrow batches.
+An error travels as the name of its class and its message, never as an object.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from msgspec import Struct, field
+
+KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])
+VALUES_SCHEMA = pa.schema([pa.field("value", pa.binary())])
+CHANGES_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+
+
+class TaskIdentity(Struct, frozen=True):
+    """One run of a state task. ``attempt`` is Spark's task attempt id, ``invocation`` this very call of our code."""
+
+    run_id: str
+    operator: str
+    partition: int
+    batch_id: int
+    attempt: str
+    invocation: str
+
+
+class Opened(Struct, frozen=True):
+    """The answer to ``open``: the address of the owner to go to, or None if the host asked is the owner."""
+
+    redirect: str | None
+    version: int
+
+
+class GetCommand(Struct, frozen=True, tag="get"):
+    """Read the values of keys. ``version`` None means the last completed version."""
+
+    run_id: str
+    operator: str
+    partition: int
+    version: int | None = None
+
+
+class CommitCommand(Struct, frozen=True, tag="commit"):
+    """Commit the changes of one task as version ``batch_id + 1``. ``timings`` are milliseconds by step."""
+
+    task: TaskIdentity
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class LocateRequest(Struct, frozen=True):
+    """Where is the state of this operator? ``query`` is a name, query id or run id."""
+
+    operator: str
+    query: str | None = None
+
+
+class CoordinatorCall(Struct, frozen=True):
+    """A message of a task to the coordinator, passed on by a host."""
+
+    method: str
+    args: dict[str, object]
+
+
+class ErrorInfo(Struct, frozen=True):
+    """How an error crosses the network."""
+
+    error: str
+    message: str
+
+
+class HostFile(Struct, frozen=True):
+    """What a host leaves in its node's Ray session directory (mode 0600) for tasks to find it again."""
+
+    host_id: str
+    incarnation: str
+    address: str
+    token: str

@@ -1,0 +1,292 @@
+"""Joining Spark and the state store: ``init_spark``, ``attach``, ``stop_spark``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import uuid
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backends.conf import StateStoreConf
+
+from spark_bridge.exceptions import EnvironmentProblemError, SessionError
+from spark_bridge.java import ensure_java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from spark_bridge.listener import StateStoreQueryListener
+    from spark_bridge.state_cluster import StateCluster
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "statestore"
+COORDINATOR_NAME = "StateStoreCoordinator"
+DEFAULT_RECOVERY_TIMEOUT = 60.0
+PAIRS = {"1.6": "3.5", "1.7": "4.2"}
+"""RayDP release line and the PySpark line it works with."""
+
+
+@dataclass
+class _Session:
+    spark: SparkSession
+    cluster: StateCluster
+    listener: StateStoreQueryListener
+    by_raydp: bool
+    started_ray: bool
+
+
+_current: _Session | None = None
+
+
+def init_spark(
+    app_name: str,
+    num_executors: int = 2,
+    executor_cores: int = 1,
+    executor_memory: str | int = "1g",
+    *,
+    configs: dict[str, str] | None = None,
+    ray_address: str | None = None,
+    namespace: str = NAMESPACE,
+    coordinator_name: str = COORDINATOR_NAME,
+    num_hosts: int | None = None,
+    conf: StateStoreConf | None = None,
+    recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+    **raydp_options: Any,
+) -> SparkSession:
+    """Start Spark on Ray with RayDP, and the state store beside its executors.
+
+    Joins the Ray cluster that this process is in, or that ``ray_address`` or ``RAY_ADDRESS`` names,
+    or that runs on this machine; else starts one, which ``stop_spark`` stops again. ``configs`` are
+    Spark settings and ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost
+    actors are started (default: one per executor core); they take no CPU slot.
+    ``recovery_timeout`` (seconds) is how long a task waits for a state partition's new owner.
+
+    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
+    not fit, ``SessionError`` if this process has a session already.
+    """
+    _require_no_session()
+    ensure_java()
+    _check_pair()
+    # RayDP's workers otherwise run whatever python3 is first on the PATH.
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    started_ray = _join_or_start_ray(ray_address, num_executors * executor_cores)
+    import raydp
+
+    try:
+        spark = raydp.init_spark(
+            app_name,
+            num_executors,
+            executor_cores,
+            executor_memory,
+            configs=_spark_configs(configs, num_executors * executor_cores),
+            **raydp_options,
+        )
+        _join(
+            spark,
+            namespace=namespace,
+            coordinator_name=coordinator_name,
+            num_hosts=num_hosts or num_executors * executor_cores,
+            conf=conf or StateStoreConf(),
+            recovery_timeout=recovery_timeout,
+            by_raydp=True,
+            started_ray=started_ray,
+        )
+    except BaseException:
+        raydp.stop_spark()
+        if started_ray:
+            _stop_ray()
+        raise
+    return spark
+
+
+def attach(
+    spark: SparkSession,
+    *,
+    ray_address: str | None = None,
+    namespace: str = NAMESPACE,
+    coordinator_name: str = COORDINATOR_NAME,
+    num_hosts: int | None = None,
+    conf: StateStoreConf | None = None,
+    recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+) -> SparkSession:
+    """Give a Spark session made elsewhere (RayDP, ``local[n]``, any other) a state store in Ray.
+
+    Finds or starts Ray as ``init_spark`` does, sets what stateful operators need on the live
+    session, and returns it. ``stop_spark`` ends the state store and leaves the session running.
+    Raises ``SessionError`` if this process has a session already.
+    """
+    _require_no_session()
+    started_ray = _join_or_start_ray(ray_address, 1)
+    try:
+        _join(
+            spark,
+            namespace=namespace,
+            coordinator_name=coordinator_name,
+            num_hosts=num_hosts or max(1, min(spark.sparkContext.defaultParallelism, os.cpu_count() or 1)),
+            conf=conf or StateStoreConf(),
+            recovery_timeout=recovery_timeout,
+            by_raydp=False,
+            started_ray=started_ray,
+        )
+    except BaseException:
+        if started_ray:
+            _stop_ray()
+        raise
+    return spark
+
+
+def stop_spark() -> None:
+    """End this process's session: queries, hosts, Spark if ``init_spark`` made it, Ray if we started it."""
+    global _current
+    session, _current = _current, None
+    if session is None:
+        return
+    try:
+        if session.spark.sparkContext._jsc is not None:
+            for query in session.spark.streams.active:
+                query.stop()
+            session.spark.streams.removeListener(session.listener)
+        session.listener.close()
+        session.cluster.stop()
+    finally:
+        if session.by_raydp:
+            import raydp
+
+            raydp.stop_spark()
+        if session.started_ray:
+            _stop_ray()
+
+
+def current_cluster() -> StateCluster:
+    """The state cluster of this process's session. Raises ``SessionError`` if there is none."""
+    if _current is None:
+        raise SessionError("This process has no state store session; call init_spark or attach first.")
+    return _current.cluster
+
+
+def _require_no_session() -> None:
+    if _current is not None:
+        raise SessionError("This process has a state store session already; call stop_spark() before another one.")
+
+
+def _join(
+    spark: SparkSession,
+    *,
+    namespace: str,
+    coordinator_name: str,
+    num_hosts: int,
+    conf: StateStoreConf,
+    recovery_timeout: float,
+    by_raydp: bool,
+    started_ray: bool,
+) -> None:
+    from spark_bridge.listener import StateStoreQueryListener
+    from spark_bridge.settings import apply_settings
+    from spark_bridge.state_cluster import StateCluster
+
+    global _current
+    apply_settings(spark)
+    cluster = StateCluster(
+        session_id=uuid.uuid4().hex[:8],
+        namespace=namespace,
+        coordinator_name=coordinator_name,
+        num_hosts=num_hosts,
+        executor_ips=_executor_ips(spark),
+        conf=conf,
+        recovery_timeout=recovery_timeout,
+    )
+    listener = StateStoreQueryListener(spark, cluster)
+    spark.streams.addListener(listener)
+    _current = _Session(spark, cluster, listener, by_raydp, started_ray)
+
+
+def _executor_ips(spark: SparkSession) -> list[str]:
+    """Where the executors are, as IP addresses; the driver's own if there are none."""
+    infos = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
+    hosts = [str(info.host()) for info in infos]
+    own = hosts[:1]
+    return [socket.gethostbyname(h) for h in (hosts[1:] or own)]
+
+
+def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
+    from spark_bridge.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
+
+    ours = {
+        "spark.sql.shuffle.partitions": str(max(cores, 1)),
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+        "spark.sql.session.timeZone": "UTC",
+    }
+    configs = {**ours, **(given or {})}
+    configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
+    configs[STATELESS_AQE] = "false"
+    return configs
+
+
+def _check_pair() -> None:
+    versions = {}
+    for package in ("raydp", "pyspark"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError as error:
+            raise EnvironmentProblemError(f"The package {package} is not installed; install ray-statestore with pip.") from error
+    raydp_line = ".".join(versions["raydp"].split(".")[:2])
+    pyspark_line = ".".join(versions["pyspark"].split(".")[:2])
+    wanted = PAIRS.get(raydp_line)
+    if wanted != pyspark_line:
+        pairs = ", ".join(f"raydp {r}.* with pyspark {p}.*" for r, p in PAIRS.items())
+        raise EnvironmentProblemError(
+            f"raydp {versions['raydp']} and pyspark {versions['pyspark']} do not work together; install one of these pairs: {pairs}."
+        )
+
+
+def _join_or_start_ray(address: str | None, cpus: int) -> bool:
+    """Join a Ray cluster or start one here; True if it was started."""
+    import ray
+
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
+    named = address or os.environ.get("RAY_ADDRESS")
+    if named:
+        try:
+            ray.init(address=named, **quiet)
+        except ConnectionError as error:
+            raise EnvironmentProblemError(f"No Ray cluster answers at {named!r}: {error}") from error
+        return False
+    running = _running_ray()
+    if running is not None:
+        try:
+            ray.init(address=running, **quiet)
+            return False
+        except ConnectionError:
+            log.warning("The Ray cluster at %s, which this machine remembers, does not answer; starting another", running)
+    ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=None, **quiet)
+    return True
+
+
+def _running_ray() -> str | None:
+    """The cluster that ``ray start`` has left on record for this machine, if something listens there."""
+    record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"  # noqa: S108 - Ray's own place
+    try:
+        address = record.read_text().strip()
+        host, port = address.rsplit(":", 1)
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+            return address
+    except (OSError, ValueError):
+        return None
+
+
+def _stop_ray() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+__all__ = ["attach", "current_cluster", "init_spark", "stop_spark"]

@@ -1,0 +1,35 @@
+"""Spark settings that stateful operators need, since Spark takes such a query for stateless.
+
+Spark drops operators that it thinks empty and still commits the batch, so that their tasks, and
+their commits, never happen (DESIGN, section 8).
+"""
+
+from __future__ import annotations
+
+from pyspark.sql import SparkSession
+
+EMPTY_RELATION_RULE = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
+EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
+STATELESS_AQE = "spark.sql.adaptive.streaming.stateless.enabled"
+
+
+def excluded_rules(current: str | None) -> str:
+    """The excluded optimizer rules with ours among them."""
+    rules = [r.strip() for r in (current or "").split(",") if r.strip()]
+    return ",".join(rules if EMPTY_RELATION_RULE in rules else [*rules, EMPTY_RELATION_RULE])
+
+
+def apply_settings(spark: SparkSession) -> None:
+    """Set on a live session what stateful operators need."""
+    spark.conf.set(EXCLUDED_RULES, excluded_rules(spark.conf.get(EXCLUDED_RULES, None)))
+    spark.conf.set(STATELESS_AQE, "false")
+
+
+def unsafe_settings(spark: SparkSession) -> str | None:
+    """Why the session's settings would lose state, or None."""
+    rules = [r.strip() for r in (spark.conf.get(EXCLUDED_RULES, "") or "").split(",")]
+    if EMPTY_RELATION_RULE not in rules:
+        return f"{EXCLUDED_RULES} must contain {EMPTY_RELATION_RULE}, or Spark skips state tasks of empty inputs; it was changed after attach."
+    if str(spark.conf.get(STATELESS_AQE, "false")).lower() != "false":
+        return f"{STATELESS_AQE} must be false, or Spark skips state tasks of empty inputs; it was changed after attach."
+    return None

@@ -1,0 +1,144 @@
+"""The state task: what runs inside a PySpark worker for one partition and micro-batch of an operator.
+
+It reads all its rows, reads the old values of the keys touched in bulk, runs the operator's logic,
+commits, and only then emits rows: whoever consumes only some of the output (``head(1)``) still
+leaves a whole commit behind. Spark's counterpart is a task of its ``StateStoreRDD``.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import pyarrow as pa
+
+from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
+from spark_bridge.protocol import TaskIdentity
+from spark_bridge.task_client import Endpoints, TaskStore
+
+PARTITION_COLUMN = "__statestore_partition"
+KEY_GROUP_COLUMN = "__statestore_key_group"
+
+RUN_ID = "statestore.runId"
+REFUSAL = "statestore.refusal"
+ADDRESSES = "statestore.addresses"
+TOKEN = "statestore.token"  # noqa: S105 - the name of a property; Spark redacts properties named so
+HOST_FILES = "statestore.hostFiles"
+TIMEOUT = "statestore.recoveryTimeout"
+EMIT_ROWS = 1 << 16
+
+
+class Logic(Protocol):
+    """An operator's work on one partition: takes the rows, leaves changes in the store, gives output."""
+
+    def process(self, batches: Iterable[pa.RecordBatch], store: TaskStore, timer: StepTimer) -> pa.RecordBatch:
+        """Consume all rows, read and commit state once, and return the rows to emit."""
+
+
+class StepTimer:
+    """Milliseconds spent by step, for progress reports."""
+
+    def __init__(self) -> None:
+        self.milliseconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Forget the time since the last step: it was not ours."""
+        self._last = time.perf_counter()
+
+    def step(self, name: str) -> None:
+        """Book the time since the last step under ``name``."""
+        now = time.perf_counter()
+        self.milliseconds[name] = self.milliseconds.get(name, 0.0) + (now - self._last) * 1e3
+        self._last = now
+
+
+@dataclass(frozen=True)
+class StateTask:
+    """The function for ``mapInArrow``, for one operator of ``num_partitions`` partitions."""
+
+    operator: str
+    num_partitions: int
+    logic: Logic
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        if context is None:
+            raise StateStoreRefusedError(f"Operator {self.operator!r} runs only inside a Spark task.")
+        endpoints, run_id = endpoints_from(context.getLocalProperty, self.operator)
+        first = next((b for b in batches if b.num_rows), None)
+        partition = self._partition(context.partitionId(), first)
+        task = TaskIdentity(
+            run_id=run_id,
+            operator=self.operator,
+            partition=partition,
+            batch_id=int(context.getLocalProperty("streaming.sql.batchId")),
+            attempt=str(context.taskAttemptId()),
+            invocation=uuid.uuid4().hex,
+        )
+        timer = StepTimer()
+        store = TaskStore(task, endpoints)
+        store.open()
+        timer.step("open")
+        output = self.logic.process(self._checked(first, batches, partition), store, timer)
+        for start in range(0, output.num_rows, EMIT_ROWS):
+            yield output.slice(start, EMIT_ROWS)
+
+    def _partition(self, task_partition: int, first: pa.RecordBatch | None) -> int:
+        """This task's shuffle partition: the one carried by its rows; a task without rows can only go by its number."""
+        partition = task_partition if first is None else first.column(PARTITION_COLUMN)[0].as_py()
+        if partition != task_partition or not 0 <= partition < self.num_partitions:
+            raise PartitionMismatchError(
+                f"Task {task_partition} of operator {self.operator!r} was given rows of shuffle partition {partition} "
+                f"of {self.num_partitions}: something behind the operator merges or renumbers its partitions (coalesce, "
+                "union). Put .repartition(n) between the operator and it. No state was touched."
+            )
+        return partition
+
+    def _checked(
+        self, first: pa.RecordBatch | None, rest: Iterator[pa.RecordBatch], partition: int
+    ) -> Iterator[pa.RecordBatch]:
+        if first is None:
+            return
+        yield first
+        for batch in rest:
+            if batch.num_rows:
+                carried = batch.column(PARTITION_COLUMN)
+                if carried[0].as_py() != partition or carried[-1].as_py() != partition:
+                    raise PartitionMismatchError(
+                        f"Operator {self.operator!r} got rows of several shuffle partitions in the task of partition "
+                        f"{partition}. Put .repartition(n) between the operator and what follows it."
+                    )
+                yield batch
+
+
+def endpoints_from(local_property: Callable[[str], str | None], operator: str) -> tuple[Endpoints, str]:
+    """Where the hosts are and which run this is, from the properties that the listener has set.
+
+    Raises ``StateStoreRefusedError``, before any state is touched, where the query may not run.
+    """
+    refusal = local_property(REFUSAL)
+    if refusal:
+        raise StateStoreRefusedError(refusal)
+    run_id, addresses, token = local_property(RUN_ID), local_property(ADDRESSES), local_property(TOKEN)
+    if not run_id or not addresses or not token:
+        raise StateStoreRefusedError(
+            f"Operator {operator!r} runs in a query that the state store does not know: its Spark session has no state "
+            "store listener. Start the query from the session that init_spark returned or that attach(spark) was "
+            "called with; sessions made by spark.newSession() reach no listener, and a batch query keeps no state."
+        )
+    return (
+        Endpoints(
+            addresses=tuple(msgspec.json.decode(addresses, type=list[str])),
+            token=token,
+            host_files=local_property(HOST_FILES) or "",
+            timeout=float(local_property(TIMEOUT) or 60),
+        ),
+        run_id,
+    )
