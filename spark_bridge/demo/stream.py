@@ -236,7 +236,7 @@ def wait_until_completed(version: int) -> None:
             return
         if time.monotonic() > deadline:
             raise DemoError(
-                f"version {version} was not completed within {COMPLETION_TIMEOUT_S:.0f} s: the coordinator has "
+                f"version {version} was not completed in {COMPLETION_TIMEOUT_S:.0f} s: the coordinator has "
                 f"{completed}, the hosts have {held}"
             )
         time.sleep(POLL_SECONDS)
