@@ -119,7 +119,9 @@ def end_with_parent() -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        # not through sys.stdin, whose lock this thread would still hold when the interpreter shuts down
+        while os.read(0, 1024):
+            continue
         os.kill(os.getpid(), signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, leave)

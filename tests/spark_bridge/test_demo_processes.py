@@ -1,0 +1,181 @@
+"""The demo's child processes, its display and its command line, without Ray or Spark."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from spark_bridge.cli import app
+from spark_bridge.demo.display import LineDisplay, LiveDisplay, choose_display
+from spark_bridge.demo.events import (
+    Batch,
+    Failed,
+    HostKilled,
+    Lookup,
+    Progress,
+    Started,
+    Verified,
+    decode_event,
+)
+from spark_bridge.demo.flights import file_name
+from spark_bridge.demo.processes import Children
+
+CHILD = """
+import subprocess, sys, time
+import msgspec
+from spark_bridge.demo.events import EventPipe, Progress
+from spark_bridge.demo.processes import end_with_parent
+
+class Options(msgspec.Struct):
+    events_fd: int
+
+options = msgspec.json.decode(sys.argv[1], type=Options)
+events = EventPipe(options.events_fd)
+end_with_parent()
+print("noise")
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+events.send(Progress(str(grandchild.pid)))
+time.sleep(600)
+"""
+
+
+class Options(msgspec.Struct):
+    events_fd: int
+
+
+@pytest.fixture
+def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "demo_child.py").write_text(textwrap.dedent(CHILD))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    return "demo_child"
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+def test_closing_ends_children_and_whatever_they_started(child_module: str, tmp_path: Path) -> None:
+    log_path = tmp_path / "log"
+    children = Children(log_path, {"DEMO_EXTRA": "1"})
+    children.start("child", child_module, Options)
+    event = children.messages.get(timeout=20)
+    assert isinstance(event, Progress)
+    grandchild = int(event.text)
+    assert psutil.Process(grandchild).environ()["DEMO_EXTRA"] == "1"
+    children.close()
+    wait_until_gone(grandchild)
+    name, code = children.messages.get(timeout=5)
+    assert name == "child"
+    assert code == 128 + 15  # it ended by itself, through SystemExit
+    children.close()
+
+
+def test_a_child_ends_when_its_parent_is_killed(child_module: str, tmp_path: Path) -> None:
+    script = f"""
+        from pathlib import Path
+        import msgspec, time
+        from spark_bridge.demo.processes import Children
+        class Options(msgspec.Struct):
+            events_fd: int
+        children = Children(Path({str(tmp_path / "log")!r}), {{}})
+        children.start("child", {child_module!r}, Options)
+        children.messages.get(timeout=20)
+        print(children._processes["child"].pid, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    grandchildren = psutil.Process(child).children()
+    parent.kill()
+    parent.wait()
+    wait_until_gone(child)
+    for process in grandchildren:  # those only Children.close could have ended
+        process.kill()
+
+
+EVENTS = [
+    Progress("starting Ray"),
+    Started("127.0.0.1:1", 3, 50),
+    Batch(4, 6_735, 8_900.4, 1_200, 3_000, 4, 756.0, 61.0),
+    Batch(5, 6_735, 8_900.4, None, None, 5, 756.0, None),
+    HostKilled(4711, 25),
+    Lookup("N14228", "3 flights", 1.23),
+    Lookup("N00000", None, 0.7),
+    Verified(4_044, 336_776, 4, 33.0),
+]
+
+
+def test_events_survive_the_pipe() -> None:
+    for event in [*EVENTS, Failed("why")]:
+        assert decode_event(msgspec.json.encode(event)) == event
+    with pytest.raises(msgspec.DecodeError):
+        decode_event(b'{"type":"Surprise"}')
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=60)
+    display = choose_display(console, 50)
+    assert isinstance(display, LineDisplay)
+    with display:
+        for event in EVENTS:
+            display.show(event)
+    lines = out.getvalue().splitlines()
+    assert "\x1b" not in out.getvalue()
+    assert lines == [
+        "starting Ray ...",
+        "Going on behind batch 3, which an earlier run committed.",
+        "batch 4/50 | 6,735 rows | 8,900 rows/s | 1,200 aircraft touched | 3,000 in the state | "
+        "checkpoint 4 | 756 ms, state 61 ms",
+        "batch 5/50 | 6,735 rows | 8,900 rows/s | checkpoint 5 | 756 ms",
+        "kill -9 4711: that was a StateStoreHost, during batch 25.",
+        "  lookup N14228: 3 flights (1.2 ms)",  # the second one came too soon after it
+        "The state of all 4,044 aircraft (336,776 flights) is what pandas computes; 4 unknown ones are not in it. "
+        "Read back in 33 ms.",
+    ]
+
+
+def test_the_live_picture_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=140, force_terminal=True)
+    display = choose_display(console, 50)
+    assert isinstance(display, LiveDisplay)
+    with display:
+        for event in EVENTS:
+            display.show(event)
+    for text in ("batch 5/50", "N14228", "not seen yet", "kill -9 4711"):
+        assert text in out.getvalue()
+
+
+def test_stop_after_needs_a_checkpoint() -> None:
+    result = CliRunner().invoke(app, ["demo", "--stop-after", "3"])
+    assert result.exit_code == 2
+    assert "needs --checkpoint" in " ".join(result.output.split())
+
+
+def test_another_replays_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "flights").mkdir()
+    (tmp_path / "flights" / file_name(0, 10)).touch()
+    result = CliRunner().invoke(app, ["demo", "--checkpoint", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "--batches 10" in result.output
