@@ -150,8 +150,8 @@ def test_plain_lines_without_a_terminal() -> None:
         "batch 5/50 | 6,735 rows | 8,900 rows/s | checkpoint 5 | 756 ms",
         "kill -9 4711: that was a StateStoreHost, during batch 25.",
         "  lookup N14228: 3 flights (1.2 ms)",  # the second one came too soon after it
-        "The state of all 4,044 aircraft (336,776 flights) is what pandas computes; 4 unknown ones are not in it. "
-        "Read back in 33 ms.",
+        "The state of all 4,044 aircraft (336,776 flights) is what pandas computes; "
+        "4 unknown ones are not in it. Read back in 33 ms.",
     ]
 
 
