@@ -1,0 +1,130 @@
+"""One Ray cluster and one RayDP session for all tests that need Spark, and streams that tests can steer."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """RayDP with two one-core executors, and two hosts."""
+    import ray
+    from spark_bridge import init_spark, stop_spark
+
+    # A short path: Ray's sockets live below it.
+    ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
+    ray.init(
+        address="local", num_cpus=4, namespace="statestore", log_to_driver=False, logging_level="WARNING",
+        include_dashboard=False, _temp_dir=ray_dir, object_store_memory=200 << 20,
+    )
+    session = init_spark(
+        "tests",
+        num_executors=2,
+        executor_cores=1,
+        executor_memory="1g",
+        configs={
+            "spark.sql.shuffle.partitions": "4",
+            "spark.ui.enabled": "false",
+            "spark.task.maxFailures": "4",
+            "spark.log.level": "ERROR",
+        },
+        recovery_timeout=40,
+    )
+    yield session
+    stop_spark()
+    ray.shutdown()
+    shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+@dataclass
+class Stream:
+    """A file stream that a test feeds batch by batch: one file is one micro-batch."""
+
+    spark: SparkSession
+    root: Path
+    schema: str
+    files: int = 0
+    frames: list[pd.DataFrame] = field(default_factory=list)
+
+    @property
+    def checkpoint(self) -> str:
+        return str(self.root / "checkpoint")
+
+    def add(self, rows: list[tuple[Any, ...]] | pd.DataFrame) -> None:
+        """Write one file; files are read in the order they were added."""
+        schema = self.spark.createDataFrame([], self.schema).schema
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        arrow = to_arrow_schema(schema)
+        if isinstance(rows, pd.DataFrame):
+            table = pa.Table.from_pandas(rows, schema=arrow, preserve_index=False)
+        else:
+            table = pa.table([pa.array([r[i] for r in rows], f.type) for i, f in enumerate(arrow)], schema=arrow)
+        (self.root / "in").mkdir(parents=True, exist_ok=True)
+        draft = self.root / f".{self.files}.parquet"
+        pq.write_table(table, draft)
+        target = self.root / "in" / f"{self.files:05d}.parquet"
+        draft.rename(target)
+        import os
+
+        moment = 1_600_000_000 + self.files * 10
+        os.utime(target, (moment, moment))
+        self.files += 1
+
+    def read(self) -> DataFrame:
+        return (
+            self.spark.readStream.schema(self.schema)
+            .option("maxFilesPerTrigger", 1)
+            .option("maxFileAge", "36500d")
+            .parquet(str(self.root / "in"))
+        )
+
+
+@pytest.fixture
+def make_stream(spark: SparkSession, tmp_path: Path) -> Callable[..., Stream]:
+    made = 0
+
+    def make(schema: str = "k long, v double") -> Stream:
+        nonlocal made
+        made += 1
+        root = tmp_path / f"stream{made}"
+        (root / "in").mkdir(parents=True)
+        return Stream(spark, root, schema)
+
+    return make
+
+
+@pytest.fixture
+def stream(make_stream: Callable[..., Stream]) -> Stream:
+    return make_stream()
+
+
+@pytest.fixture(autouse=True)
+def stop_queries(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No query of one test runs on into the next."""
+    yield
+    if "spark" in request.fixturenames:
+        for query in request.getfixturevalue("spark").streams.active:
+            query.stop()
+
+
+def wait_until(what: Callable[[], Any], timeout: float = 60.0, every: float = 0.05) -> Any:
+    """Poll until true; fails naming what it waited for."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if answer := what():
+            return answer
+        time.sleep(every)
+    raise AssertionError(f"not true within {timeout} s: {what}")

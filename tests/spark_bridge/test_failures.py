@@ -1,0 +1,327 @@
+"""State stays exact when real processes die, tasks are retried, or a plan runs twice or in part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from pyspark.sql import DataFrame
+from pyspark.sql.streaming import StreamingQuery
+from spark_bridge import QueryableStateClient, aggregate
+from spark_bridge import functions as S
+from spark_bridge.session import current_cluster
+
+from .conftest import Stream, wait_until
+
+pytestmark = pytest.mark.spark
+KEYS = 40
+
+
+@pytest.fixture(scope="module")
+def client(spark: Any) -> QueryableStateClient:
+    return QueryableStateClient.connect()
+
+
+class Totals:
+    """A stream of known totals: each batch adds ``batch + 1`` to every key."""
+
+    def __init__(self, stream: Stream, operator: str) -> None:
+        self.stream = stream
+        self.operator = operator
+        self.expected: dict[int, float] = defaultdict(float)
+
+    def add(self, batches: int = 1) -> None:
+        for _ in range(batches):
+            n = self.stream.files
+            self.stream.add([(k, float(n + 1)) for k in range(KEYS)])
+            for k in range(KEYS):
+                self.expected[k] += n + 1
+
+    def frame(self) -> DataFrame:
+        return aggregate(self.stream.read(), by="k", operator=self.operator, n=S.count(), total=S.sum("v"))
+
+    def check(self, client: QueryableStateClient) -> None:
+        table = client.get_many(self.operator, list(range(KEYS)))
+        assert dict(zip(table["k"].to_pylist(), table["total"].to_pylist(), strict=True)) == self.expected
+        assert set(table["n"].to_pylist()) == {self.stream.files}
+
+
+@pytest.fixture
+def totals(stream: Stream, request: pytest.FixtureRequest) -> Totals:
+    return Totals(stream, request.node.name.replace("[", ".").replace("]", ""))
+
+
+def start(df: DataFrame, stream: Stream) -> StreamingQuery:
+    return df.writeStream.format("noop").outputMode("append").option("checkpointLocation", stream.checkpoint).start()
+
+
+def once(flag: Path, action: Callable[[], None]) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A function for mapInArrow behind the operator that does something on the first call of one task only."""
+    path = str(flag)
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                action()
+            yield batch
+
+    return run
+
+
+def fail() -> None:
+    raise RuntimeError("this attempt fails after its state was committed")
+
+
+def kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("action", [fail, kill_myself], ids=["task-retried", "worker-killed"])
+def test_a_task_that_dies_after_its_commit_is_run_again(
+    totals: Totals, client: QueryableStateClient, tmp_path: Path, action: Callable[[], None]
+) -> None:
+    totals.add(2)
+    schema = "k long, n long, total double"
+    query = start(totals.frame().mapInArrow(once(tmp_path / "flag", action), schema), totals.stream)
+    query.processAllAvailable()
+    assert (tmp_path / "flag").exists()
+    totals.check(client)
+    totals.add(2)
+    query.processAllAvailable()
+    totals.check(client)
+
+
+def test_a_worker_killed_before_its_commit(totals: Totals, client: QueryableStateClient, tmp_path: Path) -> None:
+    totals.add(3)
+    before = totals.stream.read().mapInArrow(once(tmp_path / "flag", kill_myself), "k long, v double")
+    query = start(aggregate(before, by="k", operator=totals.operator, n=S.count(), total=S.sum("v")), totals.stream)
+    query.processAllAvailable()
+    assert (tmp_path / "flag").exists()
+    totals.check(client)
+
+
+def slow(seconds: float) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """Holds every partition's rows back, so that a test can strike between open and commit of its tasks."""
+
+    def run(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            time.sleep(seconds)
+            yield batch
+
+    return run
+
+
+def slow_frame(totals: Totals, seconds: float = 0.4) -> DataFrame:
+    """Tasks of the operator take their time, one after the other, some committed and some not at any moment."""
+    df = totals.frame()
+    return df.mapInArrow(slow(seconds), "k long, n long, total double")
+
+
+def host_pids() -> list[int]:
+    return [int(h["pid"]) for h in current_cluster().describe_hosts()]
+
+
+def coordinator_pid() -> int:
+    return int(current_cluster().coordinator.call("describe")["pid"])
+
+
+def kill_mid_batch(totals: Totals, client: QueryableStateClient, victims: Callable[[], list[int]]) -> None:
+    """Run ten batches; kill the victims three times at different moments of a batch."""
+    totals.add(2)
+    query = start(slow_frame(totals), totals.stream)
+    query.processAllAvailable()
+    totals.add(9)
+    for pause in (0.15, 0.55, 0.9):
+        done = query.lastProgress["batchId"] if query.lastProgress else -1
+        wait_until(lambda done=done: (query.lastProgress or {}).get("batchId", -1) > done or query.exception())
+        time.sleep(pause)
+        for pid in victims():
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(1.5)
+        wait_until(lambda: len(current_cluster().addresses()) == len(current_cluster().hosts))
+    query.processAllAvailable()
+    assert query.exception() is None
+    totals.check(client)
+    query.stop()
+
+
+def test_a_host_killed_mid_batch(totals: Totals, client: QueryableStateClient) -> None:
+    kill_mid_batch(totals, client, lambda: host_pids()[:1])
+
+
+def test_the_coordinator_killed_mid_batch(totals: Totals, client: QueryableStateClient) -> None:
+    kill_mid_batch(totals, client, lambda: [coordinator_pid()])
+
+
+def test_coordinator_and_all_hosts_killed_mid_batch(totals: Totals, client: QueryableStateClient) -> None:
+    kill_mid_batch(totals, client, lambda: [*host_pids(), coordinator_pid()])
+
+
+def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: QueryableStateClient) -> None:
+    """After Spark's ``commits/N`` and before the next batch: storage alone must say that N + 1 is completed."""
+    totals.add(2)
+    query = start(totals.frame(), totals.stream)
+    query.processAllAvailable()
+    for pid in [coordinator_pid(), *host_pids()]:
+        os.kill(pid, signal.SIGKILL)
+    totals.add(2)
+    query.processAllAvailable()
+    assert query.exception() is None
+    totals.check(client)
+
+
+def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Another driver, in a process of its own, on plain local Spark with its own Ray."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *args],
+        capture_output=True, text=True, timeout=180, env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+    )
+
+
+DRIVER = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import ray
+from pyspark.sql import SparkSession
+from spark_bridge import QueryableStateClient, aggregate, attach, functions as S, stop_spark
+from spark_bridge.java import ensure_java
+
+root, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+ensure_java()
+ray.init(address="local", num_cpus=2, namespace="statestore", log_to_driver=False, include_dashboard=False,
+         object_store_memory=100 << 20)
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+spark.sparkContext.setLogLevel("OFF")
+attach(spark, num_hosts=2)
+df = spark.readStream.schema("k long, v double").option("maxFilesPerTrigger", 1).option("maxFileAge", "36500d")
+totals = aggregate(df.parquet(str(root / "in")), by="k", operator="t", num_partitions=3, n=S.count(), total=S.sum("v"))
+if kill_at >= 0:
+    def strike():
+        # Between our manifest of version kill_at + 1 and Spark's commits/<kill_at>: the sink is still at work.
+        want = f'"version":{kill_at + 1},'
+        while not any(want in p.read_text() for p in (root / "checkpoint/statestore/manifests").glob("*.json")):
+            time.sleep(0.005)
+        assert not (root / f"checkpoint/commits/{kill_at}").exists()
+        os.kill(spark.sparkContext._gateway.proc.pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=strike, daemon=True).start()
+
+def sink(batch, n):
+    batch.collect()
+    time.sleep(1.5 if n == kill_at else 0)
+
+query = totals.writeStream.option("checkpointLocation", str(root / "checkpoint")).foreachBatch(sink).start()
+query.processAllAvailable()
+client = QueryableStateClient.connect()
+table = client.get_many("t", list(range(40)))
+print("STATE", table["n"].to_pylist(), table["total"].to_pylist())
+stop_spark()
+spark.stop()
+ray.shutdown()
+"""
+
+
+def test_a_driver_killed_between_our_commit_and_sparks_own(stream: Stream) -> None:
+    totals = Totals(stream, "t")
+    totals.add(4)
+    killed = run_driver(DRIVER, str(stream.root), "2")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert not Path(stream.checkpoint, "commits", "2").exists()
+    again = run_driver(DRIVER, str(stream.root), "-1")
+    expected = [totals.expected[k] for k in range(KEYS)]
+    assert f"STATE {[4] * KEYS} {expected}" in again.stdout, again.stderr[-3000:]
+
+
+def test_foreach_batch_that_runs_the_plan_twice(totals: Totals, client: QueryableStateClient) -> None:
+    totals.add(3)
+    seen: list[tuple[int, ...]] = []
+
+    def sink(batch: DataFrame, n: int) -> None:
+        seen.append((n, batch.count(), len(batch.collect())))
+
+    query = (
+        totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint).foreachBatch(sink).start()
+    )
+    query.processAllAvailable()
+    assert seen == [(n, KEYS, KEYS) for n in range(3)]
+    totals.check(client)
+
+
+def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: QueryableStateClient) -> None:
+    totals.add(3)
+
+    def sink(batch: DataFrame, n: int) -> None:
+        batch.head(1)
+        batch.collect()
+
+    query = (
+        totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint).foreachBatch(sink).start()
+    )
+    query.processAllAvailable()
+    totals.check(client)
+
+
+def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_repaired(
+    totals: Totals, client: QueryableStateClient
+) -> None:
+    """Spark commits the batch all the same; the next one must not go on from state that lacks partitions."""
+    totals.add(2)
+    frame = totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint)
+    query = frame.foreachBatch(lambda batch, n: batch.head(1)).start()
+    with pytest.raises(Exception, match=r"(?s)foreachBatch.*commits/0"):
+        query.processAllAvailable()
+    again = start(totals.frame(), totals.stream)
+    with pytest.raises(Exception, match=r"(?s)foreachBatch.*commits/0"):
+        again.processAllAvailable()
+    for name in ("0", ".0.crc"):
+        Path(totals.stream.checkpoint, "commits", name).unlink(missing_ok=True)
+    repaired = start(totals.frame(), totals.stream)
+    repaired.processAllAvailable()
+    totals.check(client)
+
+
+def test_coalesce_behind_the_operator_is_a_clear_error_and_loses_no_state(
+    totals: Totals, client: QueryableStateClient
+) -> None:
+    totals.add(2)
+    query = start(totals.frame().coalesce(2), totals.stream)
+    with pytest.raises(Exception, match=r"(?s)repartition"):
+        query.processAllAvailable()
+    good = start(totals.frame().repartition(2), totals.stream)
+    good.processAllAvailable()
+    totals.check(client)
+
+
+def test_union_behind_the_operator_is_a_clear_error_and_loses_no_state(
+    totals: Totals, make_stream: Callable[..., Stream], client: QueryableStateClient
+) -> None:
+    totals.add(2)
+    other = make_stream("k long, n long, total double")
+    other.add([(1, 1, 1.0)])
+    query = start(other.read().union(totals.frame()), totals.stream)
+    with pytest.raises(Exception, match=r"(?s)repartition"):
+        query.processAllAvailable()
+
+
+def test_killed_processes_leave_the_cluster_in_order(spark: Any) -> None:
+    """After all the killing above: the same two hosts, one coordinator, nothing loaded for stopped queries."""
+    cluster = current_cluster()
+    wait_until(lambda: all(not h["instances"] for h in cluster.describe_hosts()))
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "statestore"]
+    assert sorted(names) == sorted(
+        ["StateStoreCoordinator", *(f"StateStoreHost-{cluster.session_id}-{i}" for i in range(len(cluster.hosts)))]
+    )
