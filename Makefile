@@ -16,9 +16,9 @@ FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.
 # $(call make_venv,directory,constraints file,further requirements,what it is)
 define make_venv
 	@set -e; python=$$($(FIND_PYTHON)); \
-	echo "Making $(1) with $$("$$python" --version): $(4). This downloads about 1 GB the first time."; \
-	rm -rf $(1); "$$python" -m venv $(1); \
-	echo "Installing the versions of $(2) (some minutes) ..."; \
+	echo "Making $(1) with $$("$$python" --version): $(4)"; \
+	[ -x $(1)/bin/python ] || "$$python" -m venv $(1); \
+	echo "Installing the versions of $(2); this downloads about 1 GB the first time and takes some minutes ..."; \
 	$(1)/bin/python -m pip install -qq --disable-pip-version-check \
 		--editable '.[dev,demo,java]' $(3) --constraint $(2); \
 	touch $(1)/.installed; echo "$(1) is ready."

@@ -34,9 +34,7 @@ def demo(
     stop_after: Annotated[
         int | None, typer.Option(min=1, help="Stop after this many batches; needs --checkpoint.")
     ] = None,
-    batches: Annotated[
-        int, typer.Option(min=1, max=1000, help="In how many batches the year is split.")
-    ] = 50,
+    batches: Annotated[int, typer.Option(min=1, max=1000, help="In how many batches the year is split.")] = 50,
 ) -> None:
     """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end."""
     from spark_bridge.demo.app import run_demo
@@ -46,9 +44,7 @@ def demo(
         raise typer.BadParameter("--stop-after needs --checkpoint DIR, or there is nothing to go on from")
     console = Console()
     try:
-        code = run_demo(
-            console, kill_host=kill_host, checkpoint=checkpoint, stop_after=stop_after, batches=batches
-        )
+        code = run_demo(console, kill_host=kill_host, checkpoint=checkpoint, stop_after=stop_after, batches=batches)
     except (ModuleNotFoundError, ReplayMismatchError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         code = 2

