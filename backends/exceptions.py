@@ -1,0 +1,60 @@
+"""Every error that the backends raise on purpose.
+
+One base class, so that a caller can tell "the state store says no" from a bug. Messages say what
+was wrong, with which values, and what to do. Each class can be rebuilt from its message alone,
+which is how errors travel between processes.
+"""
+
+from __future__ import annotations
+
+
+class StateStoreError(Exception):
+    """Base of all errors of the state store."""
+
+
+class InvalidStateStoreArgument(StateStoreError, ValueError):
+    """An argument or option that can never work: a None key, an unknown option value, a bad name."""
+
+
+class UnsupportedTypeError(StateStoreError, TypeError):
+    """A column's type cannot be a key or a value; the message names column and type."""
+
+
+class SchemaMismatchError(StateStoreError):
+    """Stored bytes, or a stored schema, are not of the schema that they are read with."""
+
+
+class UnsupportedLocationError(StateStoreError):
+    """State cannot be kept at this address; the message names the remedy."""
+
+
+class StorageError(StateStoreError):
+    """The storage failed for good, or for longer than retries last."""
+
+
+class MissingFileError(StorageError):
+    """A file that should exist does not."""
+
+
+class FileExistsInStorageError(StorageError):
+    """A file that must be new exists already. Its content is somebody else's."""
+
+
+class DamagedFileError(StorageError):
+    """A file's content is not what was written; the message names the file."""
+
+
+class VersionNotFoundError(StateStoreError):
+    """A version that does not exist, or is no longer held; the message names what is there."""
+
+
+class LineageMismatchError(StateStoreError):
+    """Changes or files do not follow on from the state that is loaded: reload from storage."""
+
+
+class StoreClosedError(StateStoreError):
+    """Use after ``commit``, ``abort`` or ``close``."""
+
+
+class ConcurrentCommitError(StateStoreError):
+    """Somebody else writes, or has written, the same state; this commit changed nothing."""

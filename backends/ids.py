@@ -1,0 +1,58 @@
+"""Names of a state store and of one loaded instance of it (Spark: ``StateStoreId``, ``StateStoreProviderId``)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from backends.exceptions import InvalidStateStoreArgument
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
+
+
+def check_name(kind: str, name: str) -> str:
+    """Return ``name`` if it can be one directory name on every storage; raise otherwise.
+
+    ``kind`` is what the name is of, for the message.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidStateStoreArgument(
+            f"{name!r} cannot be the name of {kind}: use 1 to 200 letters, digits, '_', '-' or '.', "
+            "not starting with '.' or '-'."
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class StateStoreId:
+    """One partition of one operator's state, below one checkpoint location."""
+
+    checkpoint_location: str
+    operator_id: str
+    partition_id: int
+    store_name: str = "default"
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint_location:
+            raise InvalidStateStoreArgument("checkpoint_location is empty: give the directory to keep the state in.")
+        if not isinstance(self.operator_id, str):
+            # Spark numbers its operators; a number is a good name, too.
+            object.__setattr__(self, "operator_id", str(self.operator_id))
+        check_name("an operator", self.operator_id)
+        check_name("a store", self.store_name)
+        if isinstance(self.partition_id, bool) or not isinstance(self.partition_id, int) or self.partition_id < 0:
+            raise InvalidStateStoreArgument(f"partition_id must be an int of 0 or more, not {self.partition_id!r}.")
+
+    def __str__(self) -> str:
+        return (
+            f"StateStoreId[location={self.checkpoint_location}, operator={self.operator_id}, "
+            f"partition={self.partition_id}, store={self.store_name}]"
+        )
+
+
+@dataclass(frozen=True)
+class StateStoreProviderId:
+    """A store as loaded for one run of a query: a restarted query never meets its older instances."""
+
+    store_id: StateStoreId
+    query_run_id: str

@@ -1,0 +1,91 @@
+"""Durable, atomic, create-if-absent files on a local disk.
+
+obstore's own ``create`` is atomic but neither syncs nor writes the content before the name appears
+durably. Here a name appears only once its content is on the disk: after a power cut a file is
+whole or absent, which create-if-absent files (manifests, epochs) need even before they are acknowledged.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from pathlib import Path
+
+
+class LocalFiles:
+    """Writes new files below ``root``. Safe to use from many threads and processes at once.
+
+    ``fsync`` False leaves out the syncs; atomicity stays.
+    """
+
+    def __init__(self, root: Path, *, fsync: bool) -> None:
+        self._root = root
+        # Whatever is made below this directory is made by us, so its name must be synced by us.
+        self._top = next(d for d in (root, *root.parents) if d.is_dir())
+        self._fsync = fsync
+        self._durable: set[Path] = set()
+        self._lock = threading.Lock()
+
+    def put_new(self, path: str, data: bytes) -> None:
+        """Write a file that must not exist; raises ``FileExistsError`` or another ``OSError``.
+
+        On return the file and the names of all directories above it, up to the root's own, are durable.
+        """
+        target = self._root / path
+        # The '#<digits>' at the end is obstore's own mark of an unfinished file: it never lists such names.
+        staged = target.with_name(f"{target.name}#{secrets.randbits(60)}")
+        descriptor = self._open(staged)
+        try:
+            try:
+                with os.fdopen(descriptor, "wb", buffering=0) as file:
+                    self._write_all(file.fileno(), data)
+                    if self._fsync:
+                        os.fsync(file.fileno())
+                os.link(staged, target)
+            finally:
+                staged.unlink(missing_ok=True)
+        except FileExistsError:
+            # The other writer may have died between its link and its sync: what is seen must stay.
+            self._sync_directories(target.parent)
+            raise
+        self._sync_directories(target.parent)
+
+    def _open(self, staged: Path) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            return os.open(staged, flags, 0o644)
+        except FileNotFoundError:
+            with self._lock:
+                self._durable.clear()  # directories that were known may have been removed since
+            staged.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(staged, flags, 0o644)
+
+    @staticmethod
+    def _write_all(descriptor: int, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+
+    def _sync_directories(self, directory: Path) -> None:
+        """Sync the file's directory, and once each the directories above it, whose entries may be new as well."""
+        if not self._fsync:
+            return
+        _sync(directory)
+        for parent in directory.parents:
+            with self._lock:
+                if parent in self._durable:
+                    return
+            if parent != self._top and self._top not in parent.parents:
+                return
+            _sync(parent)
+            with self._lock:
+                self._durable.add(parent)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

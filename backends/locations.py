@@ -1,0 +1,148 @@
+"""Addresses of state: what Spark calls a directory, mapped onto obstore's stores and their options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from backends.exceptions import InvalidStateStoreArgument, UnsupportedLocationError
+
+REMEDY = (
+    "Keep Spark's checkpoint where it is and put the state elsewhere with state_location=, at one of: "
+    "a local path, file:, s3://, s3a://, gs://, abfss://, memory://."
+)
+_CLOUD = {"s3": "s3", "s3a": "s3", "gs": "gs", "abfss": "abfss", "abfs": "abfss"}
+_SPARK_PREFIXES = ("spark.hadoop.fs.", "fs.")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A parsed address. ``kind`` is "local", "memory", "s3", "gs" or "abfss".
+
+    ``text`` is the normalised address; ``container`` a bucket, container or memory store's name;
+    ``prefix`` the directory in it, without slashes at its ends (for "local": the absolute path).
+    """
+
+    kind: str
+    text: str
+    container: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """obstore's ``config`` and ``client_options`` for one cloud store."""
+
+    config: dict[str, str | bool] = field(default_factory=dict)
+    client: dict[str, bool] = field(default_factory=dict)
+
+
+def parse_location(location: str) -> Location:
+    """Understand an address as Spark writes it; raises ``UnsupportedLocationError`` with the remedy.
+
+    Like Hadoop's ``Path``, a ``file:`` address is taken literally: ``%20`` in it is not decoded.
+    """
+    if not isinstance(location, str) or not location.strip():
+        raise InvalidStateStoreArgument(f"{location!r} is no location: give the directory to keep the state in.")
+    scheme, colon, rest = location.partition(":")
+    if not colon or "/" in scheme:
+        return _local(location)
+    scheme = scheme.lower()
+    if scheme == "file":
+        return _local(_without_host(location, rest))
+    parts = urlsplit(location)
+    container = parts.netloc
+    # Not parts.path: '?' and '#' are letters like any other in a Hadoop path.
+    prefix = rest.removeprefix("//")[len(container) :].strip("/") if rest.startswith("//") else ""
+    if scheme == "memory":
+        return Location("memory", _join(f"memory://{container}", prefix), container, prefix)
+    if scheme not in _CLOUD:
+        raise UnsupportedLocationError(f"State cannot be kept at {location!r}: {scheme}: is not supported. {REMEDY}")
+    if not container:
+        raise UnsupportedLocationError(f"{location!r} names no bucket or container. {REMEDY}")
+    kind = _CLOUD[scheme]
+    return Location(kind, _join(f"{kind}://{container}", prefix), container, prefix)
+
+
+def _local(path: str) -> Location:
+    absolute = str(Path(path).expanduser().absolute())
+    return Location("local", absolute, "", absolute)
+
+
+def _without_host(location: str, rest: str) -> str:
+    if not rest.startswith("//"):
+        return rest
+    host, slash, path = rest[2:].partition("/")
+    if host not in ("", "localhost"):
+        raise UnsupportedLocationError(f"{location!r} names the host {host!r}; a file: address has none. {REMEDY}")
+    return slash + path
+
+
+def _join(base: str, prefix: str) -> str:
+    return f"{base}/{prefix}" if prefix else base
+
+
+def store_options(location: Location, options: Mapping[str, str]) -> StoreOptions:
+    """obstore's options for a cloud location, from Spark's and obstore's own.
+
+    Spark's are recognised as ``spark.hadoop.fs.s3a.*`` and ``fs.s3a.*``, per bucket as well
+    (``fs.s3a.bucket.<name>.*``, which wins). Keys without such a prefix are passed on to obstore
+    unchanged and win over Spark's. Other Spark and Hadoop settings do not concern storage and are
+    left alone.
+    """
+    own = {k: v for k, v in options.items() if not k.startswith(("spark.", "fs."))}
+    result = _s3_options(location.container, options) if location.kind == "s3" else StoreOptions()
+    result.config.update(own)
+    if str(result.config.get("endpoint", "")).startswith("http://"):
+        result.client["allow_http"] = True
+    return result
+
+
+def _s3_options(bucket: str, options: Mapping[str, str]) -> StoreOptions:
+    settings: dict[str, str] = {}
+    per_bucket: dict[str, str] = {}
+    for key, value in options.items():
+        for prefix in _SPARK_PREFIXES:
+            if key.startswith(f"{prefix}s3a.bucket.{bucket}."):
+                per_bucket[key.removeprefix(f"{prefix}s3a.bucket.{bucket}.")] = value
+            elif key.startswith(f"{prefix}s3a."):
+                settings[key.removeprefix(f"{prefix}s3a.")] = value
+    settings.update(per_bucket)
+    config: dict[str, str | bool] = {}
+    copied: dict[str, tuple[str, Callable[[str], str | bool]]] = {
+        "access.key": ("access_key_id", str),
+        "secret.key": ("secret_access_key", str),
+        "session.token": ("session_token", str),
+        "endpoint.region": ("region", str),
+    }
+    for name, (theirs, convert) in copied.items():
+        if settings.get(name):
+            config[theirs] = convert(settings[name])
+    if "AnonymousAWSCredentialsProvider" in settings.get("aws.credentials.provider", ""):
+        config["skip_signature"] = True
+    path_style = _flag("path.style.access", settings.get("path.style.access", "false"))
+    endpoint = settings.get("endpoint", "")
+    if endpoint:
+        config["endpoint"] = _endpoint(bucket, endpoint, settings, path_style)
+        config.setdefault("region", "us-east-1")
+    config["virtual_hosted_style_request"] = not path_style
+    return StoreOptions(config)
+
+
+def _endpoint(bucket: str, endpoint: str, settings: Mapping[str, str], path_style: bool) -> str:
+    scheme, separator, host = endpoint.partition("://")
+    if not separator:
+        secure = _flag("connection.ssl.enabled", settings.get("connection.ssl.enabled", "true"))
+        scheme, host = ("https" if secure else "http"), endpoint
+    host = host.rstrip("/")
+    # obstore wants the bucket in the endpoint where requests are virtual-hosted; Hadoop puts it there itself.
+    return f"{scheme}://{host}" if path_style else f"{scheme}://{bucket}.{host}"
+
+
+def _flag(name: str, value: str) -> bool:
+    lowered = str(value).strip().lower()
+    if lowered not in ("true", "false"):
+        raise InvalidStateStoreArgument(f"fs.s3a.{name}={value!r} must be true or false.")
+    return lowered == "true"
