@@ -17,11 +17,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def statestore() -> None:
-    """Keeps ``demo`` a subcommand, however few there are."""
-
-
 @app.command()
 def demo(
     kill_host: Annotated[
@@ -49,6 +44,25 @@ def demo(
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         code = 2
     raise typer.Exit(code)
+
+
+@app.command()
+def status(
+    address: Annotated[
+        str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = "statestore",
+) -> None:
+    """Show the coordinator, the queries and the hosts of a Ray cluster, and what they hold."""
+    from spark_bridge.exceptions import EnvironmentProblemError
+    from spark_bridge.status import gather, render
+
+    try:
+        coordinator, hosts = gather(address, namespace)
+    except EnvironmentProblemError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    Console().print(render(coordinator, hosts))
 
 
 def main() -> None:
