@@ -7,8 +7,9 @@ Their roles follow Spark's ``StateStoreCoordinatorMessage`` family and Flink's
 
 from __future__ import annotations
 
-from backends.manifest import FileRef
 from msgspec import Struct, field
+
+from backends.manifest import FileRef
 
 
 class OperatorSpec(Struct, frozen=True):

@@ -1,0 +1,26 @@
+"""The coordinator of the state store: one named Ray actor per namespace, and its logic without Ray.
+
+Names are loaded when first used: PySpark workers import this package and must not pay for Ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coordinator_actor.actor import StateStoreCoordinator
+    from coordinator_actor.reference import StateStoreCoordinatorRef
+
+__all__ = ["StateStoreCoordinator", "StateStoreCoordinatorRef"]
+
+_HOMES = {
+    "StateStoreCoordinator": "coordinator_actor.actor",
+    "StateStoreCoordinatorRef": "coordinator_actor.reference",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'coordinator_actor' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

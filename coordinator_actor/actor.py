@@ -1,0 +1,187 @@
+"""The named, detached Ray actor around the coordinator. It only forwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from backends.ids import StateStoreProviderId
+from backends.storage import CheckpointStorage
+from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.messages import (
+    Acknowledge,
+    Acknowledged,
+    ChangelogRef,
+    Completed,
+    HostInfo,
+    HostOrders,
+    HostReport,
+    OpenGrant,
+    OpenRequest,
+    OperatorLocation,
+    QueryRegistration,
+    RegisteredQuery,
+)
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "statestore"
+NAME = "StateStoreCoordinator"
+MAX_CONCURRENCY = 64
+
+
+def open_storage(location: str, options: Mapping[str, str]) -> CheckpointStorage:
+    """The real storage of a checkpoint."""
+    return CheckpointStorage.open(location, options)
+
+
+class StateStoreCoordinator:
+    """One per namespace; restarted by Ray, and then told again by hosts and drivers what they hold.
+
+    ``token`` is a constructor argument, so that a restarted actor has the same one.
+    """
+
+    def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("coordinator_actor").setLevel(logging.INFO)
+        self._namespace = namespace
+        self._name = name
+        self._token = token
+        self._node_ip = ray.util.get_node_ip_address()
+        self._coordinator = Coordinator(time.time, open_storage, conf)
+        tags = ("namespace",)
+        self._hosts_gauge = Gauge("statestore_hosts", "Live state store hosts", tags)
+        self._queries_gauge = Gauge("statestore_queries", "Registered streaming queries", tags)
+        self._prepared_counter = Counter("statestore_prepared_versions", "Manifests written", tags)
+        self._acknowledge_ms = Histogram(
+            "statestore_acknowledge_ms",
+            "Time to take an acknowledgement",
+            [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000],
+            tags,
+        )
+        threading.Thread(target=self._watch, name="statestore-leases", daemon=True).start()
+
+    def _watch(self) -> None:
+        tags = {"namespace": self._namespace}
+        while True:
+            time.sleep(1.0)
+            self._coordinator.expire()
+            described = self._coordinator.describe()
+            self._hosts_gauge.set(len(described["hosts"]), tags)
+            self._queries_gauge.set(len(described["queries"]), tags)
+            if self._coordinator.is_idle():
+                log.info("Nobody has needed this coordinator for a while; it ends")
+                ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
+
+    def token(self) -> str:
+        """The secret that tasks and clients show to hosts; whoever can call this actor may know it."""
+        return self._token
+
+    def register_host(self, info: HostInfo, report: HostReport) -> None:
+        """See ``Coordinator``."""
+        self._coordinator.register_host(info, report)
+
+    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
+        """See ``Coordinator``."""
+        return self._coordinator.heartbeat_host(host_id, incarnation)
+
+    def unregister_session(self, session_id: str) -> bool:
+        """See ``Coordinator``."""
+        return self._coordinator.unregister_session(session_id)
+
+    def register_query(self, registration: QueryRegistration) -> RegisteredQuery:
+        """See ``Coordinator``."""
+        return self._coordinator.register_query(registration)
+
+    def driver_heartbeat(self, run_id: str) -> bool:
+        """See ``Coordinator``."""
+        return self._coordinator.driver_heartbeat(run_id)
+
+    def open(self, request: OpenRequest) -> OpenGrant:
+        """See ``Coordinator``."""
+        return self._coordinator.open(request)
+
+    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """See ``Coordinator``."""
+        return self._coordinator.open_for_read(run_id, operator, partition)
+
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
+        """See ``Coordinator``."""
+        return self._coordinator.lineage(run_id, operator, partition, version)
+
+    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+        """See ``Coordinator``."""
+        started = time.perf_counter()
+        answer = self._coordinator.acknowledge(message)
+        tags = {"namespace": self._namespace}
+        self._acknowledge_ms.observe((time.perf_counter() - started) * 1e3, tags)
+        if answer.manifest_id is not None:
+            self._prepared_counter.inc(1, tags)
+        return answer
+
+    def batch_committed(self, run_id: str, batch_id: int) -> Completed | None:
+        """See ``Coordinator``."""
+        return self._coordinator.batch_committed(run_id, batch_id)
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """See ``Coordinator``."""
+        return self._coordinator.locate(operator, query)
+
+    def report_active_instance(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        other_provider_ids: tuple[StateStoreProviderId, ...] = (),
+    ) -> list[StateStoreProviderId]:
+        """See ``Coordinator``."""
+        return self._coordinator.report_active_instance(provider_id, host, executor_id, other_provider_ids)
+
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """See ``Coordinator``."""
+        return self._coordinator.verify_if_instance_active(provider_id, executor_id)
+
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        """See ``Coordinator``."""
+        return self._coordinator.get_location(provider_id)
+
+    def deactivate_instances(self, run_id: str) -> bool:
+        """See ``Coordinator``."""
+        return self._coordinator.deactivate_instances(run_id)
+
+    def describe(self) -> dict[str, Any]:
+        """What there is: hosts, queries, instances."""
+        return {
+            **self._coordinator.describe(),
+            "namespace": self._namespace,
+            "node_ip": self._node_ip,
+            "pid": os.getpid(),
+        }
+
+    def __repr__(self) -> str:
+        return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"
+
+
+def get_or_create_coordinator(namespace: str = NAMESPACE, name: str = NAME, conf: CoordinatorConf | None = None) -> Any:
+    """The coordinator actor of a namespace; started if there is none. It outlives the driver that starts it."""
+    return (
+        ray.remote(StateStoreCoordinator)
+        .options(
+            name=name,
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+            max_concurrency=MAX_CONCURRENCY,
+        )
+        .remote(namespace, name, secrets.token_hex(32), conf or CoordinatorConf())
+    )

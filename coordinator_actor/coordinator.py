@@ -1,0 +1,472 @@
+"""The StateStoreCoordinator's logic: registry, owners, acknowledgements, versions.
+
+Plain Python: the clock and the storage are handed in. It carries on Spark's
+``StateStoreCoordinator`` (instances) and Flink's checkpoint coordinator (acknowledgements of all
+tasks make a completed checkpoint) and ``KvStateLocationOracle``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from backends.ids import StateStoreProviderId
+from backends.manifest import PartitionEntry
+from backends.schema import StateSchema
+from backends.storage import CheckpointStorage
+from coordinator_actor.assignment import assign
+from coordinator_actor.compatibility import refusal_of
+from coordinator_actor.exceptions import (
+    InvalidRequestError,
+    LineageError,
+    RetiredRunError,
+    StaleBatchError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownOperatorError,
+    UnknownRunError,
+)
+from coordinator_actor.manifests import ManifestLog, QueryFile, SparkCommits, schema_path
+from coordinator_actor.messages import (
+    Acknowledge,
+    Acknowledged,
+    ChangelogRef,
+    Completed,
+    HostInfo,
+    HostOrders,
+    HostReport,
+    OpenGrant,
+    OpenRequest,
+    OperatorLocation,
+    QueryRegistration,
+    RegisteredQuery,
+)
+from coordinator_actor.query import QueryState
+from coordinator_actor.registry import HostRegistry, InstanceRegistry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CoordinatorConf:
+    """Leases in seconds: a host silent for ``host_timeout`` is lost, a driver for ``driver_timeout`` is gone,
+    and a coordinator that nobody has needed for ``idle_timeout`` ends itself."""
+
+    host_timeout: float = 10.0
+    driver_timeout: float = 60.0
+    idle_timeout: float = 600.0
+
+
+REMEMBERED_RUNS = 1000
+OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
+
+
+class Coordinator:
+    """One per namespace. Thread-safe: a lock per query for what touches storage, one for the registries."""
+
+    def __init__(
+        self, clock: Callable[[], float], open_storage: OpenStorage, conf: CoordinatorConf | None = None
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self._clock = clock
+        self._open_storage = open_storage
+        self._conf = conf or CoordinatorConf()
+        self._hosts = HostRegistry()
+        self._instances = InstanceRegistry()
+        self._runs: dict[str, QueryState] = {}
+        self._registering: dict[str, threading.Lock] = {}
+        self._over: dict[str, str] = {}
+        self._lock = threading.RLock()
+        self._last_needed = clock()
+
+    # -- hosts ---------------------------------------------------------------------------------
+
+    def register_host(self, info: HostInfo, report: HostReport) -> None:
+        """A host is there, or there again, with all it holds: runs, and acknowledgements of running batches."""
+        with self._lock:
+            self._hosts.register(info, self._clock())
+            self._last_needed = self._clock()
+        log.info("Registered host %s at %s", info.host_id, info.address)
+        for registration in report.registrations:
+            if registration.run_id not in self._over:
+                self.register_query(registration)
+            run = self._runs.get(registration.run_id)
+            if run is not None:
+                with run.lock:
+                    self._take_report(run, report)
+
+    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
+        """Renew a host's lease, and tell it what has been completed and what is over since."""
+        with self._lock:
+            lease = self._hosts.renew(host_id, incarnation, self._clock())
+            if lease is None:
+                return HostOrders(known=False)
+            self._last_needed = self._clock()
+            unload, lease.unload = tuple(lease.unload), []
+            runs = [r for r in self._runs.values() if r.registration.session_id == lease.info.session_id]
+        completed = []
+        for run in runs:
+            if run.ended or run.retired_by or run.completed == 0 or lease.told.get(run.run_id) == run.completed:
+                continue
+            with run.lock:
+                if run.completed in run.chain:
+                    completed.append(run_heads := run.heads(run.completed))
+                    lease.told[run.run_id] = run_heads.version
+        return HostOrders(True, tuple(completed), unload)
+
+    def unregister_session(self, session_id: str) -> bool:
+        """A driver's session ends: its hosts are gone. Returns whether other hosts are left."""
+        with self._lock:
+            for host_id in self._hosts.of_session(session_id):
+                del self._hosts.leases[host_id]
+            for run in [r for r in self._runs.values() if r.registration.session_id == session_id]:
+                del self._runs[run.run_id]
+            return bool(self._hosts.leases)
+
+    def expire(self) -> None:
+        """Drop hosts and runs whose lease has run out."""
+        now = self._clock()
+        with self._lock:
+            for host_id in self._hosts.expire(now - self._conf.host_timeout):
+                log.warning(
+                    "Host %s has not been heard of for %.0f s; its partitions move", host_id, self._conf.host_timeout
+                )
+            gone = [r for r in self._runs.values() if now - r.driver_seen > self._conf.driver_timeout]
+        for run in gone:
+            log.warning("The driver of run %s has not been heard of; the run is over", run.run_id)
+            self.deactivate_instances(run.run_id)
+
+    def is_idle(self) -> bool:
+        """Whether nobody has needed this coordinator for ``idle_timeout``."""
+        with self._lock:
+            return not self._hosts.leases and self._clock() - self._last_needed > self._conf.idle_timeout
+
+    # -- queries -------------------------------------------------------------------------------
+
+    def register_query(self, registration: QueryRegistration) -> RegisteredQuery:
+        """A run starts, or is reported again. A newer run of the same state retires the older one."""
+        with self._lock:
+            registering = self._registering.setdefault(registration.state_location, threading.Lock())
+        with registering:
+            known = self._runs.get(registration.run_id)
+            if known is not None:
+                known.driver_seen = self._clock()
+                return RegisteredQuery(None, known.log.epoch, known.completed)
+            storage = self._open_storage(registration.state_location, registration.storage_options)
+            spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
+            manifest_log = ManifestLog(storage, self.id)
+            if manifest_log.superseded(registration.run_id):
+                return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
+            newest = manifest_log.newest_epoch()
+            manifest_log.refresh()
+            commits = SparkCommits(spark)
+            last = commits.last()
+            run = QueryState(registration, manifest_log, commits, driver_seen=self._clock())
+            run.completed = 0 if last is None else last + 1
+            run.chain = manifest_log.chain()
+            run.previous_run_id = newest.run_id if newest else None
+            refusal = refusal_of(run)
+            if refusal is not None:
+                return RegisteredQuery(refusal, 0, run.completed)
+            self._claim(run)
+            return RegisteredQuery(None, manifest_log.epoch, run.completed)
+
+    def _claim(self, run: QueryState) -> None:
+        registration = run.registration
+        query_file = QueryFile(registration.query_id, registration.key_groups)
+        run.log.ensure_query_file(query_file)
+        for operator in registration.operators:
+            schema_id = StateSchema.from_json(operator.schema).id
+            run.log.ensure(schema_path(schema_id), operator.schema.encode())
+        run.log.claim(registration.run_id)
+        run.chain = run.log.chain()
+        with run.lock:
+            with self._lock:
+                for other in list(self._runs.values()):
+                    if other.registration.state_location == registration.state_location:
+                        other.retired_by = registration.run_id
+                        self._end(other)
+                self._runs[registration.run_id] = run
+            if run.completed > 0 and run.completed not in run.chain:
+                run.recover(run.completed, self._now_ms())
+        log.info(
+            "Registered query %s (run %s) at version %d, epoch %d",
+            registration.query_id,
+            registration.run_id,
+            run.completed,
+            run.log.epoch,
+        )
+
+    @staticmethod
+    def _take_report(run: QueryState, report: HostReport) -> None:
+        """Count what a host has opened and acknowledged, after this coordinator was restarted."""
+        run.highest_opened = max(run.highest_opened, report.opened.get(run.run_id, -1))
+        for message in report.pending:
+            if message.run_id != run.run_id:
+                continue
+            same_base = message.base == run.head(message.version - 1, message.operator, message.partition)
+            if message.version > run.completed and same_base:
+                entry = PartitionEntry(message.attempt, message.file)
+                run.pending.setdefault(message.version, {}).setdefault((message.operator, message.partition), entry)
+                run.owners.setdefault(f"{message.operator}/{message.partition}", message.host_id)
+
+    def driver_heartbeat(self, run_id: str) -> bool:
+        """The driver of a run is alive. False asks it to register the run again."""
+        with self._lock:
+            run = self._runs.get(run_id)
+            if run is None or run.ended:
+                return run is not None
+            run.driver_seen = self._last_needed = self._clock()
+            return True
+
+    def _run(self, run_id: str) -> QueryState:
+        with self._lock:
+            run = self._runs.get(run_id)
+        if run is None and run_id in self._over:
+            raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
+        if run is None:
+            raise UnknownRunError(f"Run {run_id} is not registered with this coordinator; it must be registered again.")
+        return run
+
+    @staticmethod
+    def _require_current(run: QueryState) -> None:
+        if run.retired_by is not None:
+            raise RetiredRunError(
+                f"Run {run.run_id} of query {run.registration.query_id} has been replaced by run {run.retired_by} on the same "
+                f"checkpoint ({run.registration.checkpoint_location}); only the newer one may go on."
+            )
+        if run.ended:
+            raise RetiredRunError(f"Run {run.run_id} is over; start the query again.")
+
+    # -- the batch -----------------------------------------------------------------------------
+
+    def open(self, request: OpenRequest) -> OpenGrant:
+        """A task of batch N opens its partition at version N: who owns it, and what is its state?"""
+        run = self._run(request.run_id)
+        with run.lock:
+            self._require_current(run)
+            with self._lock:
+                self._hosts.require(request.host_id, request.incarnation)
+            self._require_partition(run, request.operator, request.partition)
+            if request.batch_id < run.highest_opened:
+                raise StaleBatchError(
+                    f"A task of batch {request.batch_id} is too late: batch {run.highest_opened} of run {run.run_id} has begun."
+                )
+            self._advance(run, request.batch_id)
+            run.highest_opened = max(run.highest_opened, request.batch_id)
+            return self._grant(run, request.operator, request.partition, request.batch_id)
+
+    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """Who owns a partition, and what is its last completed state? Changes nothing."""
+        run = self._run(run_id)
+        with run.lock:
+            self._require_current(run)
+            self._require_partition(run, operator, partition)
+            return self._grant(run, operator, partition, run.completed)
+
+    def _advance(self, run: QueryState, batch_id: int) -> None:
+        """Make version ``batch_id`` the completed one, as Spark's commits say."""
+        if batch_id == run.completed:
+            return
+        if batch_id < run.completed:
+            raise StaleBatchError(
+                f"Batch {batch_id} of run {run.run_id} is committed already; version {run.completed} is completed."
+            )
+        if batch_id != run.completed + 1 or not run.commits.has(batch_id - 1):
+            raise InvalidRequestError(
+                f"Batch {batch_id} begins, but version {run.completed} is the last completed one and Spark's commits/"
+                f"{batch_id - 1} does not exist in {run.registration.checkpoint_location}."
+            )
+        run.complete(batch_id, self._now_ms())
+
+    def _grant(self, run: QueryState, operator: str, partition: int, version: int) -> OpenGrant:
+        with self._lock:
+            hosts = self._hosts.of_session(run.registration.session_id)
+            if not hosts:
+                raise UnknownHostError(f"No state store host of session {run.registration.session_id} is alive.")
+            keys = [f"{o}/{p}" for o, p in run.partitions()]
+            run.owners = assign(keys, hosts, run.owners)
+            owner = self._hosts.leases[run.owners[f"{operator}/{partition}"]].info
+        return OpenGrant(owner, version, run.head(version, operator, partition), run.registration)
+
+    @staticmethod
+    def _require_partition(run: QueryState, operator: str, partition: int) -> None:
+        spec = run.operator(operator)
+        if spec is None:
+            raise InvalidRequestError(
+                f"Run {run.run_id} has no operator {operator!r}; it has {', '.join(o.name for o in run.registration.operators)}."
+            )
+        if not 0 <= partition < spec.num_partitions:
+            raise InvalidRequestError(
+                f"Operator {operator!r} has {spec.num_partitions} partitions; there is no {partition}."
+            )
+
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
+        """The files that lead to a version of a partition, ascending from the empty one."""
+        run = self._run(run_id)
+        with run.lock:
+            self._require_partition(run, operator, partition)
+            if version > run.completed:
+                raise InvalidRequestError(
+                    f"Version {version} is not completed; {run.completed} is the last one that is."
+                )
+            return run.lineage(operator, partition, version)
+
+    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+        """A host has made a task's changes durable. The last one is answered when the manifest is durable too."""
+        run = self._run(message.run_id)
+        with run.lock:
+            self._require_current(run)
+            self._require_partition(run, message.operator, message.partition)
+            key = f"{message.operator}/{message.partition}"
+            with self._lock:
+                self._hosts.require(message.host_id, message.incarnation)
+                if run.owners.setdefault(key, message.host_id) != message.host_id:
+                    raise StaleOwnerError(
+                        f"Host {message.host_id} does not own {key} of run {run.run_id}; {run.owners[key]} does."
+                    )
+            if message.version != run.highest_opened + 1 or message.version <= run.completed:
+                raise StaleBatchError(
+                    f"Version {message.version} of run {run.run_id} cannot be committed: batch {run.highest_opened} is the "
+                    f"newest one opened, version {run.completed} the last completed one."
+                )
+            base = run.head(message.version - 1, message.operator, message.partition)
+            if message.base != base:
+                raise LineageError(
+                    f"Changes of {key} apply to {message.base}, but version {message.version - 1} ends with {base}."
+                )
+            entries = run.pending.setdefault(message.version, {})
+            entries[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
+            return Acknowledged(message.version, run.prepare(message.version, self._now_ms()))
+
+    def batch_committed(self, run_id: str, batch_id: int) -> Completed | None:
+        """Spark reports progress: batch N is committed, so version N + 1 is completed. None if that was known."""
+        run = self._run(run_id)
+        with run.lock:
+            if run.ended or run.retired_by or batch_id + 1 <= run.completed:
+                return None
+            self._advance(run, batch_id + 1)
+            return run.heads(run.completed)
+
+    # -- for query clients ---------------------------------------------------------------------
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """Where an operator's partitions are. ``query``: name, query id or run id, where several have the operator."""
+        with self._lock:
+            running = [r for r in self._runs.values() if not r.ended and r.retired_by is None]
+        named = [
+            r for r in running if query is None or query in (r.registration.name, r.registration.query_id, r.run_id)
+        ]
+        found = [r for r in named if r.operator(operator) is not None]
+        if not found:
+            exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
+            where = "No running query" if query is None else f"No running query {query!r}"
+            raise UnknownOperatorError(f"{where} has an operator {operator!r}; operators that exist: {exist}.")
+        if len(found) > 1:
+            names = ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in found)
+            raise UnknownOperatorError(
+                f"Several running queries have an operator {operator!r}; say which with query=: {names}."
+            )
+        run = found[0]
+        spec = run.operator(operator)
+        assert spec is not None
+        with run.lock:
+            owners = tuple(self._grant(run, operator, p, run.completed).owner for p in range(spec.num_partitions))
+            return OperatorLocation(
+                run.registration.query_id,
+                run.run_id,
+                run.registration.name,
+                spec,
+                run.registration.key_groups,
+                run.completed,
+                owners,
+            )
+
+    # -- instances (Spark) ---------------------------------------------------------------------
+
+    def report_active_instance(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        other_provider_ids: tuple[StateStoreProviderId, ...] = (),
+    ) -> list[StateStoreProviderId]:
+        """An executor has loaded a provider; returns the others of its that it should unload."""
+        with self._lock:
+            return self._instances.report(provider_id, host, executor_id, tuple(other_provider_ids))
+
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """Whether the provider is active at that executor."""
+        with self._lock:
+            return self._instances.verify(provider_id, executor_id)
+
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        """Where the provider is active."""
+        with self._lock:
+            return self._instances.location(provider_id)
+
+    def deactivate_instances(self, run_id: str) -> bool:
+        """A run is over: its instances are inactive, and hosts unload them."""
+        with self._lock:
+            self._instances.deactivate(run_id)
+            run = self._runs.get(run_id)
+            if run is not None:
+                self._end(run)
+                del self._runs[run_id]
+            self._over[run_id] = (
+                "its query ended" if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
+            )
+            while len(self._over) > REMEMBERED_RUNS:
+                del self._over[next(iter(self._over))]
+        return True
+
+    def _end(self, run: QueryState) -> None:
+        run.ended = True
+        for host_id in self._hosts.of_session(run.registration.session_id):
+            self._hosts.leases[host_id].unload.append(run.run_id)
+
+    # -- for people ----------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Hosts, queries and instances as they are now."""
+        with self._lock:
+            hosts = [
+                {
+                    "host_id": lease.info.host_id,
+                    "address": lease.info.address,
+                    "node_id": lease.info.node_id,
+                    "seconds_since_heartbeat": round(self._clock() - lease.seen, 3),
+                }
+                for lease in self._hosts.leases.values()
+            ]
+            runs = list(self._runs.values())
+            instances = self._instances.describe()
+        return {
+            "coordinator_id": self.id,
+            "hosts": hosts,
+            "queries": [self._describe(r) for r in runs],
+            "instances": instances,
+        }
+
+    @staticmethod
+    def _describe(run: QueryState) -> dict[str, Any]:
+        pending = max(run.pending, default=None)
+        return {
+            "query_id": run.registration.query_id,
+            "run_id": run.run_id,
+            "name": run.registration.name,
+            "checkpoint_location": run.registration.checkpoint_location,
+            "epoch": run.log.epoch,
+            "completed_version": run.completed,
+            "prepared_version": max(run.chain, default=0),
+            "pending_partitions": len(run.missing(pending)) if pending is not None else 0,
+            "retired_by": run.retired_by,
+            "operators": {o.name: o.num_partitions for o in run.registration.operators},
+        }
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)

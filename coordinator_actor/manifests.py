@@ -1,0 +1,194 @@
+"""A query's durable record: epochs, query.json, schemas, manifests, and Spark's own commits.
+
+After SlateDB: a coordinator claims an epoch before it reads, and checks for a higher one after it
+has written and before it answers, so that of two coordinators only one can complete a version.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
+from backends.manifest import FORMAT_VERSION, Manifest
+from backends.storage import CheckpointStorage
+from coordinator_actor.exceptions import FencedError
+
+T = TypeVar("T", bound=Struct)
+READERS = 16
+
+
+class QueryFile(Struct, frozen=True):
+    """``query.json``: whose state this is."""
+
+    query_id: str
+    key_groups: int
+    format_version: int = FORMAT_VERSION
+
+
+class EpochFile(Struct, frozen=True):
+    """``epochs/<k>.json``: who coordinates."""
+
+    epoch: int
+    coordinator_id: str
+    run_id: str
+
+
+def manifest_path(manifest_id: int) -> str:
+    """Where a manifest is kept; names sort by id."""
+    return f"manifests/{manifest_id:020d}.json"
+
+
+def epoch_path(epoch: int) -> str:
+    """Where the claim of an epoch is kept."""
+    return f"epochs/{epoch:020d}.json"
+
+
+def schema_path(schema_id: str) -> str:
+    """Where a schema is kept."""
+    return f"schemas/{schema_id}.json"
+
+
+class ManifestLog:
+    """The manifests of one query, as one coordinator sees and extends them under one epoch."""
+
+    def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
+        self.storage = storage
+        self.epoch = 0
+        self.manifests: dict[int, Manifest] = {}
+        self._coordinator_id = coordinator_id
+
+    def newest_epoch(self) -> EpochFile | None:
+        """The highest claim there is."""
+        ids = self._ids("epochs")
+        return self._read(epoch_path(ids[-1]), EpochFile) if ids else None
+
+    def superseded(self, run_id: str) -> bool:
+        """Whether a run has claimed an epoch and another run a later one."""
+        newest = self.newest_epoch()
+        if newest is None or newest.run_id == run_id:
+            return False
+        with ThreadPoolExecutor(READERS) as pool:
+            files = pool.map(lambda k: self._read(epoch_path(k), EpochFile), self._ids("epochs"))
+            return any(f.run_id == run_id for f in files)
+
+    def claim(self, run_id: str) -> None:
+        """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
+        while True:
+            ids = self._ids("epochs")
+            epoch = (ids[-1] if ids else 0) + 1
+            try:
+                self._create(epoch_path(epoch), EpochFile(epoch, self._coordinator_id, run_id))
+            except FileExistsInStorageError:
+                continue
+            self.epoch = epoch
+            self.refresh()
+            return
+
+    def refresh(self) -> None:
+        """Read the manifests that are not known yet."""
+        missing = [i for i in self._ids("manifests") if i not in self.manifests]
+        with ThreadPoolExecutor(READERS) as pool:
+            for manifest in pool.map(lambda i: self._read(manifest_path(i), Manifest), missing):
+                self.manifests[manifest.id] = manifest
+
+    def head(self) -> Manifest | None:
+        """The newest manifest of the highest epoch; later ones of lower epochs are ignored."""
+        return max(self.manifests.values(), key=lambda m: (m.epoch, m.id), default=None)
+
+    def chain(self) -> dict[int, Manifest]:
+        """Manifest per version, along the parents of the head."""
+        chain: dict[int, Manifest] = {}
+        current = self.head()
+        while current is not None:
+            chain[current.version] = current
+            if current.parent is None:
+                break
+            parent = self.manifests.get(current.parent)
+            if parent is None:
+                raise DamagedFileError(
+                    f"{self.storage.location}/{manifest_path(current.parent)} is missing; manifest {current.id} "
+                    f"(version {current.version}) builds on it."
+                )
+            current = parent
+        return chain
+
+    def append(self, manifest: Manifest) -> Manifest:
+        """Write a manifest under the next free id, durably, unless another coordinator has taken over.
+
+        Raises ``FencedError``, after which the manifest counts for nothing that this coordinator answers.
+        """
+        while True:
+            manifest = msgspec.structs.replace(manifest, id=max(self.manifests, default=0) + 1)
+            try:
+                self._create(manifest_path(manifest.id), manifest)
+            except FileExistsInStorageError:
+                self.check_epoch()
+                self.refresh()
+                continue
+            self.check_epoch()
+            self.manifests[manifest.id] = manifest
+            return manifest
+
+    def check_epoch(self) -> None:
+        """Raise ``FencedError`` if a higher epoch is claimed. Epochs are claimed one by one, so one look is enough."""
+        if self.storage.exists(epoch_path(self.epoch + 1)):
+            raise FencedError(
+                f"The state at {self.storage.location} has been taken over by another coordinator (epoch {self.epoch + 1}; "
+                f"this one has {self.epoch}). Only one Ray cluster may run a query at a time."
+            )
+
+    def query_file(self) -> QueryFile | None:
+        """``query.json``, if there is one."""
+        try:
+            return self._read("query.json", QueryFile)
+        except MissingFileError:
+            return None
+
+    def ensure(self, path: str, content: bytes) -> None:
+        """Write a file once; that it exists is as good (its name says its content)."""
+        try:
+            self.storage.put_new(path, content)
+        except FileExistsInStorageError:
+            return
+
+    def ensure_query_file(self, content: QueryFile) -> None:
+        """Write ``query.json`` once."""
+        self.ensure("query.json", msgspec.json.encode(content))
+
+    def schema(self, schema_id: str) -> str:
+        """The JSON of a stored schema."""
+        return self.storage.get(schema_path(schema_id)).decode()
+
+    def _ids(self, directory: str) -> list[int]:
+        names = [path.rsplit("/", 1)[-1] for path, _ in self.storage.list(f"{directory}/")]
+        return sorted(int(n.removesuffix(".json")) for n in names if n.endswith(".json") and n[:-5].isdigit())
+
+    def _create(self, path: str, content: Struct) -> None:
+        self.storage.put_new(path, msgspec.json.encode(content))
+
+    def _read(self, path: str, kind: type[T]) -> T:
+        data = self.storage.get(path)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.MsgspecError as error:
+            raise DamagedFileError(f"{self.storage.location}/{path} is damaged: {error}") from error
+
+
+class SparkCommits:
+    """Spark's own ``commits/`` of a checkpoint: the batches that are done."""
+
+    def __init__(self, storage: CheckpointStorage) -> None:
+        self._storage = storage
+
+    def last(self) -> int | None:
+        """The highest batch that Spark has committed."""
+        names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list("commits/")]
+        return max((int(n) for n in names if n.isdigit()), default=None)
+
+    def has(self, batch_id: int) -> bool:
+        """Whether a batch is committed."""
+        return self._storage.exists(f"commits/{batch_id}")

@@ -1,0 +1,171 @@
+"""One registered query: its operators, versions and owners, and the acknowledgements of the running batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from backends.changelog import read_changelog_meta
+from backends.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
+from backends.schema import StateSchema
+from backends.storage import digest
+from coordinator_actor.exceptions import IncompleteBatchError
+from coordinator_actor.manifests import ManifestLog, SparkCommits
+from coordinator_actor.messages import ChangelogRef, Completed, OperatorSpec, QueryRegistration
+
+PartitionKey = tuple[str, int]
+
+
+@dataclass
+class QueryState:
+    """What the coordinator knows of one run. ``lock`` guards everything in it."""
+
+    registration: QueryRegistration
+    log: ManifestLog
+    commits: SparkCommits
+    completed: int = 0
+    highest_opened: int = -1
+    chain: dict[int, Manifest] = field(default_factory=dict)
+    pending: dict[int, dict[PartitionKey, PartitionEntry]] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    previous_run_id: str | None = None
+    retired_by: str | None = None
+    ended: bool = False
+    driver_seen: float = 0.0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self.registration.run_id
+
+    def operator(self, name: str) -> OperatorSpec | None:
+        """The declaration of an operator."""
+        return next((o for o in self.registration.operators if o.name == name), None)
+
+    def partitions(self) -> Iterator[PartitionKey]:
+        """Every declared partition of every operator."""
+        for operator in self.registration.operators:
+            for partition in range(operator.num_partitions):
+                yield operator.name, partition
+
+    def entry(self, version: int, operator: str, partition: int) -> PartitionEntry | None:
+        """What a partition contributed to a version of the chain."""
+        manifest = self.chain.get(version)
+        held = manifest.operators.get(operator) if manifest else None
+        return held.partitions.get(partition) if held else None
+
+    def head(self, version: int, operator: str, partition: int) -> str | None:
+        """The changelog that a partition's state ends with at a version; None for the empty version 0."""
+        entry = self.entry(version, operator, partition)
+        return entry.changelog.path if entry else None
+
+    def heads(self, version: int) -> Completed:
+        """All of them, for the hosts."""
+        heads: dict[str, dict[int, str]] = {}
+        for name, entry in self.chain[version].operators.items():
+            heads[name] = {p: e.changelog.path for p, e in entry.partitions.items()}
+        return Completed(self.run_id, version, heads)
+
+    def lineage(self, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
+        """The changelogs that lead to a version, ascending."""
+        refs = []
+        for v in range(1, version + 1):
+            entry = self.entry(v, operator, partition)
+            if entry is not None:
+                refs.append(ChangelogRef(v, entry.changelog))
+        return tuple(refs)
+
+    def missing(self, version: int) -> list[PartitionKey]:
+        """Declared partitions that have not acknowledged a version."""
+        held = self.pending.get(version, {})
+        return [key for key in self.partitions() if key not in held]
+
+    def prepare(self, version: int, now_ms: int) -> int | None:
+        """Write the manifest of a version if every partition has acknowledged it; returns its id."""
+        if self.missing(version):
+            return None
+        base = self.chain.get(version - 1)
+        operators = {
+            o.name: OperatorEntry(
+                num_partitions=o.num_partitions,
+                schema_id=StateSchema.from_json(o.schema).id,
+                backend=o.backend,
+                partitions={p: self.pending[version][(o.name, p)] for p in range(o.num_partitions)},
+            )
+            for o in self.registration.operators
+        }
+        manifest = self.log.append(
+            Manifest(
+                id=0,
+                parent=base.id if base else None,
+                version=version,
+                epoch=self.log.epoch,
+                run_id=self.run_id,
+                created_ms=now_ms,
+                operators=operators,
+            )
+        )
+        self.chain = {v: m for v, m in self.chain.items() if v < version}
+        self.chain[version] = manifest
+        return manifest.id
+
+    def complete(self, version: int, now_ms: int) -> Completed:
+        """Take a version as completed: Spark has committed its batch."""
+        if version not in self.chain or self.chain[version].run_id != self.run_id:
+            self.recover(version, now_ms)
+        self.completed = version
+        for done in [v for v in self.pending if v < version]:
+            del self.pending[done]
+        return self.heads(version)
+
+    def recover(self, version: int, now_ms: int) -> None:
+        """Prepare a version that Spark has committed although this coordinator saw no manifest of it.
+
+        Hosts may have died together with an earlier coordinator after their acknowledgements; the
+        changelogs are durable and name their run and base. Raises ``IncompleteBatchError``.
+        """
+        self.log.refresh()
+        self.chain = self.log.chain()
+        if version in self.chain and self.chain[version].run_id == self.run_id:
+            return
+        lacking = self.unrecoverable(version)
+        if lacking:
+            raise IncompleteBatchError(incomplete_message(version - 1, lacking, len(list(self.partitions()))))
+        self.prepare(version, now_ms)
+
+    def unrecoverable(self, version: int) -> list[PartitionKey]:
+        """Partitions of which neither a host nor the storage has changes for a version; the others are taken up."""
+        for operator, partition in self.missing(version):
+            found = self._stored_changelog(operator, partition, version)
+            if found is not None:
+                self.pending.setdefault(version, {})[(operator, partition)] = found
+        return self.missing(version)
+
+    def _stored_changelog(self, operator: str, partition: int, version: int) -> PartitionEntry | None:
+        spec = self.operator(operator)
+        n = spec.num_partitions if spec else 0
+        base = self.head(version - 1, operator, partition)
+        prefix = f"operators/{operator}/{n}/{partition}/default/"
+        for path, size in reversed(self.log.storage.list(prefix)):
+            name = path.rsplit("/", 1)[-1]
+            if not name.startswith(f"{version}-") or not name.endswith(".changelog"):
+                continue
+            data = self.log.storage.get(path)
+            meta = read_changelog_meta(data)
+            ours = meta.query_run_id in (self.run_id, self.previous_run_id)
+            if ours and (meta.version, meta.base) == (version, base):
+                return PartitionEntry(meta.attempt, FileRef(path, size, digest(data)))
+        return None
+
+
+def incomplete_message(batch_id: int, lacking: list[PartitionKey], total: int) -> str:
+    """Why a batch that ran only in part stops the query, and how to go on."""
+    named = ", ".join(f"{o}/{p}" for o, p in lacking[:8]) + (", ..." if len(lacking) > 8 else "")
+    return (
+        f"Spark committed batch {batch_id}, but {len(lacking)} of {total} state partitions never ran in it ({named}): "
+        "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it consume all "
+        f"of it in every batch, delete commits/{batch_id} in the checkpoint location, and start the query again: it repeats "
+        "the batch from the state before it."
+    )

@@ -1,0 +1,132 @@
+"""``StateStoreCoordinatorRef``: a reference to the coordinator, from a driver, a task or any Ray process.
+
+Spark's ``StateStoreCoordinatorRef`` of the same messages. In a PySpark task the messages go through
+a state store host, so that the worker need not join Ray; ``spark_bridge`` installs that way here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from backends.ids import StateStoreProviderId
+from coordinator_actor.exceptions import CoordinatorStoppedError
+
+log = logging.getLogger(__name__)
+
+Transport = Callable[[str, dict[str, Any]], Any]
+"""Sends one message: method name and arguments; gives the answer."""
+
+_executor_transport: Callable[[], Transport | None] | None = None
+_reporters = ThreadPoolExecutor(max_workers=2, thread_name_prefix="statestore-report")
+
+
+def set_executor_transport(find: Callable[[], Transport | None]) -> None:
+    """Install how a PySpark task reaches the coordinator; ``find`` gives None outside a task."""
+    global _executor_transport
+    _executor_transport = find
+
+
+class StateStoreCoordinatorRef:
+    """Sends Spark's state store messages to the coordinator. Get one with ``for_driver`` or ``for_executor``."""
+
+    def __init__(self, transport: Transport, stop: Callable[[], None]) -> None:
+        self._transport = transport
+        self._stop = stop
+
+    @classmethod
+    def for_driver(cls, namespace: str = "statestore", name: str = "StateStoreCoordinator") -> StateStoreCoordinatorRef:
+        """A reference for a process in the Ray cluster; the coordinator is started if there is none."""
+        from coordinator_actor.actor import get_or_create_coordinator
+
+        log.debug("Getting StateStoreCoordinatorRef")
+        get_or_create_coordinator(namespace, name)
+        return cls._over_ray(namespace, name)
+
+    @classmethod
+    def for_executor(
+        cls, namespace: str = "statestore", name: str = "StateStoreCoordinator"
+    ) -> StateStoreCoordinatorRef:
+        """A reference for an executor: in a PySpark task through a host, else through Ray.
+
+        Raises ``CoordinatorStoppedError`` if there is no coordinator.
+        """
+        log.debug("Getting StateStoreCoordinatorRef")
+        transport = _executor_transport() if _executor_transport is not None else None
+        if transport is not None:
+            return cls(transport, _refuse_stop)
+        reference = cls._over_ray(namespace, name)
+        log.info("Retrieved reference to StateStoreCoordinator: %s/%s", namespace, name)
+        return reference
+
+    @classmethod
+    def _over_ray(cls, namespace: str, name: str) -> StateStoreCoordinatorRef:
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        def actor() -> Any:
+            try:
+                return ray.get_actor(name, namespace=namespace)
+            except ValueError as error:
+                raise CoordinatorStoppedError(
+                    f"There is no StateStoreCoordinator {name!r} in the Ray namespace {namespace!r}: it was stopped or never "
+                    "started. init_spark, attach or StateStoreCoordinatorRef.for_driver() start one."
+                ) from error
+
+        def transport(method: str, args: dict[str, Any]) -> Any:
+            try:
+                return ray.get(getattr(actor(), method).remote(**args))
+            except RayTaskError as error:
+                raise error.cause from None
+            except RayError as error:
+                raise CoordinatorStoppedError(f"The coordinator {name!r} did not answer {method}: {error}") from error
+
+        def stop() -> None:
+            ray.kill(actor(), no_restart=True)
+            log.info("StateStoreCoordinator stopped")
+
+        actor()
+        return cls(transport, stop)
+
+    def report_active_instance(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        other_provider_ids: tuple[StateStoreProviderId, ...] = (),
+    ) -> Future[list[StateStoreProviderId]]:
+        """Report a loaded provider. Returns at once; ``result()`` is the list of other providers to unload."""
+        return _reporters.submit(
+            self._transport,
+            "report_active_instance",
+            {
+                "provider_id": provider_id,
+                "host": host,
+                "executor_id": executor_id,
+                "other_provider_ids": tuple(other_provider_ids),
+            },
+        )
+
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """Whether the coordinator takes that executor for the one that has the provider."""
+        args = {"provider_id": provider_id, "executor_id": executor_id}
+        return bool(self._transport("verify_if_instance_active", args))
+
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        """``executor_<host>_<executor id>`` of the active instance, or None."""
+        location: str | None = self._transport("get_location", {"provider_id": provider_id})
+        return location
+
+    def deactivate_instances(self, run_id: str) -> bool:
+        """Forget the instances of a run."""
+        return bool(self._transport("deactivate_instances", {"run_id": run_id}))
+
+    def stop(self) -> None:
+        """Stop the coordinator for good."""
+        self._stop()
+
+
+def _refuse_stop() -> None:
+    raise CoordinatorStoppedError("A task may not stop the coordinator; stop it from the driver (for_driver().stop()).")
