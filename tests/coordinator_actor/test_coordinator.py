@@ -1,0 +1,464 @@
+"""The coordinator's rules (DESIGN, section 5), without Ray: real storage in a directory, a clock that tests turn."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+from backends.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
+from backends.exceptions import DamagedFileError, StorageError
+from backends.schema import StateSchema
+from backends.storage import CheckpointStorage
+from coordinator_actor.assignment import assign
+from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.exceptions import (
+    CoordinatorError,
+    FencedError,
+    IncompleteBatchError,
+    InvalidRequestError,
+    LineageError,
+    RetiredRunError,
+    StaleBatchError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownOperatorError,
+    UnknownRunError,
+    error_from,
+)
+from coordinator_actor.messages import (
+    Acknowledge,
+    HostInfo,
+    HostReport,
+    OpenGrant,
+    OpenRequest,
+    OperatorSpec,
+    QueryRegistration,
+)
+
+SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
+OTHER_KEY = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())])).to_json()
+OTHER_STATE = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.float64())])).to_json()
+
+
+@dataclass
+class World:
+    """One checkpoint directory, hosts that answer at once, and any number of coordinators."""
+
+    root: Path
+    now: float = 1000.0
+    put_hook: Callable[[str], None] | None = None
+    pending: dict[tuple[str, int], Acknowledge] = field(default_factory=dict)
+
+    def storage(self, location: str, options: Mapping[str, str]) -> CheckpointStorage:
+        storage = CheckpointStorage.open(location, options, fsync=False)
+        put_new = storage.put_new
+
+        def put(path: str, data: bytes) -> Any:
+            if self.put_hook is not None:
+                self.put_hook(path)
+            return put_new(path, data)
+
+        storage.put_new = put  # type: ignore[method-assign]
+        return storage
+
+    def coordinator(self, hosts: int = 2) -> Coordinator:
+        made = Coordinator(lambda: self.now, self.storage)
+        for i in range(hosts):
+            made.register_host(self.host(i), HostReport())
+        return made
+
+    @staticmethod
+    def host(i: int, incarnation: str = "a") -> HostInfo:
+        return HostInfo(f"h{i}", incarnation, f"grpc://127.0.0.1:{i}", f"node{i}", "s")
+
+    def registration(self, run: str = "run1", n: int = 2, **changes: Any) -> QueryRegistration:
+        given = QueryRegistration(
+            query_id="q",
+            run_id=run,
+            name="name",
+            session_id="s",
+            checkpoint_location=str(self.root / "ck"),
+            state_location=str(self.root / "ck/statestore"),
+            operators=(OperatorSpec("op", n, SCHEMA),),
+        )
+        return msgspec.structs.replace(given, **changes)
+
+    def commit_spark(self, batch: int) -> None:
+        path = self.root / "ck" / "commits" / str(batch)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("v1\n{}")
+
+    def open(self, c: Coordinator, batch: int, partition: int = 0, run: str = "run1", host: int = 0) -> OpenGrant:
+        info = self.host(host)
+        return c.open(OpenRequest(run, "op", partition, batch, "t", info.host_id, info.incarnation))
+
+    def stage(self, grant: OpenGrant, partition: int, batch: int, attempt: str, run: str = "run1") -> Acknowledge:
+        """What a host does before it acknowledges: the changelog is durable."""
+        n = grant.registration.operators[0].num_partitions
+        meta = ChangelogMeta(run, "op", partition, n, batch + 1, attempt, grant.head)
+        data = write_changelog(Changes.of(pa.array([b"k"]), pa.array([attempt.encode()])), meta)
+        path = changelog_path("op", n, partition, "default", batch + 1, uuid.uuid4().hex)
+        ref = self.storage(grant.registration.state_location, {}).put_new(path, data)
+        owner = grant.owner
+        return Acknowledge(run, "op", partition, batch + 1, attempt, owner.host_id, owner.incarnation, ref, grant.head)
+
+    def run_batch(self, c: Coordinator, batch: int, n: int = 2, run: str = "run1", attempt: str = "t") -> list[Any]:
+        answers = []
+        for p in range(n):
+            answers.append(c.acknowledge(self.stage(self.open(c, batch, p, run), p, batch, attempt, run)))
+        self.commit_spark(batch)
+        return answers
+
+    def manifests(self) -> list[dict[str, Any]]:
+        return [json.loads(p.read_text()) for p in sorted((self.root / "ck/statestore/manifests").glob("*.json"))]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.fixture
+def started(world: World) -> Coordinator:
+    c = world.coordinator()
+    assert c.register_query(world.registration()).refusal is None
+    return c
+
+
+def test_the_last_acknowledgement_prepares_the_version_and_sparks_commit_completes_it(
+    world: World, started: Coordinator
+) -> None:
+    assert [a.manifest_id for a in world.run_batch(started, 0)] == [None, 1]
+    grant = world.open(started, 1)
+    assert grant.version == 1
+    assert grant.head is not None and grant.head.startswith("operators/op/2/0/default/1-")
+    assert [r.version for r in started.lineage("run1", "op", 0, 1)] == [1]
+    world.run_batch(started, 1)
+    first, second = world.manifests()
+    assert (first["parent"], second["parent"], second["version"], second["run_id"]) == (None, 1, 2, "run1")
+    assert second["operators"]["op"]["partitions"]["1"]["attempt"] == "t"
+
+
+def test_a_version_is_not_completed_before_sparks_commit(world: World, started: Coordinator) -> None:
+    for p in range(2):
+        started.acknowledge(world.stage(world.open(started, 0, p), p, 0, "t"))
+    with pytest.raises(InvalidRequestError, match="commits/0"):
+        world.open(started, 1)
+    with pytest.raises(InvalidRequestError, match="not completed"):
+        started.lineage("run1", "op", 0, 1)
+    assert started.open_for_read("run1", "op", 0).version == 0
+    world.commit_spark(0)
+    completed = started.batch_committed("run1", 0)
+    assert completed is not None and completed.version == 1 and set(completed.heads["op"]) == {0, 1}
+    assert started.batch_committed("run1", 0) is None
+    assert started.heartbeat_host("h0", "a").completed == (completed,)
+    assert started.heartbeat_host("h0", "a").completed == ()
+
+
+def test_the_last_acknowledgement_is_not_answered_before_the_manifest_is_durable(
+    world: World, started: Coordinator
+) -> None:
+    def full(path: str) -> None:
+        if path.startswith("manifests/"):
+            raise StorageError("disk full")
+
+    started.acknowledge(world.stage(world.open(started, 0, 0), 0, 0, "t"))
+    last = world.stage(world.open(started, 0, 1), 1, 0, "t")
+    world.put_hook = full
+    with pytest.raises(StorageError):
+        started.acknowledge(last)
+    assert world.manifests() == []
+    world.put_hook = None
+    assert started.acknowledge(last).manifest_id == 1
+
+
+def test_a_repeated_attempt_replaces_the_first_by_a_manifest_with_a_higher_id(
+    world: World, started: Coordinator
+) -> None:
+    world.run_batch(started, 0)
+    for p in range(2):
+        started.acknowledge(world.stage(world.open(started, 1, p), p, 1, "first"))
+    again = started.acknowledge(world.stage(world.open(started, 1, 1), 1, 1, "second"))
+    assert again.manifest_id == 3
+    made = world.manifests()
+    assert [(m["id"], m["parent"], m["version"]) for m in made] == [(1, None, 1), (2, 1, 2), (3, 1, 2)]
+    attempts = {p: e["attempt"] for p, e in made[2]["operators"]["op"]["partitions"].items()}
+    assert attempts == {"0": "first", "1": "second"}
+    world.commit_spark(1)
+    assert (
+        "second" in str(started.open_for_read("run1", "op", 1))
+        or world.open(started, 2, 1).head == (made[2]["operators"]["op"]["partitions"]["1"]["changelog"]["path"])
+    )
+
+
+def test_late_commits_are_refused_and_change_nothing(world: World, started: Coordinator) -> None:
+    late = world.stage(world.open(started, 0), 0, 0, "late")
+    world.run_batch(started, 0)
+    world.open(started, 1)
+    with pytest.raises(StaleBatchError):
+        started.acknowledge(late)
+    with pytest.raises(StaleBatchError):
+        world.open(started, 0)
+    assert len(world.manifests()) == 1
+
+
+def test_acknowledgements_count_only_from_the_owner_that_is_known(world: World, started: Coordinator) -> None:
+    good = world.stage(world.open(started, 0), 0, 0, "t")
+    other = "h1" if good.host_id == "h0" else "h0"
+    with pytest.raises(StaleOwnerError, match="owns|own"):
+        started.acknowledge(msgspec.structs.replace(good, host_id=other))
+    with pytest.raises(UnknownHostError):
+        started.acknowledge(msgspec.structs.replace(good, incarnation="older"))
+    with pytest.raises(LineageError):
+        started.acknowledge(msgspec.structs.replace(good, base="elsewhere"))
+    with pytest.raises(InvalidRequestError, match="2 partitions"):
+        started.acknowledge(msgspec.structs.replace(good, partition=2))
+    with pytest.raises(UnknownRunError):
+        started.acknowledge(msgspec.structs.replace(good, run_id="nobody"))
+
+
+def test_a_newer_run_retires_the_older_and_starts_from_the_last_committed_batch(
+    world: World, started: Coordinator
+) -> None:
+    world.run_batch(started, 0)
+    old = world.stage(world.open(started, 1, 0), 0, 1, "old")
+    answer = started.register_query(world.registration("run2"))
+    assert (answer.refusal, answer.completed_version, answer.epoch) == (None, 1, 2)
+    with pytest.raises(RetiredRunError, match="run2"):
+        started.acknowledge(old)
+    with pytest.raises(RetiredRunError, match="run2"):
+        world.open(started, 1)
+    assert started.heartbeat_host("h0", "a").unload_runs == ("run1",)
+    world.run_batch(started, 1, run="run2")
+    assert [m["run_id"] for m in world.manifests()] == ["run1", "run2"]
+
+
+def test_an_uncommitted_version_of_an_older_run_is_done_again_from_its_base(world: World, started: Coordinator) -> None:
+    """The driver was killed between our commit and Spark's own."""
+    world.run_batch(started, 0)
+    for p in range(2):
+        started.acknowledge(world.stage(world.open(started, 1, p), p, 1, "t"))
+    answer = world.coordinator().register_query(world.registration("run2"))
+    assert answer.completed_version == 1
+    c = world.coordinator()
+    c.register_query(world.registration("run3"))
+    world.run_batch(c, 1, run="run3")
+    assert [(m["version"], m["parent"], m["run_id"]) for m in world.manifests()] == [
+        (1, None, "run1"), (2, 1, "run1"), (2, 1, "run3"),
+    ]  # fmt: skip
+
+
+def test_a_user_who_deletes_sparks_last_commits_goes_back(world: World, started: Coordinator) -> None:
+    for batch in range(4):
+        world.run_batch(started, batch)
+    for batch in (2, 3):
+        (world.root / "ck/commits" / str(batch)).unlink()
+    c = world.coordinator()
+    assert c.register_query(world.registration("run2")).completed_version == 2
+    grant = world.open(c, 2, 0, "run2")
+    assert grant.head == world.manifests()[1]["operators"]["op"]["partitions"]["0"]["changelog"]["path"]
+    world.run_batch(c, 2, run="run2")
+    assert world.manifests()[-1]["parent"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n": 3}, ["2 partitions", "num_partitions=2"]),
+        ({"query_id": "another"}, ["query q", "another"]),
+        ({"key_groups": 512}, ["1024", "512"]),
+        ({"operators": (OperatorSpec("other", 2, SCHEMA),)}, ["'op'", "'other'"]),
+        ({"operators": (OperatorSpec("op", 2, OTHER_KEY),)}, ["key schema", "k int64", "k string"]),
+        ({"operators": (OperatorSpec("op", 2, OTHER_STATE),)}, ["state schema", "n int64", "n double"]),
+        ({"operators": (OperatorSpec("op", 2, SCHEMA, backend="file"),)}, ["rocksdb", "file"]),
+        ({"operators": (OperatorSpec("op", 2000, SCHEMA),)}, ["1024"]),
+    ],
+)
+def test_a_program_that_does_not_fit_the_checkpoint_is_refused(
+    world: World, started: Coordinator, change: dict[str, Any], words: list[str]
+) -> None:
+    world.run_batch(started, 0)
+    epochs = list((world.root / "ck/statestore/epochs").iterdir())
+    refusal = world.coordinator().register_query(world.registration("run2", **change)).refusal
+    assert refusal is not None
+    assert [w for w in words if w not in refusal] == [], refusal
+    assert list((world.root / "ck/statestore/epochs").iterdir()) == epochs
+
+
+def test_commits_without_state_are_refused(world: World) -> None:
+    world.commit_spark(4)
+    refusal = world.coordinator().register_query(world.registration()).refusal
+    assert refusal is not None and "version 5" in refusal and "no version exists" in refusal
+
+
+def test_a_batch_of_which_only_a_part_ran_is_named_with_its_remedy(world: World, started: Coordinator) -> None:
+    started.acknowledge(world.stage(world.open(started, 0, 0), 0, 0, "t"))
+    world.commit_spark(0)
+    with pytest.raises(IncompleteBatchError, match=r"op/1.*foreachBatch.*delete commits/0"):
+        world.open(started, 1)
+    refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None and "foreachBatch" in refusal and "commits/0" in refusal
+
+
+def test_a_missing_manifest_in_the_middle_is_damage_that_names_it(world: World, started: Coordinator) -> None:
+    for batch in range(3):
+        world.run_batch(started, batch)
+    (world.root / "ck/statestore/manifests" / f"{2:020d}.json").unlink()
+    with pytest.raises(DamagedFileError, match=f"{2:020d}.json is missing"):
+        world.coordinator().register_query(world.registration("run2"))
+
+
+def test_of_two_coordinators_only_the_newer_completes_versions(world: World, started: Coordinator) -> None:
+    world.run_batch(started, 0)
+    held = [world.stage(world.open(started, 1, p), p, 1, "old") for p in range(2)]
+    newer = world.coordinator()
+    assert newer.register_query(world.registration("run2")).epoch == 2
+    started.acknowledge(held[0])
+    with pytest.raises(FencedError, match="epoch 2"):
+        started.acknowledge(held[1])
+    world.run_batch(newer, 1, run="run2")
+    head = max(world.manifests(), key=lambda m: (m["epoch"], m["id"]))
+    assert head["run_id"] == "run2"
+    third = world.coordinator()
+    third.register_query(world.registration("run3"))
+    wanted = head["operators"]["op"]["partitions"]["0"]["changelog"]["path"]
+    assert world.open(third, 2, 0, "run3").head == wanted
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_takeover_around_the_manifest_write_loses_no_answered_acknowledgement(
+    world: World, started: Coordinator, moment: str
+) -> None:
+    """If the old coordinator answers, the new one has seen its manifest; else it does not answer."""
+    started.acknowledge(world.stage(world.open(started, 0, 0), 0, 0, "t"))
+    last = world.stage(world.open(started, 0, 1), 1, 0, "t")
+    newer = world.coordinator()
+
+    def take_over(path: str) -> None:
+        if path.startswith("manifests/"):
+            world.put_hook = None
+            newer.register_query(world.registration("run2"))
+
+    if moment == "before":
+        world.put_hook = take_over
+        with pytest.raises(FencedError):
+            started.acknowledge(last)
+    else:
+        assert started.acknowledge(last).manifest_id == 1
+        newer.register_query(world.registration("run2"))
+    world.commit_spark(0)
+    third = world.coordinator()
+    assert third.register_query(world.registration("run3")).refusal is None
+    assert world.open(third, 1, 0, "run3").head is not None
+
+
+def test_a_restarted_coordinator_learns_the_running_batch_from_its_hosts(world: World, started: Coordinator) -> None:
+    world.run_batch(started, 0)
+    grants = [world.open(started, 1, p) for p in range(2)]
+    first = world.stage(grants[0], 0, 1, "t")
+    started.acknowledge(first)
+
+    restarted = world.coordinator(hosts=0)
+    report = HostReport((world.registration(),), (first,), {"run1": 1})
+    for i in range(2):
+        restarted.register_host(world.host(i), report)
+    answer = restarted.acknowledge(world.stage(grants[1], 1, 1, "t"))
+    assert answer.manifest_id == 2
+    assert world.manifests()[-1]["epoch"] == 2
+
+
+def test_acknowledgements_lost_with_coordinator_and_host_are_found_in_storage(
+    world: World, started: Coordinator
+) -> None:
+    world.run_batch(started, 0)
+    for p in range(2):
+        grant = world.open(started, 1, p)
+        message = world.stage(grant, p, 1, "t")
+        if p == 0:
+            started.acknowledge(message)
+    restarted = world.coordinator()
+    restarted.register_query(world.registration())
+    for p in (0, 1):
+        world.open(restarted, 1, p)
+    world.commit_spark(1)
+    grant = world.open(restarted, 2, 0)
+    assert grant.version == 2 and grant.head is not None
+    assert [m["version"] for m in world.manifests()] == [1, 2]
+
+
+def test_an_old_run_reported_by_a_host_does_not_retire_the_newer_one(world: World, started: Coordinator) -> None:
+    started.register_query(world.registration("run2"))
+    restarted = world.coordinator()
+    restarted.register_query(world.registration("run2"))
+    restarted.register_host(world.host(0), HostReport((world.registration("run1"),)))
+    world.run_batch(restarted, 0, run="run2")
+    with pytest.raises(CoordinatorError):
+        world.open(restarted, 0, run="run1")
+
+
+def test_owners_are_balanced_stay_put_and_move_when_their_host_is_lost(world: World) -> None:
+    c = world.coordinator(hosts=3)
+    c.register_query(world.registration(n=9))
+    before = [o.host_id for o in c.locate("op").owners]
+    assert sorted(before.count(h) for h in ("h0", "h1", "h2")) == [3, 3, 3]
+    world.now += 9
+    for i in (0, 1):
+        c.heartbeat_host(f"h{i}", "a")
+    world.now += 5
+    c.expire()
+    after = [o.host_id for o in c.locate("op").owners]
+    assert "h2" not in after
+    assert all(a == b for a, b in zip(after, before, strict=True) if b != "h2")
+    assert c.heartbeat_host("h2", "a").known is False
+
+
+def test_a_restarted_host_is_a_new_incarnation(world: World, started: Coordinator) -> None:
+    started.register_host(world.host(0, "b"), HostReport())
+    assert started.heartbeat_host("h0", "a").known is False
+    assert started.heartbeat_host("h0", "b").known is True
+
+
+def test_locate_names_what_exists(world: World, started: Coordinator) -> None:
+    with pytest.raises(UnknownOperatorError, match="'op'"):
+        started.locate("nobody")
+    other = world.registration("run9", query_id="q9", state_location=str(world.root / "other"), name=None)
+    started.register_query(other)
+    with pytest.raises(UnknownOperatorError, match=r"query=.*name \(q\).*unnamed \(q9\)"):
+        started.locate("op")
+    assert started.locate("op", "q9").run_id == started.locate("op", "run9").run_id == "run9"
+    assert started.locate("op", "name").run_id == "run1"
+
+
+def test_a_run_that_is_over_is_unloaded_and_refuses_everything(world: World, started: Coordinator) -> None:
+    assert started.deactivate_instances("run1") is True
+    assert started.heartbeat_host("h0", "a").unload_runs == ("run1",)
+    with pytest.raises(RetiredRunError, match="query ended"):
+        world.open(started, 0)
+    started.register_host(world.host(0), HostReport((world.registration(),)))
+    with pytest.raises(RetiredRunError):
+        world.open(started, 0)
+
+
+def test_leases_end(world: World, started: Coordinator) -> None:
+    world.now += 61
+    started.expire()
+    assert started.describe()["queries"] == [] and started.describe()["hosts"] == []
+    assert not started.is_idle()
+    world.now += CoordinatorConf().idle_timeout
+    assert started.is_idle()
+
+
+def test_assignment_without_hosts_left_over() -> None:
+    assert assign(["a", "b"], ["h"], {"a": "gone"}) == {"a": "h", "b": "h"}
+
+
+def test_errors_cross_the_network_by_name() -> None:
+    assert type(error_from("FencedError", "x")) is FencedError
+    assert type(error_from("os", "x")) is CoordinatorError
