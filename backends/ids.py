@@ -35,9 +35,6 @@ class StateStoreId:
     def __post_init__(self) -> None:
         if not self.checkpoint_location:
             raise InvalidStateStoreArgument("checkpoint_location is empty: give the directory to keep the state in.")
-        if not isinstance(self.operator_id, str):
-            # Spark numbers its operators; a number is a good name, too.
-            object.__setattr__(self, "operator_id", str(self.operator_id))
         check_name("an operator", self.operator_id)
         check_name("a store", self.store_name)
         if isinstance(self.partition_id, bool) or not isinstance(self.partition_id, int) or self.partition_id < 0:

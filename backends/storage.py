@@ -266,18 +266,20 @@ def _make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
         config = cast("S3Config", mapped.config)
         return S3Store(location.container, config=config, client_options=client, retry_config={"max_retries": 0})
     if location.kind == "gs":
-        return GCSStore.from_url(
+        gcs: GCSStore = GCSStore.from_url(
             f"gs://{location.container}",
             config=mapped.config,  # type: ignore[arg-type]
             client_options=client,
             retry_config={"max_retries": 0},
         )
-    return AzureStore.from_url(
+        return gcs
+    azure: AzureStore = AzureStore.from_url(
         f"abfss://{location.container}",
         config=mapped.config,  # type: ignore[arg-type]
         client_options=client,
         retry_config={"max_retries": 0},
     )
+    return azure
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,237 @@
+"""Arrow columns as numpy arrays and back, for the encoders: whole columns at a time.
+
+Everything here copes with slices (an offset), chunked and dictionary-encoded columns, and nulls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError
+from backends.schema import normalized_type
+
+Mask = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+
+MAX_BYTES = (1 << 31) - 1
+"""What one Arrow binary array can hold: its offsets are int32."""
+
+_FIXED: dict[pa.DataType, str] = {
+    pa.bool_(): "u1",
+    pa.int8(): "i1",
+    pa.int16(): "i2",
+    pa.int32(): "i4",
+    pa.int64(): "i8",
+    pa.float32(): "f4",
+    pa.float64(): "f8",
+    pa.date32(): "i4",
+    pa.timestamp("us"): "i8",
+    pa.timestamp("us", tz="UTC"): "i8",
+}
+
+
+def fixed_dtype(data_type: pa.DataType) -> np.dtype[Any] | None:
+    """The little-endian numpy type of a fixed-width column; None for any other column."""
+    if pa.types.is_decimal128(data_type):
+        return np.dtype("V16")
+    code = _FIXED.get(data_type)
+    return None if code is None else np.dtype(f"<{code}")
+
+
+def is_list_like(data_type: pa.DataType) -> bool:
+    """Arrays and maps: a run of elements per row."""
+    return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_map(data_type))
+
+
+def plain(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One contiguous array of the column, leaves in their normalised type; raises ``UnsupportedTypeError``.
+
+    ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside.
+    """
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks == 1:
+            column = column.chunk(0)
+        else:
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    wanted = normalized_type(name, column.type)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if column.type != wanted and not pa.types.is_nested(wanted):
+        column = column.cast(wanted)
+    return column
+
+
+def null_mask(array: pa.Array) -> Mask | None:
+    """True where the array is null; None if it is nowhere."""
+    if not array.null_count:
+        return None
+    return np.asarray(array.is_null())
+
+
+def validity(mask: Mask | None) -> pa.Buffer | None:
+    """Arrow's validity bitmap of a null mask."""
+    if mask is None or not mask.any():
+        return None
+    return pa.py_buffer(np.packbits(~mask, bitorder="little"))
+
+
+def fixed_values(array: pa.Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A fixed-width column's values; nulls are zero, so that equal rows give equal bytes."""
+    n = len(array)
+    if pa.types.is_boolean(array.type):
+        bits = array.fill_null(False) if array.null_count else array
+        return np.asarray(bits).astype(np.uint8)
+    content = array.buffers()[1]
+    if n == 0 or content is None:
+        return np.zeros(n, dtype)
+    values = np.frombuffer(content, dtype, count=array.offset + n)[array.offset :]
+    mask = null_mask(array)
+    if mask is not None:
+        values = values.copy()
+        values[mask] = np.zeros((), dtype)
+    return values
+
+
+def fixed_array(values: npt.NDArray[Any], mask: Mask | None, data_type: pa.DataType) -> pa.Array:
+    """The inverse of ``fixed_values``."""
+    if pa.types.is_boolean(data_type):
+        content = np.packbits(values.astype(np.bool_), bitorder="little")
+    else:
+        content = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(data_type, len(values), [validity(mask), _buffer(content)])
+
+
+def binary_values(array: pa.Array) -> pa.BinaryArray:
+    """A string or binary column as binary without nulls (they are empty)."""
+    if pa.types.is_string(array.type):
+        array = array.cast(pa.binary())
+    return array.fill_null(b"") if array.null_count else array
+
+
+def binary_content(array: pa.BinaryArray) -> tuple[Bytes, Offsets]:
+    """All bytes of a binary array in one, and the n+1 offsets into them, starting at 0."""
+    n = len(array)
+    if n == 0:
+        return np.zeros(0, np.uint8), np.zeros(1, np.int64)
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + n + 1].astype(np.int64)
+    content = array.buffers()[2]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if content is None or first == last:
+        return np.zeros(0, np.uint8), offsets - first
+    return np.frombuffer(content, np.uint8)[first:last], offsets - first
+
+
+def binary_array(
+    content: Bytes, offsets: npt.NDArray[Any], mask: Mask | None = None, data_type: pa.DataType | None = None
+) -> pa.BinaryArray:
+    """A binary (or string) array of bytes and n+1 offsets."""
+    check_size(int(offsets[-1]))
+    buffers = [validity(mask), _buffer(offsets.astype(np.int32)), _buffer(content)]
+    return pa.Array.from_buffers(data_type or pa.binary(), len(offsets) - 1, buffers)
+
+
+def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
+    """A structured array as a binary array: each record's bytes."""
+    width = rows.dtype.itemsize
+    check_size(len(rows) * width)
+    return binary_array(
+        np.ascontiguousarray(rows).view(np.uint8).reshape(-1), np.arange(len(rows) + 1, dtype=np.int64) * width
+    )
+
+
+def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
+    """The parts of each row, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    check_size(sum(int(binary_content(part)[1][-1]) for part in parts))
+    return pc.binary_join_element_wise(*parts, b"")
+
+
+def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Bytes, Offsets]:
+    """The bytes of many ranges, one behind the other, and their n+1 offsets.
+
+    Ranges must be ascending and must not overlap. One pass over ``content``, no loop over ranges.
+    """
+    lengths = stops - starts
+    offsets = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if offsets[-1] == len(content):
+        return content, offsets
+    kept = lengths > 0
+    steps = np.zeros(len(content) + 1, np.int8)
+    steps[starts[kept]] += 1
+    steps[stops[kept]] -= 1
+    inside = np.cumsum(steps[:-1], dtype=np.int8, out=steps[:-1]).view(np.bool_)
+    return content[inside], offsets
+
+
+def check_size(total: int) -> None:
+    """Refuse what one binary array cannot hold."""
+    if total > MAX_BYTES:
+        raise InvalidStateStoreArgument(
+            f"The encoded rows take {total} bytes; at most {MAX_BYTES} fit into one Arrow array. Split the batch."
+        )
+
+
+def check_ranges(ok: npt.NDArray[np.bool_] | bool, what: str, schema: object) -> None:
+    """Raise ``SchemaMismatchError`` unless every row passed."""
+    if not np.all(ok):
+        row = int(np.argmin(np.atleast_1d(ok)))
+        raise SchemaMismatchError(
+            f"Row {row} of the stored {what} is not of the schema [{_one_line(schema)}]: read it with the schema "
+            "that it was written with."
+        )
+
+
+def list_parts(array: pa.Array) -> tuple[pa.Array, Offsets]:
+    """The elements of all rows' arrays or maps (entries as structs), and n+1 offsets; null rows have none."""
+    valid = array.drop_null() if array.null_count else array
+    if len(valid) == 0:
+        counts = np.zeros(0, np.int64)
+        first = last = 0
+    else:
+        kind = np.int64 if pa.types.is_large_list(array.type) else np.int32
+        bounds = np.frombuffer(valid.buffers()[1], kind)[valid.offset : valid.offset + len(valid) + 1]
+        wide = bounds.astype(np.int64)
+        counts, first, last = wide[1:] - wide[:-1], int(wide[0]), int(wide[-1])
+    if pa.types.is_map(array.type):
+        entries = pa.StructArray.from_arrays(
+            [valid.keys, valid.items], fields=[array.type.key_field, array.type.item_field]
+        )
+    else:
+        entries = valid.values
+    offsets = np.zeros(len(array) + 1, np.int64)
+    mask = null_mask(array)
+    if mask is None:
+        np.cumsum(counts, out=offsets[1:])
+    else:
+        all_counts = np.zeros(len(array), np.int64)
+        all_counts[~mask] = counts
+        np.cumsum(all_counts, out=offsets[1:])
+    return entries.slice(first, last - first), offsets
+
+
+def list_array(elements: pa.Array, offsets: Offsets, mask: Mask | None, data_type: pa.DataType) -> pa.Array:
+    """The inverse of ``list_parts`` (``data_type`` with int32 offsets)."""
+    buffers = [validity(mask), _buffer(offsets.astype(np.int32))]
+    return pa.Array.from_buffers(data_type, len(offsets) - 1, buffers, children=[elements])
+
+
+def struct_array(children: list[pa.Array], n: int, mask: Mask | None, data_type: pa.DataType) -> pa.Array:
+    """A struct of the given children."""
+    return pa.Array.from_buffers(data_type, n, [validity(mask)], children=children)
+
+
+def _buffer(values: npt.NDArray[Any]) -> pa.Buffer:
+    contiguous = np.ascontiguousarray(values)
+    return pa.py_buffer(contiguous.view(np.uint8) if contiguous.size else b"")
+
+
+def _one_line(schema: object) -> str:
+    return str(schema).replace("\n", ", ")
