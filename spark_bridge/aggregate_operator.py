@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
-from backends.exceptions import StateStoreError
-from backends.schema import StateSchema
-from coordinator_actor.messages import OperatorSpec
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas.types import to_arrow_type
 
+from backends.exceptions import StateStoreError
+from backends.schema import StateSchema
+from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregate_task import AggregateLogic
 from spark_bridge.aggregation import Aggregator, Output, result_fields
 from spark_bridge.exceptions import InvalidOperatorError
@@ -28,7 +28,15 @@ KEY_GROUPS_CONF = "spark.statestore.keyGroups"
 WATERMARK_METADATA = "spark.watermarkDelayMs"
 
 NUMERIC = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.FloatType, T.DoubleType, T.DecimalType)
-ORDERED = (*NUMERIC, T.BooleanType, T.StringType, T.BinaryType, T.DateType, T.TimestampType, T.TimestampNTZType)
+ORDERED = (
+    *NUMERIC,
+    T.BooleanType,
+    T.StringType,
+    T.BinaryType,
+    T.DateType,
+    T.TimestampType,
+    T.TimestampNTZType,
+)
 KEYS = ORDERED
 
 
@@ -90,16 +98,16 @@ def _named(task: StateTask, name: str) -> Any:
     return run
 
 
-def _check_input(
-    df: DataFrame, keys: list[str], aggregations: dict[str, AggregateFunction], output_mode: str
-) -> None:
+def _check_input(df: DataFrame, keys: list[str], aggregations: dict[str, AggregateFunction], output_mode: str) -> None:
     if not df.isStreaming:
         raise InvalidOperatorError(
-            "aggregate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use df.groupBy(...).agg(...)."
+            "aggregate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
+            "df.groupBy(...).agg(...)."
         )
     if output_mode != "update":
         raise InvalidOperatorError(
-            f'output_mode={output_mode!r} is not supported by aggregate; use "update": one row per key touched in the batch.'
+            f'output_mode={output_mode!r} is not supported by aggregate; use "update": '
+            "one row per key touched in the batch."
         )
     if not keys:
         raise InvalidOperatorError("by= names no key column; give one column name or a list of them.")
@@ -114,8 +122,8 @@ def _check_input(
     for name, function in aggregations.items():
         if not isinstance(function, AggregateFunction):
             raise InvalidOperatorError(
-                f"{name}={function!r} is no aggregate function of the state store; use spark_bridge.functions, for instance "
-                f"{name}=S.count()."
+                f"{name}={function!r} is no aggregate function of the state store; use spark_bridge.functions, "
+                f"for instance {name}=S.count()."
             )
         if name in keys:
             raise InvalidOperatorError(f"Output {name!r} has the name of a key column; choose another name.")

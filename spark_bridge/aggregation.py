@@ -106,7 +106,9 @@ class Aggregator:
             names = [f.name for f in output.state_fields()]
             match output.function:
                 case "count":
-                    columns[names[0]] = pc.is_valid(source).cast(pa.int64()) if source is not None else ones(rows.num_rows)
+                    columns[names[0]] = (
+                        pc.is_valid(source).cast(pa.int64()) if source is not None else ones(rows.num_rows)
+                    )
                 case "sum":
                     columns[names[0]] = source.cast(output.state_fields()[0].type)
                 case "min" | "max":
@@ -147,7 +149,9 @@ class Aggregator:
             except pa.ArrowInvalid as error:
                 raise overflow(field) from error
         if pa.types.is_integer(field.type) and may_overflow(column):
-            exact = grouped(groups, column.cast(pa.float64(), safe=False), "sum", pc.ScalarAggregateOptions(min_count=1))
+            exact = grouped(
+                groups, column.cast(pa.float64(), safe=False), "sum", pc.ScalarAggregateOptions(min_count=1)
+            )
             # The wrapped sum is off by a multiple of 2**64, far more than doubles lose here.
             if pc.any(pc.greater(pc.abs(pc.subtract(exact, total.cast(pa.float64(), safe=False))), 2.0**62)).as_py():
                 raise overflow(field)
@@ -201,7 +205,9 @@ def extreme(groups: pa.Array, column: pa.Array, function: str) -> pa.Array:
     width = column.type.bit_width
     bits, signed = (np.int32, pa.int32()) if width == 32 else (np.int64, pa.int64())
     valid = pc.is_valid(column)
-    values = np.ascontiguousarray(pc.fill_null(column, 0.0).to_numpy(zero_copy_only=False)) + column.type.to_pandas_dtype()(0)
+    values = np.ascontiguousarray(
+        pc.fill_null(column, 0.0).to_numpy(zero_copy_only=False)
+    ) + column.type.to_pandas_dtype()(0)
     values[np.isnan(values)] = np.nan
     raw = values.view(bits)
     top = np.iinfo(bits).max
@@ -212,9 +218,7 @@ def extreme(groups: pa.Array, column: pa.Array, function: str) -> pa.Array:
     return pa.array(floats, type=column.type, mask=~pc.is_valid(best).to_numpy(zero_copy_only=False))
 
 
-def pick(
-    groups: pa.Array, num_groups: int, value: pa.Array, by: pa.Array, function: str
-) -> tuple[pa.Array, pa.Array]:
+def pick(groups: pa.Array, num_groups: int, value: pa.Array, by: pa.Array, function: str) -> tuple[pa.Array, pa.Array]:
     """The value of the row with the least or greatest ``by`` of each group, and that ``by``.
 
     Rows without ``by`` do not count. Ties go to the greater value, a null being the least, so that

@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 from backends.key_groups import key_groups
 from backends.keys import encode_keys
-from backends.schema import StateSchema
 from backends.values import decode_values
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import HostInfo, OperatorLocation
 
+from backends.schema import StateSchema
+from coordinator_actor.messages import HostInfo, OperatorLocation
 from spark_bridge.aggregation import result_fields, results
 from spark_bridge.exceptions import (
     HostUnavailableError,
@@ -102,7 +102,9 @@ class QueryableStateClient:
         encoded = encode_keys(key_batch, groups)
         partitions = (groups.astype(np.int64) * location.operator.num_partitions) // location.key_groups
         asked = [(int(p), np.flatnonzero(partitions == p)) for p in np.unique(partitions)]
-        answers = list(self._pool.map(lambda part: self._ask(operator, query, part[0], encoded.take(pa.array(part[1]))), asked))
+        answers = list(
+            self._pool.map(lambda part: self._ask(operator, query, part[0], encoded.take(pa.array(part[1]))), asked)
+        )
         order = np.concatenate([rows for _, rows in asked]) if asked else np.zeros(0, np.int64)
         values = pa.concat_arrays(answers) if answers else pa.array([], pa.binary())
         values = values.take(pa.array(np.argsort(order, kind="stable")))
@@ -125,7 +127,11 @@ class QueryableStateClient:
 
             def look_up() -> tuple[float, OperatorLocation, StateSchema]:
                 location = self._locate_remote(operator, query)
-                return time.monotonic() + LOCATION_SECONDS, location, StateSchema.from_json(location.operator.schema)
+                return (
+                    time.monotonic() + LOCATION_SECONDS,
+                    location,
+                    StateSchema.from_json(location.operator.schema),
+                )
 
             cached = self._locations[(operator, query)] = self._retrying(operator, query, look_up)
         return cached[2], cached[1]
@@ -141,7 +147,7 @@ class QueryableStateClient:
                     raise QueryableStateError(
                         f"Operator {operator!r} did not answer within {self._timeout:.0f} s; last failure: {error}"
                     ) from error
-                time.sleep(0.05 + random.random() * 0.1)  # noqa: S311 - jitter, not a secret
+                time.sleep(0.05 + random.random() * 0.1)
             except CoordinatorError as error:
                 raise UnknownOperatorError(str(error)) from error
 

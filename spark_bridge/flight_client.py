@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.flight as flight
+from pyarrow import flight
+
 from backends import exceptions as backend_errors
 from coordinator_actor import exceptions as coordinator_errors
 from coordinator_actor.messages import Acknowledged, OperatorLocation
-
 from spark_bridge import exceptions as bridge_errors
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
 from spark_bridge.protocol import (

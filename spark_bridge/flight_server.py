@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.flight as flight
 from backends.changelog import Changes
-from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
+from pyarrow import flight
 
+from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.host import StateStoreHost
 from spark_bridge.protocol import (
@@ -86,7 +86,9 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 case "describe":
                     answer = host.describe()
                 case unknown:
-                    raise RequestError(f"Unknown action {unknown!r}; this host knows open, locate, coordinator, describe.")
+                    raise RequestError(
+                        f"Unknown action {unknown!r}; this host knows open, locate, coordinator, describe."
+                    )
             return iter([ENCODE(answer)])
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -123,7 +125,7 @@ def check_schema(given: pa.Schema, expected: pa.Schema) -> None:
         raise RequestError(f"Expected a stream of {expected}, got {given}.".replace("\n", ", "))
 
 
-class translated_errors:  # noqa: N801 - used as a context manager, like contextlib's
+class translated_errors:
     """Our errors become Flight errors that carry class name and message; anything else is logged and named."""
 
     def __enter__(self) -> None:

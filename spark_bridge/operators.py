@@ -11,9 +11,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator_actor.messages import OperatorSpec
 from pyspark.sql import DataFrame
 
+from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 
 FUNCTION_PREFIX = "statestore_"
@@ -57,7 +57,12 @@ def operators_of(df: DataFrame) -> list[OperatorSpec]:
 
 def check_operator_name(name: str, df: DataFrame) -> None:
     """Refuse a name that cannot be a directory's, or that the DataFrame's plan already has."""
-    if not isinstance(name, str) or not name or not name.replace("_", "").replace("-", "").replace(".", "").isalnum() or name[0] == ".":
+    if (
+        not isinstance(name, str)
+        or not name
+        or not name.replace("_", "").replace("-", "").replace(".", "").isalnum()
+        or name[0] == "."
+    ):
         raise InvalidOperatorError(
             f"operator={name!r} is no operator name; use letters, digits, '_', '-' and '.', not starting with a dot. "
             "It names the state in the checkpoint and in queries."

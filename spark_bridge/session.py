@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
-
 from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.java import ensure_java
 
@@ -235,7 +234,9 @@ def _check_pair() -> None:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError as error:
-            raise EnvironmentProblemError(f"The package {package} is not installed; install ray-statestore with pip.") from error
+            raise EnvironmentProblemError(
+                f"The package {package} is not installed; install ray-statestore with pip."
+            ) from error
     raydp_line = ".".join(versions["raydp"].split(".")[:2])
     pyspark_line = ".".join(versions["pyspark"].split(".")[:2])
     wanted = PAIRS.get(raydp_line)
@@ -266,14 +267,17 @@ def _join_or_start_ray(address: str | None, cpus: int) -> bool:
             ray.init(address=running, **quiet)
             return False
         except ConnectionError:
-            log.warning("The Ray cluster at %s, which this machine remembers, does not answer; starting another", running)
+            log.warning(
+                "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
+                running,
+            )
     ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=None, **quiet)
     return True
 
 
 def _running_ray() -> str | None:
     """The cluster that ``ray start`` has left on record for this machine, if something listens there."""
-    record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"  # noqa: S108 - Ray's own place
+    record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     try:
         address = record.read_text().strip()
         host, port = address.rsplit(":", 1)

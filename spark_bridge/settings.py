@@ -31,5 +31,7 @@ def unsafe_settings(spark: SparkSession) -> str | None:
     if EMPTY_RELATION_RULE not in rules:
         return f"{EXCLUDED_RULES} must contain {EMPTY_RELATION_RULE}, or Spark skips state tasks of empty inputs; it was changed after attach."
     if str(spark.conf.get(STATELESS_AQE, "false")).lower() != "false":
-        return f"{STATELESS_AQE} must be false, or Spark skips state tasks of empty inputs; it was changed after attach."
+        return (
+            f"{STATELESS_AQE} must be false, or Spark skips state tasks of empty inputs; it was changed after attach."
+        )
     return None

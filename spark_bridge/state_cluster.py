@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from backends.conf import StateStoreConf
 from coordinator_actor.actor import get_or_create_coordinator
-from coordinator_actor.messages import Completed
 from ray.exceptions import RayError
 
+from backends.conf import StateStoreConf
+from coordinator_actor.messages import Completed
 from spark_bridge.host_actor import RayCoordinatorPort, host_files_dir, start_hosts
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import TypeVar
 import msgspec
 import pyarrow as pa
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownRunError
-from coordinator_actor.messages import Acknowledged
 
+from coordinator_actor.messages import Acknowledged
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.flight_client import HostClient, client_for, forget_client
 from spark_bridge.protocol import CommitCommand, GetCommand, HostFile, TaskIdentity
@@ -112,7 +112,9 @@ class TaskStore:
     def _find_owner(self) -> HostClient:
         cached = _owners.get(self._key)
         candidates = self._endpoints.candidates() if cached is None else [cached]
-        failure: Exception = HostUnavailableError(f"no state store host is known; looked into {self._endpoints.host_files}")
+        failure: Exception = HostUnavailableError(
+            f"no state store host is known; looked into {self._endpoints.host_files}"
+        )
         for address, token in candidates:
             host = client_for(address, token)
             try:
@@ -130,5 +132,3 @@ class TaskStore:
             self._owner_token = token
             return host
         raise failure
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import tempfile
@@ -75,7 +76,7 @@ def _run(
     console: Console, temporary: Path, log_path: Path, batches: int, options: Callable[[int], StreamOptions]
 ) -> int:
     temporary.mkdir()
-    children = Children(log_path, {"TMPDIR": str(temporary), "SPARK_LOCAL_DIRS": str(temporary)})
+    children = Children(log_path, _environment(temporary))
     try:
         children.start("stream", "spark_bridge.demo.stream", options)
         started = time.monotonic()
@@ -90,6 +91,19 @@ def _run(
         return 1
     console.print(f"{seen} batches in {time.monotonic() - started:.0f} s, start and clean-up included.")
     return 0
+
+
+def _environment(temporary: Path) -> dict[str, str]:
+    """Where the children put temporary files, and the secret of the Ray cluster they share."""
+    java_options = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -Djava.io.tmpdir={temporary}".strip()
+    return {
+        "TMPDIR": str(temporary),
+        "SPARK_LOCAL_DIRS": str(temporary),
+        "JAVA_TOOL_OPTIONS": java_options,
+        # Ray would make a token file in the home directory, and not use it for a cluster given by its address.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
 
 
 def _follow(children: Children, display: Display) -> tuple[str | None, int]:

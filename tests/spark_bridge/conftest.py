@@ -21,13 +21,20 @@ from pyspark.sql import DataFrame, SparkSession
 def spark() -> Iterator[SparkSession]:
     """RayDP with two one-core executors, and two hosts."""
     import ray
+
     from spark_bridge import init_spark, stop_spark
 
     # A short path: Ray's sockets live below it.
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
     ray.init(
-        address="local", num_cpus=4, namespace="statestore", log_to_driver=False, logging_level="WARNING",
-        include_dashboard=False, _temp_dir=ray_dir, object_store_memory=200 << 20,
+        address="local",
+        num_cpus=4,
+        namespace="statestore",
+        log_to_driver=False,
+        logging_level="WARNING",
+        include_dashboard=False,
+        _temp_dir=ray_dir,
+        object_store_memory=200 << 20,
     )
     session = init_spark(
         "tests",
@@ -128,3 +135,23 @@ def wait_until(what: Callable[[], Any], timeout: float = 60.0, every: float = 0.
             return answer
         time.sleep(every)
     raise AssertionError(f"not true within {timeout} s: {what}")
+
+
+def settle(query: Any) -> None:
+    """Process all there is, and wait until hosts have heard that Spark has committed it.
+
+    Queries of state see a version once it is completed; Spark tells its listeners a moment later.
+    """
+    from spark_bridge.session import current_cluster
+
+    query.processAllAvailable()
+    cluster, run_id = current_cluster(), str(query.runId)
+
+    def completed() -> bool:
+        runs = [q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id]
+        held = [i for h in cluster.describe_hosts() for i in h["instances"] if i["run_id"] == run_id]
+        commits = Path(runs[0]["checkpoint_location"].removeprefix("file:"), "commits")
+        last = max((int(p.name) for p in commits.glob("[0-9]*")), default=-1)
+        return runs[0]["completed_version"] == last + 1 and all(i["version"] == last + 1 for i in held)
+
+    wait_until(completed)

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from spark_bridge.aggregation import Aggregator, Output, result_fields, results
 from spark_bridge.exceptions import SparkBridgeError
 
@@ -113,7 +114,11 @@ def test_a_sum_beyond_64_bits_is_an_error_and_one_that_just_fits_is_not() -> Non
     big = pa.record_batch({"v": pa.array([2**62, 2**62 - 1, -5], pa.int64())})
     assert results(total.partial(pa.array([0, 0, 1], pa.int32()), 2, big))[0].to_pylist() == [2**63 - 1, -5]
     with pytest.raises(SparkBridgeError, match="'total' has left the range"):
-        total.partial(pa.array([0, 0, 0], pa.int32()), 1, pa.record_batch({"v": pa.array([2**62, 2**62, 1], pa.int64())}))
+        total.partial(
+            pa.array([0, 0, 0], pa.int32()),
+            1,
+            pa.record_batch({"v": pa.array([2**62, 2**62, 1], pa.int64())}),
+        )
 
 
 def test_decimal_sums_keep_ten_more_digits_and_overflow_is_an_error() -> None:
@@ -126,7 +131,9 @@ def test_decimal_sums_keep_ten_more_digits_and_overflow_is_an_error() -> None:
 
 def test_negative_zero_and_nan_order_as_in_spark() -> None:
     ends = Aggregator([Output("lo", "min", "v", None, pa.float32()), Output("hi", "max", "v", None, pa.float32())])
-    values = pa.array([np.float32(np.nan), np.float32(-0.0), np.float32(-np.inf), None], pa.float32(), from_pandas=False)
+    values = pa.array(
+        [np.float32(np.nan), np.float32(-0.0), np.float32(-np.inf), None], pa.float32(), from_pandas=False
+    )
     low, high = results(ends.partial(pa.array([0, 0, 0, 0], pa.int32()), 1, pa.record_batch({"v": values})))
     assert low[0].as_py() == -math.inf
     assert math.isnan(high[0].as_py())

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+
 from spark_bridge import java, session
 from spark_bridge.exceptions import EnvironmentProblemError
 
@@ -33,7 +34,7 @@ def test_java_comes_from_the_package_if_there_is_none(no_java: Path) -> None:
 def test_a_java_too_old_is_passed_over_and_named(no_java: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = no_java / "bin" / "java"
     program.parent.mkdir()
-    program.write_text('#!/bin/sh\necho \'openjdk version "11.0.2" 2019-01-15\' >&2\n')
+    program.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setenv("JAVA_HOME", str(no_java))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

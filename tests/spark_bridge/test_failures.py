@@ -17,11 +17,12 @@ import pytest
 import ray
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming import StreamingQuery
+
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
 
-from .conftest import Stream, wait_until
+from .conftest import Stream, settle, wait_until
 
 pytestmark = pytest.mark.spark
 KEYS = 40
@@ -97,11 +98,11 @@ def test_a_task_that_dies_after_its_commit_is_run_again(
     totals.add(2)
     schema = "k long, n long, total double"
     query = start(totals.frame().mapInArrow(once(tmp_path / "flag", action), schema), totals.stream)
-    query.processAllAvailable()
+    settle(query)
     assert (tmp_path / "flag").exists()
     totals.check(client)
     totals.add(2)
-    query.processAllAvailable()
+    settle(query)
     totals.check(client)
 
 
@@ -109,7 +110,7 @@ def test_a_worker_killed_before_its_commit(totals: Totals, client: QueryableStat
     totals.add(3)
     before = totals.stream.read().mapInArrow(once(tmp_path / "flag", kill_myself), "k long, v double")
     query = start(aggregate(before, by="k", operator=totals.operator, n=S.count(), total=S.sum("v")), totals.stream)
-    query.processAllAvailable()
+    settle(query)
     assert (tmp_path / "flag").exists()
     totals.check(client)
 
@@ -153,8 +154,7 @@ def kill_mid_batch(totals: Totals, client: QueryableStateClient, victims: Callab
             os.kill(pid, signal.SIGKILL)
         time.sleep(1.5)
         wait_until(lambda: len(current_cluster().addresses()) == len(current_cluster().hosts))
-    query.processAllAvailable()
-    assert query.exception() is None
+    settle(query)
     totals.check(client)
     query.stop()
 
@@ -179,8 +179,7 @@ def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: Qu
     for pid in [coordinator_pid(), *host_pids()]:
         os.kill(pid, signal.SIGKILL)
     totals.add(2)
-    query.processAllAvailable()
-    assert query.exception() is None
+    settle(query)
     totals.check(client)
 
 
@@ -188,7 +187,10 @@ def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Another driver, in a process of its own, on plain local Spark with its own Ray."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *args],
-        capture_output=True, text=True, timeout=180, env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
     )
 
 
@@ -253,10 +255,8 @@ def test_foreach_batch_that_runs_the_plan_twice(totals: Totals, client: Queryabl
     def sink(batch: DataFrame, n: int) -> None:
         seen.append((n, batch.count(), len(batch.collect())))
 
-    query = (
-        totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint).foreachBatch(sink).start()
-    )
-    query.processAllAvailable()
+    query = totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint).foreachBatch(sink).start()
+    settle(query)
     assert seen == [(n, KEYS, KEYS) for n in range(3)]
     totals.check(client)
 
@@ -268,10 +268,8 @@ def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: Query
         batch.head(1)
         batch.collect()
 
-    query = (
-        totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint).foreachBatch(sink).start()
-    )
-    query.processAllAvailable()
+    query = totals.frame().writeStream.option("checkpointLocation", totals.stream.checkpoint).foreachBatch(sink).start()
+    settle(query)
     totals.check(client)
 
 
@@ -290,7 +288,7 @@ def test_foreach_batch_that_runs_only_part_of_the_plan_fails_clearly_and_can_be_
     for name in ("0", ".0.crc"):
         Path(totals.stream.checkpoint, "commits", name).unlink(missing_ok=True)
     repaired = start(totals.frame(), totals.stream)
-    repaired.processAllAvailable()
+    settle(repaired)
     totals.check(client)
 
 
@@ -302,7 +300,7 @@ def test_coalesce_behind_the_operator_is_a_clear_error_and_loses_no_state(
     with pytest.raises(Exception, match=r"(?s)repartition"):
         query.processAllAvailable()
     good = start(totals.frame().repartition(2), totals.stream)
-    good.processAllAvailable()
+    settle(good)
     totals.check(client)
 
 
@@ -323,5 +321,8 @@ def test_killed_processes_leave_the_cluster_in_order(spark: Any) -> None:
     wait_until(lambda: all(not h["instances"] for h in cluster.describe_hosts()))
     names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "statestore"]
     assert sorted(names) == sorted(
-        ["StateStoreCoordinator", *(f"StateStoreHost-{cluster.session_id}-{i}" for i in range(len(cluster.hosts)))]
+        [
+            "StateStoreCoordinator",
+            *(f"StateStoreHost-{cluster.session_id}-{i}" for i in range(len(cluster.hosts))),
+        ]
     )

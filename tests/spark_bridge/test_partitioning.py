@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from spark_bridge.partitioning import murmur3_int, partition_targets, quote
 
 

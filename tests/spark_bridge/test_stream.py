@@ -19,11 +19,12 @@ import ray
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
+
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import RequestError, UnknownOperatorError
 
-from .conftest import Stream, wait_until
+from .conftest import Stream, settle, wait_until
 
 pytestmark = pytest.mark.spark
 
@@ -43,7 +44,9 @@ def run_all(df: DataFrame, stream: Stream) -> None:
 
 
 def manifests(stream: Stream) -> list[dict[str, Any]]:
-    return [json.loads(p.read_text()) for p in sorted(Path(stream.checkpoint, "statestore", "manifests").glob("*.json"))]
+    return [
+        json.loads(p.read_text()) for p in sorted(Path(stream.checkpoint, "statestore", "manifests").glob("*.json"))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +66,17 @@ def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs
         .foreachBatch(lambda batch, n: out.extend((n, *r) for r in batch.collect()))
         .start()
     )
-    query.processAllAvailable()
+    settle(query)
     stream.add([(1, 10.0), (3, None)])
-    query.processAllAvailable()
+    settle(query)
     assert sorted(out, key=repr) == sorted(
-        [(0, 1, 2, 3.5, 1.75), (0, 2, 1, 4.0, 4.0), (0, None, 1, 7.0, 7.0), (1, 1, 3, 13.5, 4.5), (1, 3, 1, None, None)],
+        [
+            (0, 1, 2, 3.5, 1.75),
+            (0, 2, 1, 4.0, 4.0),
+            (0, None, 1, 7.0, 7.0),
+            (1, 1, 3, 13.5, 4.5),
+            (1, 3, 1, None, None),
+        ],
         key=repr,
     )
     assert client.get("totals", 1) == {"n": 3, "total": 13.5, "mean": 4.5}
@@ -92,7 +101,7 @@ def test_a_process_without_ray_reads_by_address_and_token(stream: Stream, client
 
     stream.add([(5, 1.0)])
     query = start(aggregate(stream.read(), by="k", operator="outside", n=S.count()), stream)
-    query.processAllAvailable()
+    settle(query)
     cluster = current_cluster()
     with QueryableStateClient.connect(address=cluster.addresses()[0], token=cluster.token) as outside:
         assert outside.get("outside", 5) == {"n": 1}
@@ -109,14 +118,16 @@ def test_two_queries_with_the_same_operator_name_need_query(
         stream = make_stream()
         stream.add([(1, float(i))])
         query = start(aggregate(stream.read(), by="k", operator="twin", t=S.sum("v")), stream)
-        query.processAllAvailable()
+        settle(query)
         queries.append(query)
     with pytest.raises(UnknownOperatorError, match="query="):
         client.get("twin", 1)
     assert [client.get("twin", 1, query=str(q.id)) for q in queries] == [{"t": 1.0}, {"t": 2.0}]
 
 
-def test_every_type_as_key_and_value_nulls_included(make_stream: Callable[..., Stream], client: QueryableStateClient) -> None:
+def test_every_type_as_key_and_value_nulls_included(
+    make_stream: Callable[..., Stream], client: QueryableStateClient
+) -> None:
     utc = dt.timezone.utc
     samples: dict[str, list[Any]] = {
         "boolean": [True, False],
@@ -141,7 +152,7 @@ def test_every_type_as_key_and_value_nulls_included(make_stream: Callable[..., S
     values = {f"max_{n}": S.max(n) for n in names}
     last = {f"last_{n}": S.last(n, by="c11") for n in names}
     query = start(aggregate(stream.read(), by=names, operator="types", n=S.count(), **values, **last), stream)
-    query.processAllAvailable()
+    settle(query)
     for row in rows:
         got = client.get("types", row)
         assert got is not None, row
@@ -150,13 +161,15 @@ def test_every_type_as_key_and_value_nulls_included(make_stream: Callable[..., S
         assert [got[f"last_{n}"] for n in names] == list(row)
 
 
-def test_negative_zero_and_nan_are_one_key_each(make_stream: Callable[..., Stream], client: QueryableStateClient) -> None:
+def test_negative_zero_and_nan_are_one_key_each(
+    make_stream: Callable[..., Stream], client: QueryableStateClient
+) -> None:
     stream = make_stream("k double, v long")
     nan = float("nan")
     stream.add([(0.0, 1), (-0.0, 1), (nan, 1)])
     stream.add([(-0.0, 1), (nan, 1), (-nan, 1)])
     query = start(aggregate(stream.read(), by="k", operator="floats", n=S.count()), stream)
-    query.processAllAvailable()
+    settle(query)
     assert client.get_many("floats", [0.0, -0.0, nan])["n"].to_pylist() == [3, 3, 3]
 
 
@@ -169,7 +182,7 @@ def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: Q
                 expected[k] += v
             stream.add(rows)
         query = start(aggregate(stream.read(), by="k", operator="again", total=S.sum("v")), stream)
-        query.processAllAvailable()
+        settle(query)
         table = client.get_many("again", list(expected))
         assert dict(zip(table["k"].to_pylist(), table["total"].to_pylist(), strict=True)) == expected
         query.stop()
@@ -181,7 +194,7 @@ def test_a_stopped_query_is_unloaded_and_no_longer_answers(stream: Stream, clien
 
     stream.add([(1, 1.0)])
     query = start(aggregate(stream.read(), by="k", operator="gone", n=S.count()), stream)
-    query.processAllAvailable()
+    settle(query)
     run_id = str(query.runId)
     query.stop()
 
@@ -193,7 +206,9 @@ def test_a_stopped_query_is_unloaded_and_no_longer_answers(stream: Stream, clien
         client.get("gone", 1)
 
 
-def test_results_do_not_depend_on_the_number_of_partitions(make_stream: Callable[..., Stream], client: QueryableStateClient) -> None:
+def test_results_do_not_depend_on_the_number_of_partitions(
+    make_stream: Callable[..., Stream], client: QueryableStateClient
+) -> None:
     rng = np.random.default_rng(5)
     frame = pd.DataFrame({"k": rng.integers(0, 300, 5000), "v": rng.normal(size=5000)})
     answers = []
@@ -203,12 +218,18 @@ def test_results_do_not_depend_on_the_number_of_partitions(make_stream: Callable
             stream.add(part)
         query = start(
             aggregate(
-                stream.read(), by="k", operator=f"spread{n}", num_partitions=n, n=S.count(), t=S.sum("v"), lo=S.min("v"),
+                stream.read(),
+                by="k",
+                operator=f"spread{n}",
+                num_partitions=n,
+                n=S.count(),
+                t=S.sum("v"),
+                lo=S.min("v"),
                 f=S.first("v", by="v"),
             ),
             stream,
         )
-        query.processAllAvailable()
+        settle(query)
         answers.append(client.get_many(f"spread{n}", list(range(300))).to_pandas())
         query.stop()
     pd.testing.assert_frame_equal(answers[0], answers[1], rtol=1e-9)
@@ -255,7 +276,9 @@ def test_pyspark_workers_do_not_join_ray_and_hosts_take_no_cpu(stream: Stream) -
         import sys
 
         for batch in batches:
-            yield pa.record_batch({"joined": [("ray" in sys.modules and sys.modules["ray"].is_initialized())] * batch.num_rows})
+            yield pa.record_batch(
+                {"joined": [("ray" in sys.modules and sys.modules["ray"].is_initialized())] * batch.num_rows}
+            )
 
     query = (
         df.mapInArrow(modules, "joined boolean")
@@ -263,17 +286,24 @@ def test_pyspark_workers_do_not_join_ray_and_hosts_take_no_cpu(stream: Stream) -
         .foreachBatch(lambda b, n: seen.extend(r.joined for r in b.collect()))
         .start()
     )
-    query.processAllAvailable()
+    settle(query)
     assert seen == [False]
     assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"] - 2
 
 
 def test_output_goes_to_any_sink(stream: Stream, spark: Any, tmp_path: Path) -> None:
     stream.add([(1, 1.0), (2, 2.0)])
-    df = aggregate(stream.read(), by="k", operator="sink", n=S.count(), last=S.last("v", by="v")).withColumn("m", F.col("n") * 2)
+    df = aggregate(stream.read(), by="k", operator="sink", n=S.count(), last=S.last("v", by="v")).withColumn(
+        "m", F.col("n") * 2
+    )
     query = (
-        df.writeStream.format("parquet").option("path", str(tmp_path / "out")).option("checkpointLocation", stream.checkpoint)
+        df.writeStream.format("parquet")
+        .option("path", str(tmp_path / "out"))
+        .option("checkpointLocation", stream.checkpoint)
     ).start()
-    query.processAllAvailable()
+    settle(query)
     query.stop()
-    assert sorted(tuple(r) for r in spark.read.parquet(str(tmp_path / "out")).collect()) == [(1, 1, 1.0, 2), (2, 1, 2.0, 2)]
+    assert sorted(tuple(r) for r in spark.read.parquet(str(tmp_path / "out")).collect()) == [
+        (1, 1, 1.0, 2),
+        (2, 1, 2.0, 2),
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame
+
 from spark_bridge import aggregate, attach, init_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
@@ -101,7 +102,9 @@ def test_no_checkpoint_location(stream: Stream) -> None:
 def test_async_progress_tracking(stream: Stream, spark: Any) -> None:
     stream.add([(1, 1.0)])
     message = refusal(
-        aggregate(stream.read(), by="k", operator="o", n=S.count()), stream, asyncProgressTrackingEnabled="true"
+        aggregate(stream.read(), by="k", operator="o", n=S.count()),
+        stream,
+        asyncProgressTrackingEnabled="true",
     )
     assert "async" in message.lower()
 
@@ -116,18 +119,33 @@ def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Call
     stream.add([(1, 1, 1.0)])
     match change:
         case "partitions":
-            df, words = aggregate(stream.read(), by="k", operator="o", num_partitions=2, n=S.count()), ["num_partitions=3"]
+            df, words = (
+                aggregate(stream.read(), by="k", operator="o", num_partitions=2, n=S.count()),
+                ["num_partitions=3"],
+            )
         case "key":
-            df, words = aggregate(stream.read(), by=["k", "j"], operator="o", num_partitions=3, n=S.count()), ["key", "long"]
+            df, words = (
+                aggregate(stream.read(), by=["k", "j"], operator="o", num_partitions=3, n=S.count()),
+                ["key", "long"],
+            )
         case "state":
-            df, words = aggregate(stream.read(), by="k", operator="o", num_partitions=3, n=S.sum("v")), ["n.count", "n.sum"]
+            df, words = (
+                aggregate(stream.read(), by="k", operator="o", num_partitions=3, n=S.sum("v")),
+                ["n.count", "n.sum"],
+            )
         case "operators":
-            df, words = aggregate(stream.read(), by="k", operator="p", num_partitions=3, n=S.count()), ["'o'", "'p'"]
+            df, words = (
+                aggregate(stream.read(), by="k", operator="p", num_partitions=3, n=S.count()),
+                ["'o'", "'p'"],
+            )
         case _:
             path = Path(stream.checkpoint, "statestore", "query.json")
             stored = json.loads(path.read_text())
             path.write_text(json.dumps({**stored, "query_id": "another"}))
-            df, words = aggregate(stream.read(), by="k", operator="o", num_partitions=3, n=S.count()), ["another"]
+            df, words = (
+                aggregate(stream.read(), by="k", operator="o", num_partitions=3, n=S.count()),
+                ["another"],
+            )
     message = refusal(df, stream)
     for word in words:
         assert word in message, message
