@@ -114,7 +114,7 @@ def _hash_lists(name: str, array: pa.Array, seeds: Hashes) -> Hashes:
     """Element after element, each hash the seed of the next: all rows' first elements, then all second ones."""
     elements, offsets = list_parts(array)
     counts = np.diff(offsets)
-    hashes = seeds.copy()
+    hashes: Hashes = seeds.copy()
     for position in range(int(counts.max(initial=0))):
         rows = np.flatnonzero(counts > position)
         chosen = elements.take(pa.array(offsets[rows] + position))

@@ -1,0 +1,294 @@
+"""One partition's RocksDB on local disk: bulk gets, scans and atomic write batches of Arrow columns.
+
+What lies here can be rebuilt from changelogs at any time, so the write-ahead log is off. Flushes
+are atomic over column families, and every batch carries its version: whatever a killed process
+leaves behind is exactly one version, and says which.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    DBCompressionType,
+    Options,
+    Rdict,
+    ReadOptions,
+    WriteBatch,
+    WriteBufferManager,
+    WriteOptions,
+)
+
+from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
+from backends.conf import StateStoreConf
+from backends.exceptions import ConcurrentCommitError, StateStoreError, StoreClosedError
+from backends.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
+
+SCAN_ROWS = 1 << 14
+META_FAMILY = "__statestore__"
+_META_KEY = b"state"
+
+_shared_lock = threading.Lock()
+_shared: dict[tuple[int, int], tuple[Cache, WriteBufferManager]] = {}
+
+
+class LocalStateDamagedError(StateStoreError):
+    """The local RocksDB failed; its content is to be thrown away and loaded anew."""
+
+
+class LocalState(msgspec.Struct, frozen=True):
+    """What the database holds: a version, the changelog that made it, and how many keys (None: not counted)."""
+
+    version: int = 0
+    head: str | None = None
+    num_keys: int | None = 0
+
+
+@dataclass
+class _Family:
+    db: Rdict
+    handle: object
+
+
+class Scan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
+
+    def __init__(self, items: Iterator[tuple[bytes, bytes]]) -> None:
+        self._items: Iterator[tuple[bytes, bytes]] | None = items
+
+    def __next__(self) -> pa.RecordBatch:
+        items = self._items
+        if items is None:
+            raise StoreClosedError("The store was closed while it was scanned.")
+        rows = list(islice(items, SCAN_ROWS))
+        if not rows:
+            raise StopIteration
+        keys, values = [row[0] for row in rows], [row[1] for row in rows]
+        return pa.RecordBatch.from_arrays(
+            [pa.array(keys, pa.binary()), pa.array(values, pa.binary())], schema=PAIRS_SCHEMA
+        )
+
+    def close(self) -> None:
+        """Let go of RocksDB, which cannot close while an iterator lives."""
+        self._items = None
+
+
+class LocalRocksDB:
+    """RocksDB in the directory ``path``, opened or made.
+
+    A directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError``
+    if another provider has it open.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+        self._path = path
+        self._conf = conf
+        self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
+        self._families: dict[str, _Family] = {}
+        self._closed = False
+        self.state = LocalState()
+        try:
+            self._open()
+        except LocalStateDamagedError:
+            shutil.rmtree(path)
+            self._open()
+
+    def _open(self) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            names = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else [DEFAULT_FAMILY]
+            options = self._options()
+            self._db = Rdict(str(self._path), options, {n: options for n in names if n != DEFAULT_FAMILY})
+            self._families = {
+                n: _Family(
+                    self._db if n == DEFAULT_FAMILY else self._db.get_column_family(n),
+                    self._db.get_column_family_handle(n),
+                )
+                for n in names
+            }
+            if META_FAMILY not in names:
+                self._create(META_FAMILY)
+            stored = self._families[META_FAMILY].db[_META_KEY] if META_FAMILY in names else None
+            self.state = LocalState() if stored is None else msgspec.json.decode(stored, type=LocalState)
+        except Exception as error:  # rocksdict raises plain Exception
+            if "lock hold" in str(error) or "While lock file" in str(error):
+                raise ConcurrentCommitError(
+                    f"{self._path} is open in another provider, in this process or another: one writer at a time. "
+                    "Close it, or give each provider its own local_dir."
+                ) from error
+            raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
+        self._write_options = WriteOptions()
+        self._write_options.disable_wal = True
+
+    def _options(self) -> Options:
+        conf = self._conf
+        cache, buffers = _shared_memory(conf)
+        options = Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_atomic_flush(True)
+        options.set_write_buffer_manager(buffers)
+        options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
+        options.set_keep_log_file_num(1)
+        options.set_compression_type(getattr(DBCompressionType, conf.rocksdb_compression)())
+        table = BlockBasedOptions()
+        table.set_block_cache(cache)
+        table.set_cache_index_and_filter_blocks(True)
+        table.set_pin_l0_filter_and_index_blocks_in_cache(True)
+        if conf.rocksdb_bloom_filter_bits:
+            table.set_bloom_filter(conf.rocksdb_bloom_filter_bits, False)
+        options.set_block_based_table_factory(table)
+        return options
+
+    def _create(self, name: str) -> None:
+        db = self._db.create_column_family(name, self._options())
+        self._families[name] = _Family(db, self._db.get_column_family_handle(name))
+
+    @property
+    def column_families(self) -> frozenset[str]:
+        """The names of the users' column families."""
+        return frozenset(self._families) - {META_FAMILY}
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Values in the order of ``keys``; null where there is none, or no such column family."""
+        family = self._families.get(column_family)
+        if family is None or not len(keys):
+            return pa.nulls(len(keys), pa.binary())
+        if is_strictly_sorted(keys):
+            return pa.array(self._get(family, to_bytes_list(keys)), pa.binary())
+        order = np.asarray(pc.sort_indices(keys))
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        values = pa.array(self._get(family, to_bytes_list(keys.take(pa.array(order)))), pa.binary())
+        return values.take(pa.array(back))
+
+    def _get(self, family: _Family, keys: Sequence[bytes | None]) -> list[bytes | None]:
+        self._check_open()
+        try:
+            return family.db[keys]  # type: ignore[no-any-return]
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def growth(self, changes: Changes) -> int:
+        """By how many keys the database will grow when ``changes`` are applied."""
+        growth = 0
+        for name, pairs in changes.families.items():
+            removed = np.asarray(pairs.values.is_null())
+            puts = len(pairs) - int(removed.sum())
+            family = self._families.get(name)
+            if family is None or self.state.num_keys == 0 or not len(pairs):
+                growth += puts
+                continue
+            held = len(pairs) - self._get(family, pairs.key_list).count(None)
+            growth += puts - held
+        return growth
+
+    def apply(self, changes: Changes, version: int, head: str, growth: int | None) -> None:
+        """Write all changes, and what they lead to, as one atomic batch. ``growth`` None: keys are not counted."""
+        self._check_open()
+        num_keys = None if growth is None or self.state.num_keys is None else self.state.num_keys + growth
+        state = LocalState(version, head, num_keys)
+        try:
+            for name in changes.families:
+                if name not in self._families:
+                    self._create(name)
+            batch = WriteBatch(raw_mode=True)
+            for name, pairs in changes.families.items():
+                _fill(batch, pairs, self._families[name].handle)
+            batch.put(_META_KEY, msgspec.json.encode(state), self._families[META_FAMILY].handle)
+            self._db.write(batch, self._write_options)
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("write", error) from error
+        self.state = state
+
+    def scan(
+        self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[pa.RecordBatch]:
+        """Pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
+        self._check_open()
+        family = self._families.get(column_family)
+        if family is None:
+            return iter(())
+        options = ReadOptions()
+        if end is not None:
+            options.set_iterate_upper_bound(end)
+        scan = Scan(family.db.items(from_key=start, read_opt=options))
+        self._scans.add(scan)
+        return scan
+
+    def num_keys(self) -> int:
+        """The number of keys; RocksDB's estimate if they are not counted."""
+        if self.state.num_keys is not None:
+            return self.state.num_keys
+        return sum(
+            int(f.db.property_int_value("rocksdb.estimate-num-keys") or 0)
+            for n, f in self._families.items()
+            if n != META_FAMILY
+        )
+
+    def memory_bytes(self) -> int:
+        """Memory of this database's write buffers and open tables, without the shared block cache."""
+        properties = ("rocksdb.cur-size-all-mem-tables", "rocksdb.estimate-table-readers-mem")
+        return sum(int(f.db.property_int_value(p) or 0) for f in self._families.values() for p in properties)
+
+    def clear(self) -> None:
+        """Start over, empty."""
+        self.close()
+        shutil.rmtree(self._path)
+        self._closed = False
+        self._open()
+
+    def close(self) -> None:
+        """Close it; scans under way end with an error. The files stay."""
+        if self._closed:
+            return
+        self._closed = True
+        for scan in list(self._scans):
+            scan.close()
+        for name, family in self._families.items():
+            if name != DEFAULT_FAMILY:
+                family.db.close()
+        self._families = {}
+        self._db.close()
+        del self._db
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self._path} is closed.")
+
+    def _failure(self, verb: str, error: Exception) -> StateStoreError:
+        if self._closed:
+            return StoreClosedError(f"{self._path} was closed while it was used.")
+        return LocalStateDamagedError(
+            f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
+            "remove the directory: the state is loaded anew from the checkpoint location."
+        )
+
+
+def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
+    put, delete = batch.put, batch.delete
+    for key, value in zip(pairs.key_list, to_bytes_list(pairs.values), strict=True):
+        if value is None:
+            delete(key, handle)
+        else:
+            put(key, value, handle)
+
+
+def _shared_memory(conf: StateStoreConf) -> tuple[Cache, WriteBufferManager]:
+    """One block cache and one write buffer budget for all stores of the process with the same limits."""
+    limits = (conf.rocksdb_block_cache_bytes, conf.rocksdb_write_buffer_bytes)
+    with _shared_lock:
+        if limits not in _shared:
+            _shared[limits] = (Cache(limits[0]), WriteBufferManager(limits[1], False))
+        return _shared[limits]
