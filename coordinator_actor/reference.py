@@ -1,7 +1,7 @@
 """``StateStoreCoordinatorRef``: a reference to the coordinator, from a driver, a task or any Ray process.
 
 Spark's ``StateStoreCoordinatorRef`` of the same messages. In a PySpark task the messages go through
-a state store host, so that the worker need not join Ray; ``spark_bridge`` installs that way here.
+a state store host, so that the worker need not join Ray; ``spark_bridge`` offers that way as an entry point.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import entry_points
 from typing import Any
 
 from backends.ids import StateStoreProviderId
@@ -19,14 +20,17 @@ log = logging.getLogger(__name__)
 Transport = Callable[[str, dict[str, Any]], Any]
 """Sends one message: method name and arguments; gives the answer."""
 
-_executor_transport: Callable[[], Transport | None] | None = None
+ENTRY_POINT = "statestore.executor_transport"
 _reporters = ThreadPoolExecutor(max_workers=2, thread_name_prefix="statestore-report")
 
 
-def set_executor_transport(find: Callable[[], Transport | None]) -> None:
-    """Install how a PySpark task reaches the coordinator; ``find`` gives None outside a task."""
-    global _executor_transport
-    _executor_transport = find
+def executor_transport() -> Transport | None:
+    """The way from the task that this process runs, as installed packages offer it; None outside a task."""
+    for entry_point in entry_points(group=ENTRY_POINT):
+        found: Transport | None = entry_point.load()()
+        if found is not None:
+            return found
+    return None
 
 
 class StateStoreCoordinatorRef:
@@ -54,7 +58,7 @@ class StateStoreCoordinatorRef:
         Raises ``CoordinatorStoppedError`` if there is no coordinator.
         """
         log.debug("Getting StateStoreCoordinatorRef")
-        transport = _executor_transport() if _executor_transport is not None else None
+        transport = executor_transport()
         if transport is not None:
             return cls(transport, _refuse_stop)
         reference = cls._over_ray(namespace, name)
@@ -65,6 +69,9 @@ class StateStoreCoordinatorRef:
     def _over_ray(cls, namespace: str, name: str) -> StateStoreCoordinatorRef:
         import ray
         from ray.exceptions import RayError, RayTaskError
+
+        if not ray.is_initialized():
+            ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
 
         def actor() -> Any:
             try:

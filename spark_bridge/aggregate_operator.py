@@ -92,7 +92,7 @@ def aggregate(
 
 def _named(task: StateTask, name: str) -> Any:
     def run(batches: Any) -> Any:
-        return task(batches)
+        return task.run(batches)
 
     run.__name__ = run.__qualname__ = name
     return run
@@ -163,7 +163,7 @@ def _watermark_column(df: DataFrame, where: str) -> str:
         raise InvalidOperatorError(
             f"{where}which event time? Give by=<column>, or put withWatermark on the DataFrame first."
         )
-    return marked[0]
+    return str(marked[0])
 
 
 def _num_partitions(df: DataFrame, given: int | None, key_groups: int) -> int:

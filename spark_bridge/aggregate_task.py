@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from backends.keys import decode_keys, encode_keys
 from backends.values import decode_values, encode_values
-
 from spark_bridge.aggregation import Aggregator, plain, results
 from spark_bridge.protocol import CHANGES_SCHEMA
 from spark_bridge.state_task import KEY_GROUP_COLUMN, StepTimer
@@ -34,13 +34,13 @@ class AggregateLogic:
         keys, states = self._aggregate(batches, timer)
         order = pc.sort_indices(keys)
         keys, states = keys.take(order), states.take(order)
-        timer.step("aggregate")
+        timer.step("aggregate_ms")
         old = store.get_many(keys) if len(keys) else pa.array([], pa.binary())
-        timer.step("get")
+        timer.step("get_ms")
         states = self._merge_old(decode_values(old, self.aggregator.state_schema), pc.is_valid(old), states)
         changes = pa.record_batch([keys, encode_values(states)], schema=CHANGES_SCHEMA)
         columns = [*decode_keys(keys, self.keys).columns, *results(states)]
-        timer.step("merge")
+        timer.step("merge_ms")
         store.commit(changes, timer.milliseconds)
         return pa.RecordBatch.from_arrays(columns, schema=self.output)
 
@@ -59,13 +59,13 @@ class AggregateLogic:
 
         timer.restart()
         for batch in batches:
-            timer.step("input")
+            timer.step("input_wait")
             waiting.append(batch)
             rows += batch.num_rows
             if rows >= ROWS_PER_STEP:
                 step()
-            timer.step("aggregate")
-        timer.step("input")
+            timer.step("aggregate_ms")
+        timer.step("input_wait")
         if waiting:
             step()
         return self._merge(partials)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -102,7 +103,7 @@ class Aggregator:
         """The states of the rows of each group. ``groups``: int32 per row."""
         columns: dict[str, pa.Array] = {}
         for output in self.outputs:
-            source = None if output.column is None else plain(rows.column(output.column))
+            source: Any = None if output.column is None else plain(rows.column(output.column))
             names = [f.name for f in output.state_fields()]
             match output.function:
                 case "count":
@@ -172,7 +173,8 @@ def may_overflow(column: pa.Array) -> bool:
     bounds = pc.min_max(column)
     if not bounds["min"].is_valid:
         return False
-    return max(abs(bounds["min"].as_py()), abs(bounds["max"].as_py())) * float(len(column)) >= INT64_LIMIT
+    largest: int = max(abs(bounds["min"].as_py()), abs(bounds["max"].as_py()))
+    return largest * float(len(column)) >= INT64_LIMIT
 
 
 def plain(column: pa.Array) -> pa.Array:

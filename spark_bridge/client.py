@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+
 from backends.key_groups import key_groups
 from backends.keys import encode_keys
+from backends.schema import StateSchema
 from backends.values import decode_values
 from coordinator_actor.exceptions import CoordinatorError
-
-from backends.schema import StateSchema
 from coordinator_actor.messages import HostInfo, OperatorLocation
 from spark_bridge.aggregation import result_fields, results
 from spark_bridge.exceptions import (

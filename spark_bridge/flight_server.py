@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-from backends.changelog import Changes
-from coordinator_actor.exceptions import CoordinatorError
 from pyarrow import flight
 
+from backends.changelog import Changes
 from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.host import StateStoreHost
 from spark_bridge.protocol import (

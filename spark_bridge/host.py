@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pyarrow as pa
-from backends.changelog import ChangelogMeta, Changes
-from backends.partition_state import PartitionState
-from backends.storage import CheckpointStorage
-from coordinator_actor.exceptions import CoordinatorError, StaleOwnerError, UnknownHostError, UnknownRunError
 
+from backends.changelog import ChangelogMeta, Changes
 from backends.conf import StateStoreConf
 from backends.exceptions import LineageMismatchError
 from backends.manifest import FileRef
+from backends.partition_state import PartitionState
+from backends.storage import CheckpointStorage
+from coordinator_actor.exceptions import CoordinatorError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,

@@ -14,14 +14,14 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import ray
-from coordinator_actor.exceptions import CoordinatorError
 from ray.exceptions import RayError, RayTaskError
 
 from backends.conf import StateStoreConf
+from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -35,6 +35,7 @@ from coordinator_actor.messages import (
     OperatorLocation,
 )
 from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.executor_transport import checked_call
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host import StateStoreHost
 from spark_bridge.protocol import HostFile
@@ -42,15 +43,6 @@ from spark_bridge.protocol import HostFile
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
-COORDINATOR_METHODS = frozenset(
-    {
-        "report_active_instance",
-        "verify_if_instance_active",
-        "get_location",
-        "deactivate_instances",
-    }
-)
-T = TypeVar("T")
 
 
 class RayCoordinatorPort:
@@ -160,9 +152,7 @@ class StateStoreHostActor:
         return self._host
 
     def _call_coordinator(self, method: str, args: dict[str, object]) -> object:
-        if method not in COORDINATOR_METHODS:
-            raise HostUnavailableError(f"A task may not call {method!r} of the coordinator.")
-        return self._coordinator.call(method, **args)
+        return self._coordinator.call(method, **checked_call(method, args))
 
     def _write_host_file(self, token: str) -> None:
         info = self._host.info

@@ -54,7 +54,9 @@ def _candidates() -> list[Path]:
 def _version(home: Path) -> int | None:
     """The major version of the Java at ``home``, or None if it does not run."""
     try:
-        answer = subprocess.run([str(home / "bin" / "java"), "-version"], capture_output=True, text=True, timeout=60, check=False)
+        answer = subprocess.run(
+            [str(home / "bin" / "java"), "-version"], capture_output=True, text=True, timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r'version "(?:1\.)?(\d+)', answer.stderr + answer.stdout)

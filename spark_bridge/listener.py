@@ -13,7 +13,6 @@ import re
 import threading
 from typing import Any
 
-from coordinator_actor.exceptions import CoordinatorError
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.listener import (
     QueryProgressEvent,
@@ -22,6 +21,7 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryListener,
 )
 
+from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from spark_bridge import state_task as properties
 from spark_bridge.aggregate_operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
@@ -38,7 +38,7 @@ TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9
 HADOOP_PREFIX = "spark.hadoop.fs.s3a."
 
 
-class StateStoreQueryListener(StreamingQueryListener):
+class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
     """Joins the queries of one Spark session to one state cluster."""
 
     def __init__(self, spark: SparkSession, cluster: StateCluster) -> None:
@@ -88,10 +88,7 @@ class StateStoreQueryListener(StreamingQueryListener):
         with self._lock:
             self._registrations[registration.run_id] = registration
         self._set(properties.RUN_ID, registration.run_id)
-        self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
-        self._set(properties.TOKEN, self._cluster.token)
-        self._set(properties.HOST_FILES, self._cluster.host_files)
-        self._set(properties.TIMEOUT, str(self._cluster.recovery_timeout))
+        self.publish_endpoints()
         log.info(
             "Registered query %s (run %s) at version %d",
             registration.query_id,
@@ -99,6 +96,13 @@ class StateStoreQueryListener(StreamingQueryListener):
             answer.completed_version,
         )
         return None
+
+    def publish_endpoints(self) -> None:
+        """Tell the jobs that this thread starts where the hosts are."""
+        self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
+        self._set(properties.TOKEN, self._cluster.token)
+        self._set(properties.HOST_FILES, self._cluster.host_files)
+        self._set(properties.TIMEOUT, str(self._cluster.recovery_timeout))
 
     def _state_location(self, checkpoint: str, query_id: str) -> str:
         base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""

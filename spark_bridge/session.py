@@ -202,6 +202,7 @@ def _join(
     )
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)
+    listener.publish_endpoints()
     _current = _Session(spark, cluster, listener, by_raydp, started_ray)
 
 

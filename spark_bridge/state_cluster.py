@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from coordinator_actor.actor import get_or_create_coordinator
 from ray.exceptions import RayError
 
 from backends.conf import StateStoreConf
+from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.messages import Completed
 from spark_bridge.host_actor import RayCoordinatorPort, host_files_dir, start_hosts
 

@@ -40,7 +40,7 @@ class Logic(Protocol):
 
 
 class StepTimer:
-    """Milliseconds spent by step, for progress reports."""
+    """Milliseconds spent by step, for progress reports; only names that end in ``_ms`` are work on state."""
 
     def __init__(self) -> None:
         self.milliseconds: dict[str, float] = {}
@@ -65,7 +65,8 @@ class StateTask:
     num_partitions: int
     logic: Logic
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Process one partition of one micro-batch; raises before it touches state where the query may not run."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -85,7 +86,7 @@ class StateTask:
         timer = StepTimer()
         store = TaskStore(task, endpoints)
         store.open()
-        timer.step("open")
+        timer.step("open_ms")
         output = self.logic.process(self._checked(first, batches, partition), store, timer)
         for start in range(0, output.num_rows, EMIT_ROWS):
             yield output.slice(start, EMIT_ROWS)
@@ -126,19 +127,24 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
     refusal = local_property(REFUSAL)
     if refusal:
         raise StateStoreRefusedError(refusal)
-    run_id, addresses, token = local_property(RUN_ID), local_property(ADDRESSES), local_property(TOKEN)
-    if not run_id or not addresses or not token:
+    run_id, endpoints = local_property(RUN_ID), local_endpoints(local_property)
+    if not run_id or endpoints is None:
         raise StateStoreRefusedError(
             f"Operator {operator!r} runs in a query that the state store does not know: its Spark session has no state "
             "store listener. Start the query from the session that init_spark returned or that attach(spark) was "
             "called with; sessions made by spark.newSession() reach no listener, and a batch query keeps no state."
         )
-    return (
-        Endpoints(
-            addresses=tuple(msgspec.json.decode(addresses, type=list[str])),
-            token=token,
-            host_files=local_property(HOST_FILES) or "",
-            timeout=float(local_property(TIMEOUT) or 60),
-        ),
-        run_id,
+    return endpoints, run_id
+
+
+def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | None:
+    """Where the hosts are, from a task's local properties; None if they do not say."""
+    addresses, token = local_property(ADDRESSES), local_property(TOKEN)
+    if not addresses or not token:
+        return None
+    return Endpoints(
+        addresses=tuple(msgspec.json.decode(addresses, type=list[str])),
+        token=token,
+        host_files=local_property(HOST_FILES) or "",
+        timeout=float(local_property(TIMEOUT) or 60),
     )

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
-from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownRunError
 
+from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import Acknowledged
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.flight_client import HostClient, client_for, forget_client
