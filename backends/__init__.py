@@ -3,5 +3,15 @@
 from backends.conf import StateStoreConf
 from backends.ids import StateStoreId, StateStoreProviderId
 from backends.metrics import StateStoreMetrics
+from backends.rocksdb import RocksDBStateStoreProvider
+from backends.store import StateStore, StateStoreProvider
 
-__all__ = ["StateStoreConf", "StateStoreId", "StateStoreMetrics", "StateStoreProviderId"]
+__all__ = [
+    "RocksDBStateStoreProvider",
+    "StateStore",
+    "StateStoreConf",
+    "StateStoreId",
+    "StateStoreMetrics",
+    "StateStoreProvider",
+    "StateStoreProviderId",
+]

@@ -1,0 +1,305 @@
+"""Uncommitted changes, and the store made of them and of any version that can be read.
+
+A backend only has to say how a version is read (``VersionReader``) and what a commit does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.changelog import DEFAULT_FAMILY, Changes
+from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
+from backends.ids import StateStoreId, check_name
+from backends.metrics import StateStoreMetrics
+from backends.scans import merged_scan
+from backends.sorted_pairs import SortedPairs, as_binary
+from backends.store import StateStore
+
+_LONGEST_DICT = 1 << 16
+
+
+class VersionReader(Protocol):
+    """One version of a state, to read."""
+
+    @property
+    def id(self) -> StateStoreId:
+        """Which store it is a version of."""
+
+    @property
+    def version(self) -> int:
+        """Which version."""
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
+        """Values in the order of keys, null where there is none."""
+
+    def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
+        """Pairs in key order."""
+
+    def column_families(self) -> frozenset[str]:
+        """The column families of the version."""
+
+    def metrics(self) -> StateStoreMetrics:
+        """Figures of the version, or of the newest one."""
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+
+
+class WriteBuffer:
+    """Uncommitted changes of one column family: single ones in a dict, bulk ones as sorted runs below it.
+
+    Runs grow geometrically, as in a log-structured merge tree, so that there are only a few to look into.
+    """
+
+    def __init__(self) -> None:
+        self._singles: dict[bytes, bytes | None] = {}
+        self._runs: list[SortedPairs] = []
+
+    def put(self, key: bytes, value: bytes | None) -> None:
+        """Set one value, None to remove."""
+        self._singles[key] = value
+        if len(self._singles) >= _LONGEST_DICT:
+            self._flush()
+
+    def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
+        """Set many values, null to remove; the last of equal keys counts."""
+        self._flush()
+        self._push(SortedPairs.last_wins(keys, values))
+
+    def _flush(self) -> None:
+        if self._singles:
+            run = SortedPairs.from_dict(self._singles)
+            self._singles = {}
+            self._push(run)
+
+    def _push(self, run: SortedPairs) -> None:
+        while self._runs and len(self._runs[-1]) < 2 * len(run):
+            run = self._runs.pop().under(run)
+        if len(run):
+            self._runs.append(run)
+
+    def get(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Whether the key was changed, and its new value (None: removed)."""
+        if key in self._singles:
+            return True, self._singles[key]
+        for run in reversed(self._runs):
+            found, value = run.get(key)
+            if found:
+                return True, value
+        return False, None
+
+    def merged(self) -> SortedPairs:
+        """All changes; the buffer holds them as one run afterwards."""
+        self._flush()
+        merged = SortedPairs.empty()
+        for run in reversed(self._runs):  # the small ones first
+            merged = run.under(merged)
+        self._runs = [merged] if len(merged) else []
+        return merged
+
+
+class OverlayStateStore(StateStore):
+    """A store over one version; ``commit_changes(changes)`` makes the next one and returns its number.
+
+    Without ``commit_changes`` the store is read-only.
+    """
+
+    def __init__(self, reader: VersionReader, commit_changes: Callable[[Changes], int] | None) -> None:
+        self._reader = reader
+        self._commit_changes = commit_changes
+        self._buffers: dict[str, WriteBuffer] = {}
+        self._families = set(reader.column_families())
+        self._closed: str | None = None
+        self._has_committed = False
+        self._last_metrics: StateStoreMetrics | None = None
+
+    @property
+    def id(self) -> StateStoreId:
+        """Which store this is."""
+        return self._reader.id
+
+    @property
+    def version(self) -> int:
+        """The version that was opened."""
+        return self._reader.version
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether ``commit`` has succeeded."""
+        return self._has_committed
+
+    @property
+    def metrics(self) -> StateStoreMetrics:
+        """Figures; after commit or abort, those of that moment."""
+        return self._last_metrics or self._reader.metrics()
+
+    def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
+        """The value of a key, None if it has none."""
+        self._check_key(key)
+        buffer = self._buffer_to_read(column_family)
+        if buffer is not None:
+            changed, value = buffer.get(key)
+            if changed:
+                return value
+        found: bytes | None = self._reader.get_many(pa.array([key], pa.binary()), column_family)[0].as_py()
+        return found
+
+    def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
+        """Set the value of a key."""
+        self._check_key(key)
+        if not isinstance(value, bytes):
+            raise InvalidStateStoreArgument(
+                f"The value of {key!r} is {value!r}: a value is bytes. To take a key away, use remove(key)."
+            )
+        self._buffer_to_write(column_family).put(key, value)
+
+    def remove(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> None:
+        """Remove a key; it is no error if it is not there."""
+        self._check_key(key)
+        self._buffer_to_write(column_family).put(key, None)
+
+    def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Values in the order of ``keys``, null where there is none."""
+        keys = self._checked("keys", keys)
+        buffer = self._buffer_to_read(column_family)
+        values = self._reader.get_many(keys, column_family)
+        return values if buffer is None else buffer.merged().overlay(keys, values)
+
+    def put_many(
+        self,
+        keys: pa.Array | pa.ChunkedArray,
+        values: pa.Array | pa.ChunkedArray,
+        column_family: str = DEFAULT_FAMILY,
+    ) -> None:
+        """Set many values; of a key given twice the last counts."""
+        keys, values = self._checked("keys", keys), self._checked("values", values)
+        if len(keys) != len(values):
+            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        self._buffer_to_write(column_family).put_many(keys, values)
+
+    def remove_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> None:
+        """Remove many keys."""
+        keys = self._checked("keys", keys)
+        self._buffer_to_write(column_family).put_many(keys, pa.nulls(len(keys), pa.binary()))
+
+    def scan(
+        self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[pa.RecordBatch]:
+        """Batches of pairs from ``start`` (included) to ``end`` (not included), as they are at the call."""
+        for limit in (start, end):
+            if limit is not None:
+                self._check_key(limit)
+        buffer = self._buffer_to_read(column_family)
+        if start is not None and end is not None and start >= end:
+            return iter(())
+        changes = SortedPairs.empty() if buffer is None else buffer.merged().between(start, end)
+        return self._while_open(merged_scan(self._reader.scan(start, end, column_family), changes))
+
+    def get_range(
+        self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Pairs from ``start`` (included) to ``end`` (not included)."""
+        return _pairs(self.scan(start, end, column_family))
+
+    def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
+        """The pairs whose key begins with ``prefix``."""
+        self._check_key(prefix)
+        return self.get_range(prefix, successor(prefix), column_family)
+
+    def iterator(self, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
+        """All pairs."""
+        return self.get_range(None, None, column_family)
+
+    def create_column_family(self, name: str) -> None:
+        """Make a column family; it is no error if it exists."""
+        check_name("a column family", name)
+        if name.startswith("__"):
+            raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
+        self._check_writable()
+        if name not in self._families:
+            self._families.add(name)
+            self._buffers[name] = WriteBuffer()
+
+    def commit(self) -> int:
+        """Make the changes durable as the next version."""
+        self._check_writable()
+        assert self._commit_changes is not None
+        changes = Changes({name: buffer.merged() for name, buffer in self._buffers.items()})
+        version = self._commit_changes(changes)
+        self._has_committed = True
+        self._end("committed")
+        return version
+
+    def abort(self) -> None:
+        """Drop the changes."""
+        if self._closed is None:
+            self._end("aborted")
+
+    def _end(self, how: str) -> None:
+        self._last_metrics = self._reader.metrics()
+        self._closed = how
+        self._buffers.clear()
+        self._reader.close()
+
+    def _while_open(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            self._check_open()
+            yield batch
+
+    def _buffer_to_read(self, column_family: str) -> WriteBuffer | None:
+        self._check_open()
+        self._check_family(column_family)
+        return self._buffers.get(column_family)
+
+    def _buffer_to_write(self, column_family: str) -> WriteBuffer:
+        self._check_writable()
+        self._check_family(column_family)
+        return self._buffers.setdefault(column_family, WriteBuffer())
+
+    def _check_family(self, column_family: str) -> None:
+        if column_family not in self._families:
+            raise InvalidStateStoreArgument(
+                f"There is no column family {column_family!r} in {self.id}; there are "
+                f"{', '.join(sorted(self._families))}. Create it with create_column_family."
+            )
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise StoreClosedError(
+                f"The store of {self.id} at version {self.version} was {self._closed}; open it again with get_store."
+            )
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._commit_changes is None:
+            raise StoreClosedError(
+                f"The store of {self.id} at version {self.version} is read-only; open it with get_store to change it."
+            )
+
+    @staticmethod
+    def _check_key(key: bytes) -> None:
+        if not isinstance(key, bytes):
+            raise InvalidStateStoreArgument(f"The key {key!r} is of type {type(key).__name__}: a key is bytes.")
+
+    @staticmethod
+    def _checked(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+        array = as_binary(what, given)
+        if array.null_count:
+            row = pc.index(array.is_null(), True).as_py()
+            raise InvalidStateStoreArgument(f"{array.null_count} of the {what} are null, the first in row {row}.")
+        return array
+
+
+def successor(prefix: bytes) -> bytes | None:
+    """The least key above all keys that begin with ``prefix``; None if there is none."""
+    stripped = prefix.rstrip(b"\xff")
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
+
+
+def _pairs(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[bytes, bytes]]:
+    for batch in batches:
+        yield from zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True)
