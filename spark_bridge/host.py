@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from backends.changelog import ChangelogMeta, Changes
 from backends.conf import StateStoreConf
-from backends.exceptions import LineageMismatchError
+from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
 from backends.manifest import FileRef
 from backends.partition_state import PartitionState
 from backends.storage import CheckpointStorage
@@ -294,15 +294,21 @@ class StateStoreHost:
         instance = self._instance(run_id, operator, partition)
         if version is None:
             instance = self._for_read(run_id, operator, partition, instance)
-            version = instance.state.version
         elif instance is None or instance.state.version != version:
-            raise NotOwnerError(
-                f"Partition {partition} of operator {operator!r} (run {run_id}) is not open at version {version} "
-                f"in host {self.info.host_id}; open it again."
-            )
+            raise self._not_open(run_id, operator, partition, version)
+        try:
+            values = instance.state.get_many(keys, version)
+        except (VersionNotFoundError, StoreClosedError) as error:
+            raise self._not_open(run_id, operator, partition, version) from error
         with self._lock:
             self._counters["keys_read"] += len(keys)
-        return instance.state.get_many(keys, version)
+        return values
+
+    def _not_open(self, run_id: str, operator: str, partition: int, version: int | None) -> NotOwnerError:
+        return NotOwnerError(
+            f"Partition {partition} of operator {operator!r} (run {run_id}) is not open at version {version} in host "
+            f"{self.info.host_id}; open it again."
+        )
 
     def _for_read(self, run_id: str, operator: str, partition: int, held: Instance | None) -> Instance:
         if held is not None:
@@ -323,10 +329,7 @@ class StateStoreHost:
         """
         instance = self._instance(task.run_id, task.operator, task.partition)
         if instance is None or instance.state.version != task.batch_id:
-            raise NotOwnerError(
-                f"Partition {task.partition} of operator {task.operator!r} (run {task.run_id}) is not open at version "
-                f"{task.batch_id} in host {self.info.host_id}; open it again."
-            )
+            raise self._not_open(task.run_id, task.operator, task.partition, task.batch_id)
         started = time.perf_counter()
         spec = next(o for o in instance.registration.operators if o.name == task.operator)
         version = task.batch_id + 1
@@ -340,7 +343,10 @@ class StateStoreHost:
                 attempt=task.attempt,
                 base=instance.state.head,
             )
-            file = instance.state.stage(meta, changes)
+            try:
+                file = instance.state.stage(meta, changes)
+            except (LineageMismatchError, StoreClosedError) as error:
+                raise self._not_open(task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
             message = self._acknowledgement(meta, file)
             try:
