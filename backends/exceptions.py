@@ -44,6 +44,10 @@ class DamagedFileError(StorageError):
     """A file's content is not what was written; the message names the file."""
 
 
+class LocalStateDamagedError(StateStoreError):
+    """The working copy on local disk failed. What is durable is elsewhere; the message says what to remove."""
+
+
 class VersionNotFoundError(StateStoreError):
     """A version that does not exist, or is no longer held; the message names what is there."""
 

@@ -33,7 +33,7 @@ from rocksdict import (
 
 from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.conf import StateStoreConf
-from backends.exceptions import ConcurrentCommitError, StateStoreError, StoreClosedError
+from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 
 SCAN_ROWS = 1 << 14
@@ -42,10 +42,6 @@ _META_KEY = b"state"
 
 _shared_lock = threading.Lock()
 _shared: dict[tuple[int, int], tuple[Cache, WriteBufferManager]] = {}
-
-
-class LocalStateDamagedError(StateStoreError):
-    """The local RocksDB failed; its content is to be thrown away and loaded anew."""
 
 
 class LocalState(msgspec.Struct, frozen=True):

@@ -185,6 +185,8 @@ class CheckpointStorage:
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Path and size of every file in the directory ``prefix`` and below, sorted by path."""
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
+        if self.is_local and not Path(f"/{key}").is_dir():
+            return []
 
         def list_all() -> list[tuple[str, int]]:
             found = obstore.list(self._store, prefix=key or None).collect()

@@ -1,0 +1,307 @@
+"""Storage: create-if-absent, checked reads, addresses and options, retries with a clock of ours."""
+
+import os
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError
+
+from backends.exceptions import (
+    DamagedFileError,
+    FileExistsInStorageError,
+    InvalidStateStoreArgument,
+    MissingFileError,
+    StorageError,
+    UnsupportedLocationError,
+)
+from backends.locations import parse_location, store_options
+from backends.manifest import FileRef
+from backends.storage import CheckpointStorage
+
+
+@pytest.fixture(params=["path", "file:", "memory:"])
+def storage(request, tmp_path):
+    location = {
+        "path": str(tmp_path / "new" / "state"),
+        "file:": f"file://{tmp_path}/with space #1?%20",
+        "memory:": f"memory://{uuid.uuid4().hex}/some/where",
+    }[request.param]
+    return CheckpointStorage.open(location)
+
+
+def test_what_is_put_can_be_read_listed_and_deleted(storage):
+    assert storage.list() == [] and not storage.exists("a/b")
+    ref = storage.put_new("a/b", b"content")
+    other = storage.put_new("a/c/d", b"")
+    assert (ref.path, ref.size) == ("a/b", 7)
+    assert storage.read(ref) == storage.get("a/b") == b"content"
+    assert storage.read(other) == b""
+    assert storage.exists("a/b") and not storage.exists("a")
+    assert storage.list() == [("a/b", 7), ("a/c/d", 0)]
+    assert storage.list("a/c/") == [("a/c/d", 0)] and storage.list("a/c/d/e") == [] and storage.list("ab") == []
+    storage.delete("a/b")
+    storage.delete("a/b")
+    assert storage.list() == [("a/c/d", 0)]
+
+
+def test_a_file_is_never_overwritten(storage):
+    storage.put_new("x", b"1")
+    with pytest.raises(FileExistsInStorageError, match=r"/x exists already"):
+        storage.put_new("x", b"1")
+    assert storage.get("x") == b"1"
+
+
+def test_of_many_writers_one_succeeds(storage):
+    barrier = threading.Barrier(8)
+
+    def put(i):
+        barrier.wait()
+        try:
+            storage.put_new("race/file", str(i).encode() * 1000)
+            return i
+        except FileExistsInStorageError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        winners = [i for i in pool.map(put, range(8)) if i is not None]
+    assert len(winners) == 1
+    assert storage.get("race/file") == str(winners[0]).encode() * 1000
+    assert [path for path, _ in storage.list()] == ["race/file"]
+
+
+def test_missing_and_damaged_files_are_named(storage):
+    ref = storage.put_new("d/file", b"0123456789")
+    full = f"{storage.location}/d/file"
+    with pytest.raises(MissingFileError) as missing:
+        storage.get("d/other")
+    assert f"{storage.location}/d/other" in str(missing.value)
+    for data in (b"012345678", b"0123456788", b""):
+        storage.delete("d/file")
+        storage.put_new("d/file", data)
+        with pytest.raises(DamagedFileError) as damaged:
+            storage.read(ref)
+        assert full in str(damaged.value)
+    storage.delete("d/file")
+    with pytest.raises(MissingFileError) as missing:
+        storage.read(ref)
+    assert full in str(missing.value)
+
+
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a"])
+def test_paths_stay_below_the_location(storage, path):
+    with pytest.raises(InvalidStateStoreArgument, match="no path below"):
+        storage.get(path)
+
+
+def test_addresses_are_normalised(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CheckpointStorage.open("ck").location == str(tmp_path / "ck")
+    assert CheckpointStorage.open("file:/var/ck/").location == "/var/ck"
+    assert CheckpointStorage.open("file:///var/a%20b").location == "/var/a%20b"
+    assert CheckpointStorage.open("memory://n/a/").location == "memory://n/a"
+    assert parse_location("s3a://bucket/a/b/").text == "s3://bucket/a/b"
+    assert parse_location("abfss://c@acct.dfs.core.windows.net/p").container == "c@acct.dfs.core.windows.net"
+    assert CheckpointStorage.open("gs://bucket/p", {"skip_signature": "true"}).location == "gs://bucket/p"
+    assert CheckpointStorage.open("ck").is_local and not CheckpointStorage.open("memory://n").is_local
+
+
+def test_memory_is_shared_by_name():
+    name = uuid.uuid4().hex
+    CheckpointStorage.open(f"memory://{name}/a").put_new("b/c", b"1")
+    assert CheckpointStorage.open(f"memory://{name}").list() == [("a/b/c", 1)]
+    assert CheckpointStorage.open(f"memory://{name}x").list() == []
+
+
+@pytest.mark.parametrize("location", ["hdfs://nn:8020/ck", "dbfs:/ck", "wasb://c@a/ck", "file://host/ck", "s3://"])
+def test_other_addresses_are_refused_with_the_remedy(location):
+    with pytest.raises(UnsupportedLocationError, match="state_location="):
+        CheckpointStorage.open(location)
+
+
+def test_sparks_s3_settings_are_taken_over():
+    spark = {
+        "spark.hadoop.fs.s3a.endpoint": "minio:9000",
+        "spark.hadoop.fs.s3a.path.style.access": "true",
+        "spark.hadoop.fs.s3a.connection.ssl.enabled": "false",
+        "spark.hadoop.fs.s3a.access.key": "key",
+        "spark.hadoop.fs.s3a.secret.key": "secret",
+        "spark.hadoop.fs.s3a.session.token": "token",
+        "spark.hadoop.fs.s3a.endpoint.region": "eu-central-1",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.hadoop.fs.defaultFS": "hdfs://nn",
+    }
+    options = store_options(parse_location("s3a://bucket/ck"), spark)
+    assert options.config == {
+        "endpoint": "http://minio:9000",
+        "virtual_hosted_style_request": False,
+        "access_key_id": "key",
+        "secret_access_key": "secret",
+        "session_token": "token",
+        "region": "eu-central-1",
+    }
+    assert options.client == {"allow_http": True}
+    CheckpointStorage.open("s3a://bucket/ck", spark)
+
+
+def test_s3_settings_default_as_hadoops_do():
+    at = parse_location("s3a://bucket/ck")
+    virtual = store_options(at, {"fs.s3a.endpoint": "s3.example.com"})
+    assert virtual.config["endpoint"] == "https://bucket.s3.example.com"
+    assert virtual.config["virtual_hosted_style_request"] is True and virtual.client == {}
+    per_bucket = {
+        "fs.s3a.access.key": "all",
+        "fs.s3a.bucket.bucket.access.key": "own",
+        "fs.s3a.bucket.b.access.key": "no",
+    }
+    assert store_options(at, per_bucket).config["access_key_id"] == "own"
+    assert store_options(at, {"fs.s3a.access.key": "a", "access_key_id": "direct"}).config["access_key_id"] == "direct"
+    with pytest.raises(InvalidStateStoreArgument, match=r"path\.style\.access='yes'"):
+        store_options(at, {"fs.s3a.path.style.access": "yes"})
+    with pytest.raises(InvalidStateStoreArgument, match="bogus"):
+        CheckpointStorage.open("s3://bucket/ck", {"bogus": "1"})
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.waits = []
+
+    def sleep(self, seconds):
+        self.waits.append(seconds)
+        self.now += seconds
+
+
+def remote(clock, retry_seconds=60.0):
+    return CheckpointStorage.open(
+        f"memory://{uuid.uuid4().hex}", clock=lambda: clock.now, sleep=clock.sleep, retry_seconds=retry_seconds
+    )
+
+
+def failing(monkeypatch, name, errors):
+    """Makes obstore's function raise these errors, one per call, before it works again."""
+    works, left = getattr(obstore, name), list(errors)
+
+    def call(*args, **kwargs):
+        if left:
+            error = left.pop(0)
+            if isinstance(error, tuple):
+                works(*args, **kwargs)
+                error = error[0]
+            raise error
+        return works(*args, **kwargs)
+
+    monkeypatch.setattr(obstore, name, call)
+
+
+SLOW_DOWN = GenericError("Generic S3 error: Server returned non-2xx status code: 503 Slow Down")
+RESET = GenericError("Generic S3 error: HTTP error: error sending request")
+
+
+def test_transient_errors_are_retried_with_growing_waits(monkeypatch):
+    clock = Clock()
+    storage = remote(clock)
+    failing(monkeypatch, "put", [SLOW_DOWN, RESET, SLOW_DOWN])
+    storage.put_new("x", b"1")
+    assert storage.get("x") == b"1"
+    assert len(clock.waits) == 3 and clock.waits[2] > clock.waits[0]
+
+
+def test_retries_end(monkeypatch):
+    clock = Clock()
+    storage = remote(clock, retry_seconds=10)
+    failing(monkeypatch, "get", [RESET] * 1000)
+    with pytest.raises(StorageError, match=r"Could not read memory.*/x, tried for \d.*error sending request"):
+        storage.get("x")
+    assert 5 < clock.now <= 10
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionDeniedError("status code: 403 Forbidden"),
+        GenericError("Server returned non-2xx status code: 400 Bad Request: InvalidArgument"),
+        GenericError("Received redirect without LOCATION, this normally indicates an incorrectly configured region"),
+    ],
+)
+def test_permanent_errors_are_raised_at_once(monkeypatch, error):
+    clock = Clock()
+    storage = remote(clock)
+    failing(monkeypatch, "put", [error])
+    with pytest.raises(StorageError, match=r"Could not write memory.*/x: "):
+        storage.put_new("x", b"1")
+    assert clock.waits == []
+
+
+def test_a_create_whose_answer_was_lost_is_ours(monkeypatch):
+    storage = remote(Clock())
+    failing(monkeypatch, "put", [(RESET,)])  # written, but the answer is lost
+    storage.put_new("x", b"mine")
+    assert storage.get("x") == b"mine"
+
+
+def test_a_retried_create_does_not_take_anothers_file_for_ours(monkeypatch):
+    storage = remote(Clock())
+    storage.put_new("x", b"theirs")
+    failing(monkeypatch, "put", [RESET])
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("x", b"mine")
+
+
+def test_a_conflict_that_leaves_no_file_is_tried_again(monkeypatch):
+    storage = remote(Clock())
+    failing(monkeypatch, "put", [AlreadyExistsError("status code: 409 Conflict")])
+    storage.put_new("x", b"mine")
+    assert storage.get("x") == b"mine"
+
+
+def test_local_files_are_synced_with_all_new_directories_before_put_returns(tmp_path, monkeypatch):
+    synced = []
+    real = os.fsync
+
+    def fsync(descriptor):
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage = CheckpointStorage.open(str(tmp_path / "ck" / "statestore"))
+    storage.put_new("a/b/file", b"1")
+    root = tmp_path / "ck" / "statestore"
+    assert synced[0].name.startswith("file#")
+    assert set(synced[1:]) == {root / "a" / "b", root / "a", root, tmp_path / "ck", tmp_path}
+    synced.clear()
+    storage.put_new("a/b/file2", b"1")
+    assert synced[1:] == [root / "a" / "b"]
+    synced.clear()
+    CheckpointStorage.open(str(tmp_path / "other"), fsync=False).put_new("file", b"1")
+    assert synced == []
+
+
+def test_a_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def write(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    storage = CheckpointStorage.open(str(tmp_path))
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(StorageError, match=r"/file: .*No space left"):
+        storage.put_new("file", b"1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unfinished_files_of_dead_writers_are_not_listed(tmp_path):
+    storage = CheckpointStorage.open(str(tmp_path))
+    storage.put_new("file", b"1")
+    (tmp_path / "file#123456").write_bytes(b"half")
+    assert storage.list() == [("file", 1)]
+
+
+def test_a_ref_of_another_file_is_damage(tmp_path):
+    storage = CheckpointStorage.open(str(tmp_path))
+    one, two = storage.put_new("1", b"aaaa"), storage.put_new("2", b"bbbb")
+    with pytest.raises(DamagedFileError, match="/2 is damaged"):
+        storage.read(FileRef(two.path, one.size, one.digest))

@@ -1,0 +1,100 @@
+"""Encoded values: every type comes back exactly."""
+
+import math
+import struct
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+
+from backends.exceptions import SchemaMismatchError, UnsupportedTypeError
+from backends.values import decode_values, encode_values
+from tests.backends.strategies import batches
+
+
+def comparable(value):
+    """Like ``normal``, but telling -0.0 from 0.0: values keep their bits."""
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else struct.pack("<d", value)
+    if isinstance(value, dict):
+        return {k: comparable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [comparable(v) for v in value]
+    return value
+
+
+@settings(deadline=None, max_examples=80)
+@given(batches(maps=True))
+def test_values_come_back(batch):
+    values = encode_values(batch)
+    decoded = decode_values(values, batch.schema)
+    decoded.validate(full=True)
+    assert decoded.schema.types == batch.schema.types
+    assert comparable(decoded.to_pylist()) == comparable(batch.to_pylist())
+    again = decode_values(pa.chunked_array([values.slice(1), values], pa.binary()), batch.schema)
+    assert comparable(again.to_pylist()) == comparable(batch.to_pylist()[1:] + batch.to_pylist())
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(maps=True))
+def test_a_missing_value_is_a_row_of_nulls(batch):
+    values = encode_values(batch)
+    mixed = pa.array([x for v in values.to_pylist() for x in (v, None)], pa.binary())
+    decoded = decode_values(mixed, batch.schema)
+    decoded.validate(full=True)
+    nothing = dict.fromkeys(batch.schema.names)
+    expected = [x for row in batch.to_pylist() for x in (row, nothing)]
+    assert comparable(decoded.to_pylist()) == comparable(expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches(maps=True))
+def test_equal_rows_give_equal_bytes(batch):
+    """Whatever lies under a null in Arrow's buffers does not matter."""
+    again = pa.record_batch(
+        [pa.array(column.to_pylist(), column.type) for column in batch.columns], names=batch.schema.names
+    )
+    assert encode_values(batch).equals(encode_values(again))
+
+
+def test_garbage_under_nulls_is_not_stored():
+    column = pa.Array.from_buffers(pa.int64(), 2, [pa.py_buffer(b"\x01"), pa.py_buffer(np.array([1, 99]))])
+    values = encode_values(pa.record_batch([column], names=["v"])).to_pylist()
+    assert values == [b"\x00\x00\x00" + (1).to_bytes(8, "little"), b"\x00\x00\x01" + bytes(8)]
+
+
+def test_null_lists_with_elements_below_them():
+    hidden = pa.ListArray.from_arrays(pa.array([0, 2, 3]), pa.array([1, 2, 3]), mask=pa.array([True, False]))
+    batch = pa.record_batch([hidden], names=["v"])
+    assert decode_values(encode_values(batch), batch.schema).column(0).to_pylist() == [None, [3]]
+
+
+def test_the_schema_number_is_checked():
+    batch = pa.record_batch({"v": [1]})
+    stored = bytearray(encode_values(batch)[0].as_py())
+    assert stored[:2] == b"\x00\x00"
+    stored[0] = 1
+    with pytest.raises(SchemaMismatchError, match="schema number 1"):
+        decode_values(pa.array([bytes(stored)]), batch.schema)
+
+
+def test_bytes_of_another_schema_are_refused():
+    stored = encode_values(pa.record_batch({"a": [1, 2], "b": ["x", "yy"]}))
+    for other in (
+        pa.schema([("a", pa.int64())]),
+        pa.schema([("a", pa.string())]),
+        pa.schema([("a", pa.list_(pa.int8()))]),
+    ):
+        with pytest.raises(SchemaMismatchError, match=r"Row 0.*a: "):
+            decode_values(stored, other)
+    with pytest.raises(SchemaMismatchError, match="values"):
+        decode_values(pa.array([b""]), pa.schema([("a", pa.int64())]))
+
+
+def test_unsupported_types_are_named():
+    with pytest.raises(UnsupportedTypeError, match=r"'s\.t'.*time64"):
+        kind = pa.struct([("t", pa.time64("us"))])
+        encode_values(pa.record_batch([pa.array([None], kind)], names=["s"]))
+    with pytest.raises(UnsupportedTypeError, match=r"'d'.*duration"):
+        decode_values(pa.array([], pa.binary()), pa.schema([("d", pa.duration("us"))]))
