@@ -9,17 +9,41 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from types import FrameType
 
 from rich.console import Console
 
 from spark_bridge.demo.display import Display, choose_display
-from spark_bridge.demo.events import Batch, Failed, LookupOptions, Started, StreamOptions, Verified
+from spark_bridge.demo.events import Batch, Failed, Lookup, LookupOptions, Started, StreamOptions, Verified
 from spark_bridge.demo.flights import check_replay, find_flights_csv
 from spark_bridge.demo.processes import Children
 
 SECONDS_BETWEEN_LOOKUPS = 0.25
+WARM_UP_BATCHES = 3
+
+
+@dataclass
+class Record:
+    """What a run of the demo has measured."""
+
+    batches: list[Batch] = field(default_factory=list)
+    lookups_ms: list[float] = field(default_factory=list)
+
+    def summary(self, seconds: float) -> str:
+        """The run in a line or two; medians leave the first batches out, in which Spark still warms up."""
+        lines = [f"{len(self.batches)} batches in {seconds:.0f} s, start and clean-up included."]
+        warm = self.batches[WARM_UP_BATCHES:]
+        state = [batch.state_ms for batch in warm if batch.state_ms is not None]
+        if state:
+            batch_ms = median(batch.batch_ms for batch in warm)
+            share = median(b.state_ms / b.batch_ms for b in warm if b.state_ms is not None)
+            lines.append(f"Median batch: {batch_ms:,.0f} ms, of which {median(state):,.0f} ms for state ({share:.0%}).")
+        if self.lookups_ms:
+            lines.append(f"{len(self.lookups_ms)} lookups, median {median(self.lookups_ms):.1f} ms.")
+        return " ".join(lines)
 
 
 def run_demo(
@@ -81,7 +105,7 @@ def _run(
         children.start("stream", "spark_bridge.demo.stream", options)
         started = time.monotonic()
         with choose_display(console, batches) as display:
-            problem, seen = _follow(children, display)
+            problem, record = _follow(children, display)
     finally:
         children.close()
     if problem is not None:
@@ -89,7 +113,7 @@ def _run(
         console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
         console.print(f"What Ray and Spark said is in {log_path}", highlight=False, soft_wrap=True)
         return 1
-    console.print(f"{seen} batches in {time.monotonic() - started:.0f} s, start and clean-up included.")
+    console.print(record.summary(time.monotonic() - started), highlight=False, soft_wrap=True)
     return 0
 
 
@@ -106,11 +130,11 @@ def _environment(temporary: Path) -> dict[str, str]:
     }
 
 
-def _follow(children: Children, display: Display) -> tuple[str | None, int]:
-    """Show events until the stream has ended. Returns what went wrong (or None) and how many batches ran."""
+def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
+    """Show events until the stream has ended. Returns what went wrong (or None) and what was measured."""
     problem: str | None = None
     verified = False
-    seen = 0
+    record = Record()
     while True:
         message = children.messages.get()
         if isinstance(message, tuple):
@@ -118,7 +142,7 @@ def _follow(children: Children, display: Display) -> tuple[str | None, int]:
             if name == "stream":
                 if problem is None and (code != 0 or not verified):
                     problem = f"the stream process ended (exit code {code}) before it had compared the state"
-                return problem, seen
+                return problem, record
             if not verified and problem is None:
                 problem = f"the lookup process ended with exit code {code}"
                 children.stop("stream", patience_s=20.0)
@@ -128,7 +152,9 @@ def _follow(children: Children, display: Display) -> tuple[str | None, int]:
             continue
         display.show(message)
         if isinstance(message, Batch):
-            seen += 1
+            record.batches.append(message)
+        elif isinstance(message, Lookup):
+            record.lookups_ms.append(message.milliseconds)
         elif isinstance(message, Started):
             children.start("lookup", "spark_bridge.demo.lookup", _lookup_options(message.ray_address))
         elif isinstance(message, Verified):

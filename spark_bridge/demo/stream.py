@@ -100,6 +100,8 @@ class FlightStream:
         query = self._start(spark)
         try:
             self._send(Started(address, done, target))
+            if done:
+                self._seen.update(self._keys_in_state(flights))
             self._follow(query, done, target)
             self._send(Progress("comparing the state with pandas"))
             wait_until_completed(target)
@@ -132,6 +134,15 @@ class FlightStream:
             .foreachBatch(self._sink)
             .start()
         )
+
+    @staticmethod
+    def _keys_in_state(flights: pd.DataFrame) -> list[str | None]:
+        """The aircraft that earlier runs have left in the state."""
+        candidates = [None, *flights[KEY].dropna().unique().tolist()]
+        with QueryableStateClient.connect() as client:
+            answer: pa.Table = client.get_many(OPERATOR, candidates)
+        counts = answer.column("flights").to_pylist()
+        return [key for key, count in zip(candidates, counts, strict=True) if count is not None]
 
     def _sink(self, changed: DataFrame, batch_id: int) -> None:
         """Count the aircraft that the batch changed, in the place of a real sink."""

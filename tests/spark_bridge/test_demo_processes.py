@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spark_bridge.cli import app
+from spark_bridge.demo.app import Record
 from spark_bridge.demo.display import LineDisplay, LiveDisplay, choose_display
 from spark_bridge.demo.events import (
     Batch,
@@ -177,3 +178,15 @@ def test_another_replays_directory_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--checkpoint", str(tmp_path)])
     assert result.exit_code == 2
     assert "--batches 10" in result.output
+
+
+def test_the_summary_leaves_the_warm_up_out() -> None:
+    record = Record()
+    assert record.summary(1.0) == "0 batches in 1 s, start and clean-up included."
+    times = [(9000.0, 5000.0)] * 3 + [(500.0, 50.0), (500.0, None), (700.0, 70.0)]
+    record.batches = [Batch(i, 10, 1.0, 1, 1, i, *t) for i, t in enumerate(times)]
+    record.lookups_ms = [1.0, 3.0, 2.0]
+    assert record.summary(61.4) == (
+        "6 batches in 61 s, start and clean-up included. "
+        "Median batch: 500 ms, of which 60 ms for state (10%). 3 lookups, median 2.0 ms."
+    )
