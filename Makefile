@@ -46,8 +46,9 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhil
 	@$(BIN)/statestore demo $(ARGS)
 
 .PHONY: test test-fast
-test: $(STAMP) ## Run all tests: first those without a cluster, then those on real Ray and Spark
+test: $(STAMP) $(STAMP42) ## Run all tests: without a cluster, on Ray and Spark 3.5, then the streams on Spark 4.2
 	$(BIN)/python -m pytest $(ARGS)
+	$(BIN42)/python -m pytest -m spark42 $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark (seconds)
 	$(BIN)/python -m pytest -m "not ray and not spark" $(ARGS)

@@ -221,7 +221,12 @@ class Coordinator:
             if run is None or run.ended:
                 return run is not None
             run.driver_seen = self._last_needed = self._clock()
-            return True
+        with run.lock:
+            # The progress event of a batch may have met a coordinator that was just being restarted.
+            following = run.completed + 1
+            if following in run.chain and run.chain[following].run_id == run_id and run.commits.has(run.completed):
+                run.complete(following, self._now_ms())
+        return True
 
     def _run(self, run_id: str) -> QueryState:
         with self._lock:

@@ -166,6 +166,6 @@ def incomplete_message(batch_id: int, lacking: list[PartitionKey], total: int) -
     return (
         f"Spark committed batch {batch_id}, but {len(lacking)} of {total} state partitions never ran in it ({named}): "
         "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it consume all "
-        f"of it in every batch, delete commits/{batch_id} in the checkpoint location, and start the query again: it repeats "
-        "the batch from the state before it."
+        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location, and start "
+        "the query again: it repeats the batch from the state before it."
     )

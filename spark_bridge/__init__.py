@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from spark_bridge import functions
     from spark_bridge.aggregate_operator import aggregate
     from spark_bridge.client import QueryableStateClient
-    from spark_bridge.host import StateStoreHost
+    from spark_bridge.host_actor import StateStoreHost
     from spark_bridge.session import attach, init_spark, stop_spark
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 
 _HOMES = {
     "QueryableStateClient": "spark_bridge.client",
-    "StateStoreHost": "spark_bridge.host",
+    "StateStoreHost": "spark_bridge.host_actor",
     "aggregate": "spark_bridge.aggregate_operator",
     "attach": "spark_bridge.session",
     "init_spark": "spark_bridge.session",

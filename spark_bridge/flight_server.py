@@ -1,4 +1,4 @@
-"""The Arrow Flight server around a ``StateStoreHost``: the data plane of tasks and query clients.
+"""The Arrow Flight server around a ``Host``: the data plane of tasks and query clients.
 
 It only translates. No token, no answer; what arrives is checked by msgspec and Arrow, and never
 unpickled (DESIGN, rule 9).
@@ -19,7 +19,7 @@ from backends.changelog import Changes
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
-from spark_bridge.host import StateStoreHost
+from spark_bridge.host import Host
 from spark_bridge.protocol import (
     CHANGES_SCHEMA,
     KEYS_SCHEMA,
@@ -59,7 +59,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
     def __init__(
         self,
-        host: Callable[[], StateStoreHost],
+        host: Callable[[], Host],
         ip: str,
         token: str,
         call_coordinator: Callable[[str, dict[str, object]], object],

@@ -1,4 +1,4 @@
-"""The StateStoreHost: owns loaded state, serves reads and commits, follows the coordinator.
+"""What a StateStoreHost does: owns loaded state, serves reads and commits, follows the coordinator.
 
 A plain class, without Ray and without a network: the coordinator is handed in. It carries on
 Spark's executor-side ``StateStore`` object (loaded providers) and Flink's ``KvStateServer``.
@@ -86,7 +86,7 @@ class Instance:
     last_commit: dict[str, float] = field(default_factory=dict)
 
 
-class StateStoreHost:
+class Host:
     """Loads, commits and answers for the partitions that the coordinator assigns to it.
 
     ``info`` names this incarnation; ``local_dir`` is this incarnation's own directory, made when

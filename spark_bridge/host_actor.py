@@ -1,4 +1,4 @@
-"""The Ray actor around a ``StateStoreHost``: its process, its Flight server, its heartbeat.
+"""``StateStoreHost``, the Ray actor around a ``Host``: its process, its Flight server, its heartbeat.
 
 A host takes no CPU slot from RayDP's executors. It belongs to the driver that made it and ends with it.
 """
@@ -37,7 +37,7 @@ from coordinator_actor.messages import (
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.executor_transport import checked_call
 from spark_bridge.flight_server import HostFlightServer
-from spark_bridge.host import StateStoreHost
+from spark_bridge.host import Host
 from spark_bridge.protocol import HostFile
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,11 @@ class RayCoordinatorPort:
         self._name = name
         self._timeout = timeout
         self._actor: Any = None
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Wait for the coordinator no longer: the session is over."""
+        self._closed.set()
 
     def call(self, method: str, *args: object, **kwargs: object) -> Any:
         """One message; the coordinator's own errors are raised as they are."""
@@ -69,12 +74,11 @@ class RayCoordinatorPort:
             except (RayError, ValueError) as error:
                 # ValueError is what get_actor raises for a name that nobody has.
                 self._actor = None
-                if time.monotonic() > deadline:
+                if self._closed.wait(0.1) or time.monotonic() > deadline:
                     raise HostUnavailableError(
                         f"The coordinator {self._name!r} (namespace {self._namespace!r}) did not answer "
                         f"{method} within {self._timeout:.0f} s: {error}"
                     ) from error
-                time.sleep(0.1)
 
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         """See ``CoordinatorPort``."""
@@ -111,8 +115,8 @@ class RayCoordinatorPort:
         return location
 
 
-class StateStoreHostActor:
-    """One named Ray actor per executor core; see ``StateStoreHost`` for what it does."""
+class StateStoreHost:
+    """One named Ray actor per executor core; see ``Host`` for what it does."""
 
     def __init__(
         self,
@@ -141,14 +145,14 @@ class StateStoreHostActor:
             node_id=ray.get_runtime_context().get_node_id(),
             session_id=session_id,
         )
-        self._host = StateStoreHost(info, self._coordinator, self._local_dir, conf=conf)
+        self._host = Host(info, self._coordinator, self._local_dir, conf=conf)
         self._host.register()
         self._write_host_file(token)
         self._heartbeat = threading.Thread(target=self._run_heartbeat, name="statestore-heartbeat", daemon=True)
         self._heartbeat.start()
         atexit.register(self._clean_up)
 
-    def _get_host(self) -> StateStoreHost:
+    def _get_host(self) -> Host:
         return self._host
 
     def _call_coordinator(self, method: str, args: dict[str, object]) -> object:
@@ -228,7 +232,7 @@ def start_hosts(
     """Start ``count`` host actors, the i-th on the node ``node_ids(i)`` where that is possible."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    actor_class = ray.remote(StateStoreHostActor)
+    actor_class = ray.remote(StateStoreHost)
     hosts = []
     for i in range(count):
         host_id = f"host-{session_id}-{i}"

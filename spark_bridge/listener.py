@@ -142,7 +142,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         run_id = str(event.progress.runId)
         with self._lock:
             known = run_id in self._registrations
-        if known and event.progress.numInputRows >= 0:
+        if known and not self._stopping.is_set():
             try:
                 self._cluster.batch_committed(run_id, int(event.progress.batchId))
             except (CoordinatorError, SparkBridgeError):
@@ -157,7 +157,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         run_id = str(event.runId)
         with self._lock:
             known = self._registrations.pop(run_id, None)
-        if known is not None:
+        if known is not None and not self._stopping.is_set():
             try:
                 self._cluster.coordinator.call("deactivate_instances", run_id)
             except (CoordinatorError, SparkBridgeError):

@@ -80,12 +80,14 @@ class StateCluster:
 
     def stop(self) -> None:
         """Stop this session's hosts, and the coordinator if no other session uses it."""
+        others = self.coordinator.call("unregister_session", self.session_id)
+        self.coordinator.close()
         stopping = [host.stop.remote() for host in self.hosts]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT)
         for host in self.hosts:
             ray.kill(host, no_restart=True)
         self.hosts = []
-        if not self.coordinator.call("unregister_session", self.session_id):
+        if not others:
             ray.kill(ray.get_actor(self.coordinator_name, namespace=self.namespace), no_restart=True)
 
 

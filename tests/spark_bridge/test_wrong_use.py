@@ -17,7 +17,7 @@ from spark_bridge.exceptions import InvalidOperatorError, SessionError
 
 from .conftest import Stream
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.spark42]
 
 
 def start(df: DataFrame, stream: Stream, **options: str) -> Any:
@@ -31,7 +31,7 @@ def refusal(df: DataFrame, stream: Stream, **options: str) -> str:
     """What query.exception() says; and no state may have been touched."""
     before = sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog"))
     query = start(df, stream, **options)
-    with pytest.raises(Exception, match="."):
+    with pytest.raises(Exception, match=r"."):
         query.processAllAvailable()
     assert sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog")) == before
     return str(query.exception())
@@ -45,12 +45,12 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"by": "nope", "n": S.count()}, "by='nope'.*does not exist.*k, s, v, m, t"),
+        ({"by": "nope", "n": S.count()}, r"by='nope'.*does not exist.*k, s, v, m, t"),
         ({"by": [], "n": S.count()}, "no key column"),
         ({"by": ["k", "k"], "n": S.count()}, "twice"),
-        ({"by": "m", "n": S.count()}, "map<string,int>.*cannot be a key"),
+        ({"by": "m", "n": S.count()}, r"map<string,int>.*cannot be a key"),
         ({"by": "k"}, "at least one output"),
-        ({"by": "k", "n": S.sum("nope")}, "nope.*does not exist"),
+        ({"by": "k", "n": S.sum("nope")}, r"nope.*does not exist"),
         ({"by": "k", "n": S.sum("s")}, "type string, which sum does not take"),
         ({"by": "k", "n": S.max("m")}, "which max does not take"),
         ({"by": "k", "n": S.last("s")}, "event time"),
