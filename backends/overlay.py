@@ -112,7 +112,8 @@ class OverlayStateStore(StateStore):
         self._reader = reader
         self._commit_changes = commit_changes
         self._buffers: dict[str, WriteBuffer] = {}
-        self._families = set(reader.column_families())
+        self._families_below = reader.column_families()
+        self._families = set(self._families_below)
         self._closed: str | None = None
         self._has_committed = False
         self._last_metrics: StateStoreMetrics | None = None
@@ -145,7 +146,7 @@ class OverlayStateStore(StateStore):
             changed, value = buffer.get(key)
             if changed:
                 return value
-        found: bytes | None = self._reader.get_many(pa.array([key], pa.binary()), column_family)[0].as_py()
+        found: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
         return found
 
     def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
@@ -166,7 +167,7 @@ class OverlayStateStore(StateStore):
         """Values in the order of ``keys``, null where there is none."""
         keys = self._checked("keys", keys)
         buffer = self._buffer_to_read(column_family)
-        values = self._reader.get_many(keys, column_family)
+        values = self._get_below(keys, column_family)
         return values if buffer is None else buffer.merged().overlay(keys, values)
 
     def put_many(
@@ -197,7 +198,10 @@ class OverlayStateStore(StateStore):
         if start is not None and end is not None and start >= end:
             return iter(())
         changes = SortedPairs.empty() if buffer is None else buffer.merged().between(start, end)
-        return self._while_open(merged_scan(self._reader.scan(start, end, column_family), changes))
+        below: Iterator[pa.RecordBatch] = iter(())
+        if column_family in self._families_below:
+            below = self._reader.scan(start, end, column_family)
+        return self._while_open(merged_scan(below, changes))
 
     def get_range(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
@@ -244,6 +248,11 @@ class OverlayStateStore(StateStore):
         self._closed = how
         self._buffers.clear()
         self._reader.close()
+
+    def _get_below(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
+        if column_family not in self._families_below:
+            return pa.nulls(len(keys), pa.binary())
+        return self._reader.get_many(keys, column_family)
 
     def _while_open(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:

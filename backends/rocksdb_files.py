@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -94,6 +95,7 @@ class LocalRocksDB:
         self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
+        self._db: Any = None
         self.state = LocalState()
         try:
             self._open()
@@ -116,9 +118,10 @@ class LocalRocksDB:
             }
             if META_FAMILY not in names:
                 self._create(META_FAMILY)
-            stored = self._families[META_FAMILY].db[_META_KEY] if META_FAMILY in names else None
+            stored = self._families[META_FAMILY].db.get(_META_KEY)
             self.state = LocalState() if stored is None else msgspec.json.decode(stored, type=LocalState)
         except Exception as error:  # rocksdict raises plain Exception
+            self._let_go()
             if "lock hold" in str(error) or "While lock file" in str(error):
                 raise ConcurrentCommitError(
                     f"{self._path} is open in another provider, in this process or another: one writer at a time. "
@@ -252,12 +255,16 @@ class LocalRocksDB:
         self._closed = True
         for scan in list(self._scans):
             scan.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for name, family in self._families.items():
             if name != DEFAULT_FAMILY:
                 family.db.close()
         self._families = {}
-        self._db.close()
-        del self._db
+        if self._db is not None:
+            self._db.close()
+        self._db = None
 
     def _check_open(self) -> None:
         if self._closed:

@@ -90,7 +90,7 @@ def sort_key(value):
     if isinstance(value, str):
         return (1, value.encode())
     if isinstance(value, dict):
-        return (1, *(sort_key(v) for v in value.values()))
+        return (1, *(sort_key(v) for _, v in sorted(value.items())))
     if isinstance(value, list):
         return (1, [sort_key(v) for v in value])
     return (1, value)

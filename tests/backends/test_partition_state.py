@@ -1,0 +1,527 @@
+"""One partition's state: completed versions, pending changes, reads that stay exact while it advances."""
+
+import threading
+import time
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from backends import StateStoreConf
+from backends.changelog import ChangelogMeta, Changes
+from backends.exceptions import (
+    ConcurrentCommitError,
+    DamagedFileError,
+    InvalidStateStoreArgument,
+    LineageMismatchError,
+    MissingFileError,
+    StoreClosedError,
+    VersionNotFoundError,
+)
+from backends.partition_state import PartitionState
+from backends.rocksdb_files import LocalRocksDB
+from backends.sorted_pairs import SortedPairs
+from backends.storage import CheckpointStorage
+
+DIRECTORY = "operators/op/1/0/default"
+CONF = StateStoreConf(fsync=False)
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return CheckpointStorage.open(str(tmp_path / "ck"), fsync=False)
+
+
+@pytest.fixture
+def state(tmp_path, storage):
+    made = PartitionState(tmp_path / "local", storage, DIRECTORY, CONF)
+    yield made
+    made.close()
+
+
+def binary(*values):
+    return pa.array(values, pa.binary())
+
+
+def changes(pairs=None, **families):
+    return Changes({n: SortedPairs.from_dict(p) for n, p in {"default": pairs or {}, **families}.items()})
+
+
+def meta(version, base, attempt="a"):
+    return ChangelogMeta("run", "op", 0, 1, version, attempt, base)
+
+
+def stage(state, pairs, *, version=None, base="head", attempt="a", **families):
+    version = state.version + 1 if version is None else version
+    base = state.head if base == "head" else base
+    return state.stage(meta(version, base, attempt), changes(pairs, **families))
+
+
+def commit(state, pairs, **families):
+    """All steps of one version, as a host takes them."""
+    version = state.version + 1
+    ref = stage(state, pairs, **families)
+    state.accept(version, "a")
+    state.complete(version, ref.path)
+    return version, ref
+
+
+def everything(state, version=None, **kwargs):
+    return {k: v for b in state.scan(version, **kwargs) for k, v in zip(*(c.to_pylist() for c in b), strict=True)}
+
+
+def test_a_version_becomes_visible_step_by_step(state):
+    commit(state, {b"a": b"1", b"b": b"2"})
+    ref = stage(state, {b"a": None, b"c": b"3"})
+    keys = binary(b"c", b"a", b"b", b"a", b"zz")
+    with pytest.raises(VersionNotFoundError, match=r"Version 2 .* held: 1"):
+        state.get_many(keys, 2)
+    assert state.pending() == [(meta(2, state.head), ref, False)]
+    state.accept(2, "a")
+    assert state.pending()[0][2] is True
+    old, new = [None, b"1", b"2", b"1", None], [b"3", None, b"2", None, None]
+    assert state.get_many(keys, 1).to_pylist() == old
+    assert state.get_many(keys).to_pylist() == old
+    assert state.get_many(keys, 2).to_pylist() == new
+    assert everything(state, 1) == {b"a": b"1", b"b": b"2"}
+    assert everything(state, 2) == {b"b": b"2", b"c": b"3"}
+    state.complete(2, ref.path)
+    state.complete(2, ref.path)
+    assert (state.version, state.head, state.pending()) == (2, ref.path, [])
+    assert state.get_many(keys).to_pylist() == new
+    with pytest.raises(VersionNotFoundError, match=r"Version 1 .* held: 2"):
+        state.get_many(keys, 1)
+
+
+def test_the_last_accepted_attempt_counts(state):
+    first = stage(state, {b"a": b"first", b"x": b"first"}, attempt="1")
+    state.accept(1, "1")
+    second = stage(state, {b"a": b"second"}, attempt="2")
+    assert everything(state, 1) == {b"a": b"first", b"x": b"first"}
+    state.accept(1, "2")
+    assert everything(state, 1) == {b"a": b"second"}
+    assert [(m.attempt, ref) for m, ref, _ in state.pending()] == [("2", second)]
+    with pytest.raises(LineageMismatchError, match="Load it from storage"):
+        state.complete(1, first.path)
+    state.complete(1, second.path)
+    assert everything(state) == {b"a": b"second"}
+
+
+def test_the_same_attempt_may_be_repeated(state):
+    stage(state, {b"a": b"1"}, attempt="1")
+    state.accept(1, "1")
+    again = stage(state, {b"a": b"2"}, attempt="1")
+    assert everything(state, 1) == {b"a": b"1"}
+    state.discard(1, "1")  # only the repetition
+    assert everything(state, 1) == {b"a": b"1"}
+    again = stage(state, {b"a": b"3"}, attempt="1")
+    state.accept(1, "1")
+    state.accept(1, "1")
+    state.complete(1, again.path)
+    assert everything(state) == {b"a": b"3"}
+
+
+def test_discarded_changes_leave_nothing(state):
+    commit(state, {b"a": b"1"})
+    stage(state, {b"a": b"2"})
+    state.discard(2, "a")
+    state.discard(2, "a")
+    assert state.pending() == []
+    with pytest.raises(LineageMismatchError, match="attempt 'a' to version 2"):
+        state.accept(2, "a")
+    stage(state, {b"a": b"2"})
+    state.accept(2, "a")
+    state.discard(2, "a")
+    assert everything(state) == {b"a": b"1"} and state.pending() == []
+
+
+def test_changes_of_another_lineage_are_refused(state):
+    commit(state, {b"a": b"1"})
+    for version, base in ((1, None), (2, None), (2, "elsewhere"), (3, state.head)):
+        with pytest.raises(LineageMismatchError, match=f"version {version} .* version 1"):
+            stage(state, {}, version=version, base=base)
+    with pytest.raises(LineageMismatchError):
+        state.complete(1, "elsewhere")
+    with pytest.raises(LineageMismatchError):
+        state.complete(7, state.head)
+    with pytest.raises(LineageMismatchError):
+        state.complete(0, None)
+    assert everything(state) == {b"a": b"1"}
+
+
+def test_several_pending_versions_stack_up(state):
+    commit(state, {b"a": b"0", b"z": b"0"})
+    two = stage(state, {b"a": b"2"})
+    state.accept(2, "a")
+    three = stage(state, {b"a": None, b"b": b"3"}, version=3, base=two.path)
+    state.accept(3, "a")
+    assert [everything(state, v).get(b"a") for v in (1, 2, 3)] == [b"0", b"2", None]
+    state.complete(3, three.path)
+    assert everything(state) == {b"b": b"3", b"z": b"0"} and state.pending() == []
+
+
+def test_a_completed_attempt_orphans_what_was_built_on_another(state):
+    one = stage(state, {b"a": b"1"}, attempt="1")
+    state.accept(1, "1")
+    stage(state, {b"a": b"2"}, version=2, base=one.path)
+    state.accept(2, "a")
+    other = stage(state, {b"a": b"other"}, version=1, base=None, attempt="2")
+    state.accept(1, "2")
+    with pytest.raises(VersionNotFoundError):
+        state.get_many(binary(b"a"), 2)
+    state.complete(1, other.path)
+    assert state.pending() == [] and everything(state) == {b"a": b"other"}
+
+
+def test_scans_cut_and_merge_in_key_order(state):
+    commit(state, {bytes([i]): b"old" for i in range(0, 200, 2)})
+    stage(state, {bytes([i]): b"new" if i % 3 else None for i in range(0, 250, 5)})
+    state.accept(2, "a")
+    expected = {bytes([i]): b"old" for i in range(0, 200, 2)}
+    for i in range(0, 250, 5):
+        expected.pop(bytes([i]), None)
+        if i % 3:
+            expected[bytes([i])] = b"new"
+    for start, end in (
+        (None, None),
+        (b"\x05", b"\x64"),
+        (b"\x07", None),
+        (None, b"\x00"),
+        (b"\xf0", None),
+        (b"\x09", b"\x03"),
+    ):
+        found = everything(state, 2, start=start, end=end)
+        inside = [k for k in sorted(expected) if (start is None or k >= start) and (end is None or k < end)]
+        assert list(found) == inside
+        assert found == {k: expected[k] for k in inside}
+
+
+def test_scans_of_more_than_one_batch(state):
+    keys = [i.to_bytes(4, "big") for i in range(40_000)]
+    commit(state, dict.fromkeys(keys, b"v"))
+    stage(state, {keys[0]: None, keys[39_999]: b"w", b"\xff": b"x"})
+    state.accept(2, "a")
+    batches = list(state.scan(2))
+    assert len(batches) > 2
+    got = [k for b in batches for k in b.column(0).to_pylist()]
+    assert got == [*keys[1:], b"\xff"]
+
+
+def test_a_scan_shows_its_version_however_long_it_takes(state):
+    commit(state, {i.to_bytes(4, "big"): b"1" for i in range(40_000)})
+    scan = state.scan(1)
+    first = next(scan)
+    commit(state, {i.to_bytes(4, "big"): None for i in range(0, 40_000, 2)})
+    rest = [v for b in (first, *scan) for v in b.column(1).to_pylist()]
+    assert rest == [b"1"] * 40_000
+
+
+def test_column_families_are_separate(state):
+    commit(state, {b"k": b"default"}, other={b"k": b"other"}, empty={})
+    assert state.column_families() == {"default", "other", "empty"}
+    assert state.get_many(binary(b"k"), column_family="other").to_pylist() == [b"other"]
+    assert everything(state, column_family="empty") == {}
+    with pytest.raises(InvalidStateStoreArgument, match=r"'nope'.*default, empty, other"):
+        state.get_many(binary(b"k"), column_family="nope")
+    stage(state, {}, pending={b"k": b"p"})
+    state.accept(2, "a")
+    assert state.get_many(binary(b"k"), 2, "pending").to_pylist() == [b"p"]
+    with pytest.raises(InvalidStateStoreArgument, match="pending"):
+        state.scan(1, column_family="pending")
+
+
+@pytest.mark.parametrize("keys", [[], [b"a"], [b"b", b"a", b"b", b"", b"c"]])
+def test_bulk_gets_take_keys_in_any_form(state, keys):
+    commit(state, {b"a": b"1", b"b": b"", b"": b"empty"})
+    expected = [{b"a": b"1", b"b": b"", b"": b"empty"}.get(k) for k in keys]
+    array = pa.array(keys, pa.binary())
+    for form in (array, pa.chunked_array([array]), pa.chunked_array([array[:1], array[1:]]), array.cast(pa.large_binary()),
+                 pa.concat_arrays([binary(b"x"), array]).slice(1)):  # fmt: skip
+        assert state.get_many(form).to_pylist() == expected
+    with pytest.raises(InvalidStateStoreArgument, match="1 of 1 keys are null"):
+        state.get_many(binary(None))
+
+
+def test_keys_are_counted_exactly(state):
+    commit(state, {b"a": b"1", b"b": b"2"}, f={b"a": b"1"})
+    assert state.metrics().num_keys == 3
+    commit(state, {b"a": b"3", b"b": None, b"c": b"4", b"gone": None})
+    assert state.metrics().num_keys == 3
+    for i in range(5):
+        commit(state, {b"a": str(i).encode()})
+    assert state.metrics().num_keys == 3
+    assert state.metrics().memory_bytes > 0
+
+
+# -- loading -----------------------------------------------------------------------------------
+
+
+def history(state, n=6):
+    chain, seen = [], {}
+    for v in range(1, n + 1):
+        chain.append(commit(state, {b"v": str(v).encode(), b"k%d" % v: b"x", b"k%d" % (v - 2): None}))
+        seen[v] = everything(state)
+    return chain, seen
+
+
+def test_any_version_can_be_loaded_from_the_files_alone(tmp_path, storage, state):
+    chain, seen = history(state)
+    for v in (3, 6, 1, 4):
+        fresh = PartitionState(tmp_path / f"at{v}", storage, DIRECTORY, CONF)
+        fresh.load(chain[:v])
+        assert (fresh.version, fresh.head) == (v, chain[v - 1][1].path)
+        assert everything(fresh) == seen[v] and fresh.metrics().num_keys == len(seen[v])
+        fresh.destroy()
+        assert not (tmp_path / f"at{v}").exists()
+    state.load(chain[:2])  # back ...
+    assert everything(state) == seen[2]
+    state.load(chain)  # ... and forth
+    assert everything(state) == seen[6]
+    state.load([])
+    assert everything(state) == {} and (state.version, state.head) == (0, None)
+
+
+def test_loading_reads_only_what_is_missing(tmp_path, storage, state):
+    chain, seen = history(state)
+    late = PartitionState(tmp_path / "late", storage, DIRECTORY, CONF)
+    late.load(chain[:4])
+    late.close()
+    for _, ref in chain[:4]:
+        storage.delete(ref.path)
+    late = PartitionState(tmp_path / "late", storage, DIRECTORY, CONF)
+    assert (late.version, late.head) == (4, chain[3][1].path)
+    late.load(chain)
+    assert everything(late) == seen[6]
+    late.close()
+
+
+def test_a_local_directory_of_another_lineage_is_not_used(tmp_path, storage, state):
+    chain, seen = history(state, 3)
+    other = PartitionState(tmp_path / "other", storage, DIRECTORY, CONF)
+    commit(other, {b"foreign": b"1"})
+    other.close()
+    other = PartitionState(tmp_path / "other", storage, DIRECTORY, CONF)
+    other.load(chain)
+    assert everything(other) == seen[3]
+    other.close()
+
+
+def test_a_broken_local_directory_is_thrown_away(tmp_path, storage, state):
+    chain, seen = history(state, 3)
+    state.close()
+    for file in (tmp_path / "local").iterdir():
+        if file.name.startswith(("MANIFEST", "CURRENT")):
+            file.write_bytes(b"garbage")
+    again = PartitionState(tmp_path / "local", storage, DIRECTORY, CONF)
+    assert again.version == 0
+    again.load(chain)
+    assert everything(again) == seen[3]
+    again.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "swap"])
+@pytest.mark.parametrize("at", [1, 4])
+def test_damage_names_the_file_and_never_gives_a_wrong_value(tmp_path, storage, state, damage, at):
+    chain, seen = history(state)
+    path = tmp_path / "ck" / chain[at][1].path
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncate":
+        path.write_bytes(content[:-1])
+    elif damage == "delete":
+        path.unlink()
+    else:
+        path.write_bytes((tmp_path / "ck" / chain[at - 1][1].path).read_bytes())
+    fresh = PartitionState(tmp_path / "fresh", storage, DIRECTORY, CONF)
+    with pytest.raises(MissingFileError if damage == "delete" else DamagedFileError) as error:
+        fresh.load(chain)
+    assert str(path) in str(error.value)
+    assert (fresh.version, everything(fresh)) == (at, seen[at])
+    path.write_bytes(content if damage == "swap" else b"")
+    fresh.close()
+
+
+def test_exchanged_files_are_found_even_if_their_digests_fit(tmp_path, storage, state):
+    chain, _ = history(state)
+    wrong = [chain[0], (2, chain[2][1]), *chain[2:]]
+    fresh = PartitionState(tmp_path / "fresh", storage, DIRECTORY, CONF)
+    with pytest.raises(DamagedFileError, match=r"holds version 3 .* version 2 .* exchanged"):
+        fresh.load(wrong)
+    with pytest.raises(DamagedFileError, match="exchanged"):
+        fresh.load(chain[1:])
+    fresh.close()
+
+
+def test_reads_wait_while_a_version_is_loaded(tmp_path, storage, state, monkeypatch):
+    chain, seen = history(state)
+    fresh = PartitionState(tmp_path / "fresh", storage, DIRECTORY, CONF)
+    reading, go = threading.Event(), threading.Event()
+    real = storage.read
+
+    def slow(ref):
+        reading.set()
+        go.wait(5)
+        return real(ref)
+
+    monkeypatch.setattr(storage, "read", slow)
+    loader = threading.Thread(target=fresh.load, args=(chain,))
+    loader.start()
+    reading.wait(5)
+    found = []
+    reader = threading.Thread(target=lambda: found.append(everything(fresh, 6)))
+    reader.start()
+    time.sleep(0.02)
+    assert found == []
+    go.set()
+    reader.join(5)
+    loader.join(5)
+    assert found == [seen[6]]
+    fresh.close()
+
+
+# -- many at once ------------------------------------------------------------------------------
+
+
+def test_readers_see_whole_versions_while_versions_complete(state):
+    """Every key holds the version's number; a read that mixes two versions is caught."""
+    n = 500
+    keys = [i.to_bytes(4, "big") for i in range(n)]
+    array = pa.array(keys)
+    commit(state, dict.fromkeys(keys, b"1"))
+    stop, wrong, reads = threading.Event(), [], [0]
+
+    def read():
+        order = np.random.default_rng().permutation(n)
+        while not stop.is_set():
+            version = state.version
+            try:
+                if reads[0] % 5 == 0:
+                    found = set(everything(state, version).values())
+                else:
+                    found = set(state.get_many(array.take(pa.array(order)), version).to_pylist())
+            except VersionNotFoundError:
+                continue
+            reads[0] += 1
+            if found != {str(version).encode()}:
+                wrong.append((version, found))
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for r in readers:
+        r.start()
+    for v in range(2, 30):
+        refused = stage(state, dict.fromkeys(keys, b"wrong"), attempt="refused")
+        stage(state, dict.fromkeys(keys, b"replaced"), attempt="replaced")
+        state.accept(v, "replaced")
+        ref = stage(state, dict.fromkeys(keys, str(v).encode()))
+        state.accept(v, "a")
+        state.discard(v, "refused")
+        assert refused.path != ref.path
+        state.complete(v, ref.path)
+    stop.set()
+    for r in readers:
+        r.join()
+    assert wrong == [] and reads[0] > 20
+
+
+def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(state, monkeypatch):
+    commit(state, {b"a": b"1", b"b": b"1"})
+    ref = stage(state, {b"a": b"2", b"b": b"2"})
+    state.accept(2, "a")
+    inside, go = threading.Event(), threading.Event()
+    real = LocalRocksDB.get_many
+
+    def slow(self, keys, column_family="default"):
+        if threading.current_thread().name == "slow":
+            first = real(self, keys[:1], column_family)
+            inside.set()
+            go.wait(5)
+            return pa.concat_arrays([first, real(self, keys[1:], column_family)])
+        return real(self, keys, column_family)
+
+    monkeypatch.setattr(LocalRocksDB, "get_many", slow)
+    found = []
+    reader = threading.Thread(
+        target=lambda: found.append(state.get_many(binary(b"a", b"b"), 1).to_pylist()), name="slow"
+    )
+    reader.start()
+    assert inside.wait(5)
+    completing = threading.Thread(target=state.complete, args=(2, ref.path))
+    completing.start()
+    while state.version == 1:
+        time.sleep(0.001)
+    # Not written yet, but version 2 is to be had already, and version 1 no more.
+    assert state.get_many(binary(b"a", b"b"), 2).to_pylist() == [b"2", b"2"]
+    with pytest.raises(VersionNotFoundError):
+        state.get_many(binary(b"a"), 1)
+    assert completing.is_alive()
+    go.set()
+    reader.join(5)
+    completing.join(5)
+    assert found == [[b"1", b"1"]]
+    assert everything(state) == {b"a": b"2", b"b": b"2"}
+
+
+def test_a_failed_write_leaves_the_version_before(state, monkeypatch):
+    commit(state, {b"a": b"1"})
+    ref = stage(state, {b"a": b"2"})
+    state.accept(2, "a")
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalRocksDB, "apply", fail)
+        with pytest.raises(OSError, match="disk full"):
+            state.complete(2, ref.path)
+    assert (state.version, everything(state), everything(state, 2)) == (1, {b"a": b"1"}, {b"a": b"2"})
+    state.complete(2, ref.path)
+    assert everything(state) == {b"a": b"2"}
+
+
+def test_a_failed_changelog_changes_nothing(state, storage, monkeypatch):
+    commit(state, {b"a": b"1"})
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "put_new", lambda *a: (_ for _ in ()).throw(OSError("broken")))
+        with pytest.raises(OSError, match="broken"):
+            stage(state, {b"a": b"2"})
+    assert state.pending() == [] and everything(state) == {b"a": b"1"}
+    commit(state, {b"a": b"3"})
+    assert everything(state) == {b"a": b"3"}
+
+
+def test_two_owners_of_one_directory_are_refused(tmp_path, storage, state):
+    commit(state, {b"a": b"1"})
+    with pytest.raises(ConcurrentCommitError, match=r"/local is open in another provider"):
+        PartitionState(tmp_path / "local", storage, DIRECTORY, CONF)
+    assert everything(state) == {b"a": b"1"}
+
+
+def test_use_after_close_is_an_error(state):
+    commit(state, {i.to_bytes(4, "big"): b"1" for i in range(40_000)})
+    scan = state.scan()
+    next(scan)
+    state.close()
+    state.close()
+    for use in (
+        lambda: state.get_many(binary(b"a")),
+        state.scan,
+        lambda: stage(state, {}),
+        lambda: state.load([]),
+        lambda: state.complete(2, "x"),
+        state.metrics,
+        lambda: next(scan),
+    ):
+        with pytest.raises(StoreClosedError):
+            use()
+
+
+def test_many_states_share_memory_limits(tmp_path, storage):
+    states = [PartitionState(tmp_path / uuid.uuid4().hex, storage, DIRECTORY, CONF) for _ in range(3)]
+    for s in states:
+        commit(s, {b"a": b"1"})
+    assert [everything(s) for s in states] == [{b"a": b"1"}] * 3
+    for s in states:
+        s.destroy()
