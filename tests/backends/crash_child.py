@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId
+from backends import RocksDBStateStoreProvider, StateStoreId
 from backends.rocksdb_files import LocalRocksDB
 
 KILLED, COMMITTED = 9, 7
@@ -39,10 +39,9 @@ def make_version(provider, version):
     store.commit()
 
 
-def provider_in(directory, *, fsync=True):
+def provider_in(directory):
     """The provider under test; its local directory stays for the next process."""
-    store_id = StateStoreId(f"{directory}/ck", "op", 3)
-    return RocksDBStateStoreProvider(store_id, StateStoreConf(fsync=fsync), local_dir=f"{directory}/local")
+    return RocksDBStateStoreProvider(StateStoreId(f"{directory}/ck", "op", 3), local_dir=f"{directory}/local")
 
 
 def die_before(step):
@@ -67,10 +66,9 @@ def die_before(step):
 
 def one_life(directory, step):
     """Three versions, then death within the fourth commit, or just behind it."""
-    with provider_in(directory, fsync=False) as provider:
-        for version in (1, 2, 3):
-            make_version(provider, version)
     provider = provider_in(directory)
+    for version in (1, 2, 3):
+        make_version(provider, version)
     store = provider.get_store(3)
     for key, value in content_of(4).items():
         store.put(key, value)
