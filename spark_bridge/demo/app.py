@@ -107,7 +107,11 @@ def _run(
         with choose_display(console, batches) as display:
             problem, record = _follow(children, display)
     finally:
-        children.close()
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
+        try:
+            children.close()
+        finally:
+            signal.signal(signal.SIGINT, previous)
     if problem is not None:
         failure = f"The demo failed: {problem}"
         console.print(failure, style="red", markup=False, highlight=False, soft_wrap=True)
