@@ -48,6 +48,24 @@ class _Delta:
     growth: Future[int] | None
 
 
+@dataclass(frozen=True)
+class _View:
+    """A version as it is read: the deltas over RocksDB, oldest first, and the changelog that made the version."""
+
+    deltas: tuple[_Delta, ...]
+    head: str | None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The last bulk read of a completed version: a batch mostly writes the very keys that it has read."""
+
+    head: str | None
+    column_family: str
+    keys: pa.BinaryArray
+    num_present: int
+
+
 class PartitionState:
     """One partition's state. Reads and ``stage`` may run in many threads at once.
 
@@ -74,6 +92,7 @@ class PartitionState:
         self._applying: _Delta | None = None
         self._loading = False
         self._closed = False
+        self._last_read: _Read | None = None
         self._readers: dict[object, tuple[_Delta, ...]] = {}
         self._changed = threading.Condition()
         self._mutation = threading.Lock()
@@ -242,6 +261,11 @@ class PartitionState:
 
     def _count(self, meta: ChangelogMeta, changes: Changes) -> int:
         with self._reading(meta.version - 1, meta.base):
+            read = self._last_read
+            if read is not None and read.head == meta.base and set(changes.families) == {read.column_family}:
+                pairs = changes.families[read.column_family]
+                if pairs.keys.equals(read.keys):
+                    return len(pairs) - int(pairs.values.null_count) - read.num_present
             return self._db.growth(changes)
 
     def _growth_of(self, delta: _Delta) -> int | None:
@@ -294,22 +318,22 @@ class PartitionState:
     # -- reads ---------------------------------------------------------------------------------
 
     @contextmanager
-    def _reading(self, version: int | None, head: str | None = None) -> Iterator[tuple[_Delta, ...]]:
-        """The deltas over RocksDB that make up a version, oldest first. ``head``, if given, must have made it."""
+    def _reading(self, version: int | None, head: str | None = None) -> Iterator[_View]:
+        """What makes up a version, kept as it is while it is read. ``head``, if given, must have made it."""
         token = object()
         with self._changed:
             self._changed.wait_for(lambda: not self._loading)
             self._check_open()
-            deltas = self._deltas_of(self._version if version is None else version, head)
-            self._readers[token] = deltas
+            view = self._view(self._version if version is None else version, head)
+            self._readers[token] = view.deltas
         try:
-            yield deltas
+            yield view
         finally:
             with self._changed:
                 del self._readers[token]
                 self._changed.notify_all()
 
-    def _deltas_of(self, version: int, head: str | None) -> tuple[_Delta, ...]:
+    def _view(self, version: int, head: str | None) -> _View:
         deltas = [] if self._applying is None else [self._applying]
         at = self._head
         for v in range(self._version + 1, version + 1):
@@ -325,7 +349,7 @@ class PartitionState:
                 f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
                 f"held: {', '.join(map(str, held))} ({self._head})."
             )
-        return tuple(deltas)
+        return _View(tuple(deltas), at)
 
     def get_many(
         self,
@@ -344,10 +368,12 @@ class PartitionState:
         keys = as_binary("keys", keys)
         if keys.null_count:
             raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
-        with self._reading(version, head) as deltas:
-            self._check_family(column_family, deltas)
+        with self._reading(version, head) as view:
+            self._check_family(column_family, view)
             values = self._db.get_many(keys, column_family)
-            for delta in deltas:
+            if not view.deltas and self._conf.track_total_number_of_rows:
+                self._last_read = _Read(view.head, column_family, keys, len(values) - values.null_count)
+            for delta in view.deltas:
                 if column_family in delta.changes.families:
                     values = delta.changes.families[column_family].overlay(keys, values)
         self._custom["get_ms"] = (time.perf_counter() - started) * 1e3
@@ -366,25 +392,25 @@ class PartitionState:
 
         Shows the version as it is at the call, however long it takes and whatever is committed meanwhile.
         """
-        with self._reading(version, head) as deltas:
-            self._check_family(column_family, deltas)
+        with self._reading(version, head) as view:
+            self._check_family(column_family, view)
             base = self._db.scan(start, end, column_family)
         changes = SortedPairs.empty()
-        for delta in deltas:
+        for delta in view.deltas:
             if column_family in delta.changes.families:
                 changes = changes.under(delta.changes.families[column_family].between(start, end))
         return merged_scan(base, changes)
 
     def column_families(self, version: int | None = None, *, head: str | None = None) -> frozenset[str]:
         """The names of the column families that exist at a version."""
-        with self._reading(version, head) as deltas:
-            return self._families(deltas)
+        with self._reading(version, head) as view:
+            return self._families(view)
 
-    def _families(self, deltas: tuple[_Delta, ...]) -> frozenset[str]:
-        return self._db.column_families.union(*(d.changes.families for d in deltas))
+    def _families(self, view: _View) -> frozenset[str]:
+        return self._db.column_families.union(*(d.changes.families for d in view.deltas))
 
-    def _check_family(self, column_family: str, deltas: tuple[_Delta, ...]) -> None:
-        families = self._families(deltas)
+    def _check_family(self, column_family: str, view: _View) -> None:
+        families = self._families(view)
         if column_family not in families:
             raise InvalidStateStoreArgument(
                 f"There is no column family {column_family!r} in {self._directory}; there are "

@@ -61,7 +61,6 @@ def die_before(step):
     for name in ("open", "write", "fsync", "link", "unlink"):
         setattr(os, name, guard(name, getattr(os, name)))
     LocalRocksDB.apply = guard("apply", LocalRocksDB.apply)
-    LocalRocksDB.growth = guard("growth", LocalRocksDB.growth)
 
 
 def one_life(directory, step):

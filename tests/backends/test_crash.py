@@ -65,7 +65,7 @@ def test_a_process_killed_at_any_step_leaves_the_old_version_or_the_new(deaths):
     assert found[named[1]] == 3 and found[named[1] + 1] == 4, "the manifest's name is the commit"
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_a_process_killed_at_any_moment_loses_nothing_it_reported(tmp_path, seed):
     reported = 0
     for _ in range(2):

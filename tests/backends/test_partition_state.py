@@ -254,6 +254,16 @@ def test_keys_are_counted_exactly(state):
     assert state.metrics().memory_bytes > 0
 
 
+@pytest.mark.parametrize("read", [[b"a", b"b", b"x", b"y"], [b"a", b"b"], [b"y", b"x", b"b", b"a"], [b"a"] * 4])
+def test_keys_are_counted_exactly_whatever_was_read_before(state, read):
+    commit(state, {b"a": b"1", b"b": b"2", b"c": b"3"})
+    state.get_many(binary(*read))
+    commit(state, {b"a": b"2", b"b": None, b"x": b"new", b"y": None})
+    assert state.metrics().num_keys == len(everything(state)) == 3
+    commit(state, {b"a": b"2", b"b": None, b"x": b"new", b"y": None})
+    assert state.metrics().num_keys == len(everything(state)) == 3
+
+
 # -- loading -----------------------------------------------------------------------------------
 
 
