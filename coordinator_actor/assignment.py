@@ -18,11 +18,21 @@ def score(key: str, host_id: str) -> int:
     return xxhash.xxh64_intdigest(f"{key}|{host_id}".encode())
 
 
-def assign(partitions: Sequence[str], hosts: Sequence[str], current: Mapping[str, str]) -> dict[str, str]:
-    """Host per partition. ``current`` owners are kept if they are among ``hosts``; ``hosts`` must not be empty."""
-    owners = {p: current[p] for p in partitions if current.get(p) in hosts}
-    load = Counter(owners.values())
+def assign(
+    partitions: Sequence[str], hosts: Sequence[str], current: Mapping[str, str], *, rebalance: bool = False
+) -> dict[str, str]:
+    """Host per partition. ``current`` owners are kept if they are among ``hosts``, which must not be empty.
+
+    With ``rebalance`` a host keeps no more than an equal share, so that a new host gets its own.
+    """
     bound = -(-len(partitions) // len(hosts))
+    owners: dict[str, str] = {}
+    load: Counter[str] = Counter()
+    for partition in partitions:
+        host = current.get(partition)
+        if host is not None and host in hosts and (not rebalance or load[host] < bound):
+            owners[partition] = host
+            load[host] += 1
     for partition in partitions:
         if partition not in owners:
             free = [h for h in hosts if load[h] < bound] or list(hosts)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 
+import pyarrow as pa
+
 from backends.manifest import Manifest
-from backends.schema import StateSchema
+from backends.schema import StateSchema, to_spark_type
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query import QueryState, incomplete_message
 
@@ -91,7 +94,12 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(repr(n) for n in sorted(names))
 
 
+def _type(field: pa.Field) -> str:
+    spark = to_spark_type(field.name, field.type)
+    return spark if isinstance(spark, str) else json.dumps(spark)
+
+
 def _columns(schema: StateSchema) -> str:
-    key = ", ".join(f"{f.name} {f.type}" for f in schema.key)
-    value = ", ".join(f"{f.name} {f.type}" for f in schema.value)
+    key = ", ".join(f"{f.name} {_type(f)}" for f in schema.key)
+    value = ", ".join(f"{f.name} {_type(f)}" for f in schema.value)
     return f"key ({key}), state ({value})"

@@ -262,8 +262,9 @@ class Coordinator:
                     f"A task of batch {request.batch_id} is too late: batch {run.highest_opened} of run {run.run_id} has begun."
                 )
             self._advance(run, request.batch_id)
-            run.highest_opened = max(run.highest_opened, request.batch_id)
-            return self._grant(run, request.operator, request.partition, request.batch_id)
+            begins = request.batch_id > run.highest_opened
+            run.highest_opened = request.batch_id
+            return self._grant(run, request.operator, request.partition, request.batch_id, rebalance=begins)
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Who owns a partition, and what is its last completed state? Changes nothing."""
@@ -288,13 +289,16 @@ class Coordinator:
             )
         run.complete(batch_id, self._now_ms())
 
-    def _grant(self, run: QueryState, operator: str, partition: int, version: int) -> OpenGrant:
+    def _grant(
+        self, run: QueryState, operator: str, partition: int, version: int, *, rebalance: bool = False
+    ) -> OpenGrant:
+        """Partitions move between hosts only where a batch begins, or where their host is lost."""
         with self._lock:
             hosts = self._hosts.of_session(run.registration.session_id)
             if not hosts:
                 raise UnknownHostError(f"No state store host of session {run.registration.session_id} is alive.")
             keys = [f"{o}/{p}" for o, p in run.partitions()]
-            run.owners = assign(keys, hosts, run.owners)
+            run.owners = assign(keys, hosts, run.owners, rebalance=rebalance)
             owner = self._hosts.leases[run.owners[f"{operator}/{partition}"]].info
         return OpenGrant(owner, version, run.head(version, operator, partition), run.registration)
 

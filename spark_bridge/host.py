@@ -85,6 +85,11 @@ class Instance:
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
     last_commit: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def key(self) -> InstanceKey:
+        """What the host finds it by."""
+        return self.registration.query_id, self.operator, self.partition
+
 
 class Host:
     """Loads, commits and answers for the partitions that the coordinator assigns to it.
@@ -150,14 +155,18 @@ class Host:
             if head is None:
                 continue
             with instance.commit_lock:
-                if instance.state.version < completed.version:
-                    self._complete(instance, completed.version, head)
+                stale = instance.state.version < completed.version and not self._complete(
+                    instance, completed.version, head
+                )
+            if stale:
+                # Another host has made this version, or an earlier incarnation of this one; if the
+                # partition is still ours, the next open loads it.
+                self._unload(instance)
 
     def _complete(self, instance: Instance, version: int, head: str) -> bool:
         try:
             instance.state.complete(version, head)
         except LineageMismatchError:
-            # Not held here (an attempt committed elsewhere): the next open reloads from storage.
             return False
         for done in [v for v in instance.acknowledged if v <= version]:
             del instance.acknowledged[done]
@@ -166,14 +175,30 @@ class Host:
     def unload_run(self, run_id: str) -> None:
         """Unload the instances of a run that is over, and forget it."""
         with self._lock:
-            keys = [k for k, i in self._instances.items() if i.registration.run_id == run_id]
-            gone = [self._instances.pop(k) for k in keys]
+            gone = [i for i in self._instances.values() if i.registration.run_id == run_id]
             self._registrations.pop(run_id, None)
             self._opened.pop(run_id, None)
         for instance in gone:
-            with instance.commit_lock:
-                instance.state.destroy()
-            log.info("Unloaded %s", self._describe_id(instance))
+            self._unload(instance)
+
+    def _unload(self, instance: Instance) -> None:
+        key = instance.key
+        with self._loading_lock(key):
+            with self._lock:
+                if self._instances.get(key) is not instance:
+                    return
+                del self._instances[key]
+            self._destroy(instance)
+
+    def _loading_lock(self, key: InstanceKey) -> threading.Lock:
+        """Held by whoever loads or unloads a partition."""
+        with self._lock:
+            return self._loading.setdefault(key, threading.Lock())
+
+    def _destroy(self, instance: Instance) -> None:
+        with instance.commit_lock:
+            instance.state.destroy()
+        log.info("Unloaded %s", self._describe_id(instance))
 
     def _with_registration(self, call: Callable[[], T]) -> T:
         """Call the coordinator; if it does not know this host or run (it was restarted), report and try again."""
@@ -216,9 +241,7 @@ class Host:
         """The instance, at exactly the version and lineage of the grant."""
         registration = grant.registration
         key = (registration.query_id, operator, partition)
-        with self._lock:
-            loading = self._loading.setdefault(key, threading.Lock())
-        with loading:
+        with self._loading_lock(key):
             with self._lock:
                 instance = self._instances.get(key)
                 self._registrations[registration.run_id] = registration
@@ -231,8 +254,7 @@ class Host:
                     if all(i.registration.run_id != retired for i in self._instances.values()):
                         self._registrations.pop(retired, None)
                         self._opened.pop(retired, None)
-                with instance.commit_lock:
-                    instance.state.destroy()
+                self._destroy(instance)
                 instance = None
             if instance is None:
                 storage = self._open_storage(registration.state_location, registration.storage_options)
@@ -240,8 +262,14 @@ class Host:
                 instance = Instance(
                     registration, operator, partition, PartitionState(local, storage, layout, self._conf)
                 )
-            with instance.commit_lock:
-                self._advance(instance, grant)
+            try:
+                with instance.commit_lock:
+                    self._advance(instance, grant)
+            except BaseException:
+                with self._lock:
+                    self._instances.pop(key, None)
+                self._destroy(instance)
+                raise
             with self._lock:
                 self._instances[key] = instance
             return instance

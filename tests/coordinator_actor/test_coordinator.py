@@ -287,8 +287,8 @@ def test_a_user_who_deletes_sparks_last_commits_goes_back(world: World, started:
         ({"query_id": "another"}, ["query q", "another"]),
         ({"key_groups": 512}, ["1024", "512"]),
         ({"operators": (OperatorSpec("other", 2, SCHEMA),)}, ["'op'", "'other'"]),
-        ({"operators": (OperatorSpec("op", 2, OTHER_KEY),)}, ["key schema", "k int64", "k string"]),
-        ({"operators": (OperatorSpec("op", 2, OTHER_STATE),)}, ["state schema", "n int64", "n double"]),
+        ({"operators": (OperatorSpec("op", 2, OTHER_KEY),)}, ["key schema", "k long", "k string"]),
+        ({"operators": (OperatorSpec("op", 2, OTHER_STATE),)}, ["state schema", "n long", "n double"]),
         ({"operators": (OperatorSpec("op", 2, SCHEMA, backend="file"),)}, ["rocksdb", "file"]),
         ({"operators": (OperatorSpec("op", 2000, SCHEMA),)}, ["1024"]),
     ],
@@ -429,6 +429,17 @@ def test_owners_are_balanced_stay_put_and_move_when_their_host_is_lost(world: Wo
     assert "h2" not in after
     assert all(a == b for a, b in zip(after, before, strict=True) if b != "h2")
     assert c.heartbeat_host("h2", "a").known is False
+
+
+def test_a_new_host_takes_its_share_where_the_next_batch_begins(world: World) -> None:
+    c = world.coordinator(hosts=1)
+    c.register_query(world.registration(n=4))
+    world.open(c, 0)
+    c.register_host(world.host(1), HostReport())
+    assert {o.host_id for o in c.locate("op").owners} == {"h0"}
+    world.run_batch(c, 0, n=4)
+    world.open(c, 1)
+    assert sorted(o.host_id for o in c.locate("op").owners) == ["h0", "h0", "h1", "h1"]
 
 
 def test_a_restarted_host_is_a_new_incarnation(world: World, started: Coordinator) -> None:

@@ -147,11 +147,15 @@ def settle(query: Any) -> None:
     query.processAllAvailable()
     cluster, run_id = current_cluster(), str(query.runId)
 
-    def completed() -> bool:
-        runs = [q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id]
+    deadline = time.monotonic() + 60
+    while True:
+        run = next(q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id)
         held = [i for h in cluster.describe_hosts() for i in h["instances"] if i["run_id"] == run_id]
-        commits = Path(runs[0]["checkpoint_location"].removeprefix("file:"), "commits")
-        last = max((int(p.name) for p in commits.glob("[0-9]*")), default=-1)
-        return runs[0]["completed_version"] == last + 1 and all(i["version"] == last + 1 for i in held)
-
-    wait_until(completed)
+        commits = Path(run["checkpoint_location"].removeprefix("file:"), "commits")
+        wanted = max((int(p.name) for p in commits.glob("[0-9]*")), default=-1) + 1
+        if run["completed_version"] == wanted and all(i["version"] == wanted for i in held):
+            return
+        assert time.monotonic() < deadline, (
+            f"Spark is at version {wanted}, the coordinator says {run}, hosts hold {held}"
+        )
+        time.sleep(0.05)

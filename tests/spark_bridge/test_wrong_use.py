@@ -157,7 +157,7 @@ def test_state_that_is_gone_is_not_started_anew(stream: Stream) -> None:
     query = start(df, stream)
     query.processAllAvailable()
     query.stop()
-    shutil.rmtree(Path(stream.checkpoint, "statestore", "manifests"))
+    shutil.rmtree(Path(stream.checkpoint, "statestore"))
     stream.add([(1, 1.0)])
     assert "version 1" in refusal(df, stream)
 
