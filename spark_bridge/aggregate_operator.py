@@ -9,10 +9,9 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
-from pyspark.sql.pandas.types import to_arrow_type
 
 from backends.exceptions import StateStoreError
-from backends.schema import StateSchema
+from backends.schema import StateSchema, from_spark_type, to_spark_type
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregate_task import AggregateLogic
 from spark_bridge.aggregation import Aggregator, Output, result_fields
@@ -181,14 +180,16 @@ def _num_partitions(df: DataFrame, given: int | None, key_groups: int) -> int:
 
 
 def _arrow_type(kind: T.DataType) -> pa.DataType:
-    return to_arrow_type(kind)
+    try:
+        return from_spark_type(kind.jsonValue())
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"The type {kind.simpleString()} cannot be kept as state: {error}") from error
 
 
 def _spark_schema(df: DataFrame, keys: list[str], state: pa.Schema) -> T.StructType:
-    from pyspark.sql.pandas.types import from_arrow_type
-
-    fields = [T.StructField(k, df.schema[k].dataType) for k in keys]
-    for field in result_fields(state):
-        ntz = pa.types.is_timestamp(field.type) and field.type.tz is None
-        fields.append(T.StructField(field.name, from_arrow_type(field.type, prefer_timestamp_ntz=ntz)))
-    return T.StructType(fields)
+    outputs = [
+        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}}
+        for f in result_fields(state)
+    ]
+    key_fields = [T.StructField(k, df.schema[k].dataType) for k in keys]
+    return T.StructType([*key_fields, *T.StructType.fromJson({"type": "struct", "fields": outputs}).fields])

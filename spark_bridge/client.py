@@ -15,7 +15,13 @@ from backends.key_groups import key_groups
 from backends.keys import encode_keys
 from backends.schema import StateSchema
 from backends.values import decode_values
-from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.exceptions import (
+    CoordinatorError,
+    RetiredRunError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownRunError,
+)
 from coordinator_actor.messages import HostInfo, OperatorLocation
 from spark_bridge.aggregation import result_fields, results
 from spark_bridge.exceptions import (
@@ -141,7 +147,7 @@ class QueryableStateClient:
         while True:
             try:
                 return call()
-            except (HostUnavailableError, NotOwnerError) as error:
+            except MOVED as error:
                 self._locations.pop((operator, query), None)
                 if time.monotonic() > deadline:
                     raise QueryableStateError(
@@ -171,6 +177,15 @@ class QueryableStateClient:
         self.close()
 
 
+MOVED = (
+    HostUnavailableError,
+    NotOwnerError,
+    RetiredRunError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownRunError,
+)
+"""Looking it up again may help: a host moved, or the query was restarted since the last look-up."""
 PRESENT = "__statestore_present"
 
 

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from backends.schema import from_spark_type
+
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
@@ -72,9 +74,7 @@ class Stream:
     def add(self, rows: list[tuple[Any, ...]] | pd.DataFrame) -> None:
         """Write one file; files are read in the order they were added."""
         schema = self.spark.createDataFrame([], self.schema).schema
-        from pyspark.sql.pandas.types import to_arrow_schema
-
-        arrow = to_arrow_schema(schema)
+        arrow = pa.schema([pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in schema.fields])
         if isinstance(rows, pd.DataFrame):
             table = pa.Table.from_pandas(rows, schema=arrow, preserve_index=False)
         else:
