@@ -21,6 +21,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from backends.conf import StateStoreConf
+from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
     Acknowledge,
@@ -60,7 +61,7 @@ class RayCoordinatorPort:
         self._closed.set()
 
     def call(self, method: str, *args: object, **kwargs: object) -> Any:
-        """One message; the coordinator's own errors are raised as they are."""
+        """One message; the errors that the coordinator raises on purpose come as they are."""
         deadline = time.monotonic() + self._timeout
         while True:
             try:
@@ -68,7 +69,7 @@ class RayCoordinatorPort:
                     self._actor = ray.get_actor(self._name, namespace=self._namespace)
                 return ray.get(getattr(self._actor, method).remote(*args, **kwargs), timeout=self._timeout)
             except RayTaskError as error:
-                if isinstance(error.cause, CoordinatorError):
+                if isinstance(error.cause, CoordinatorError | StateStoreError):
                     raise error.cause from None
                 raise
             except (RayError, ValueError) as error:
@@ -172,7 +173,7 @@ class StateStoreHost:
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             try:
                 self._host.heartbeat()
-            except (HostUnavailableError, CoordinatorError, RayError):
+            except (HostUnavailableError, CoordinatorError, StateStoreError, RayError):
                 log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
 
     def on_completed(self, completed: Completed) -> None:

@@ -21,6 +21,8 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryListener,
 )
 
+from backends.exceptions import StateStoreError
+from backends.storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from spark_bridge import state_task as properties
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
 STATE_LOCATION_CONF = "spark.statestore.location"
+SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
 TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 HADOOP_PREFIX = "spark.hadoop.fs.s3a."
 
@@ -71,13 +74,24 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             return refusal
         checkpoint = str(execution.resolvedCheckpointRoot())
         conf = self._spark.sparkContext.getConf()
+        state = self._state_location(checkpoint, str(event.id))
+        machines = self._cluster.machines()
+        shared = str(self._spark.conf.get(SHARED_FILES_CONF, "false")).lower() == "true"
+        for location in (checkpoint, state):
+            if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
+                return (
+                    f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines ({', '.join(machines)}): "
+                    "each would see files of its own. Use a checkpoint location on S3, Google Cloud Storage or Azure, put the "
+                    "state elsewhere with state_location=, or, if all machines share that directory, set "
+                    f"{SHARED_FILES_CONF}=true."
+                )
         registration = QueryRegistration(
             query_id=str(event.id),
             run_id=str(event.runId),
             name=event.name,
             session_id=self._cluster.session_id,
             checkpoint_location=checkpoint,
-            state_location=self._state_location(checkpoint, str(event.id)),
+            state_location=state,
             operators=tuple(sorted(operators, key=lambda o: o.name)),
             key_groups=int(self._spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS),
             storage_options={k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
@@ -145,7 +159,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if known and not self._stopping.is_set():
             try:
                 self._cluster.batch_committed(run_id, int(event.progress.batchId))
-            except (CoordinatorError, SparkBridgeError):
+            except (CoordinatorError, StateStoreError, SparkBridgeError):
                 # The first task of the next batch completes the version all the same.
                 log.warning("Batch %s of run %s was not reported", event.progress.batchId, run_id, exc_info=True)
 
@@ -160,7 +174,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if known is not None and not self._stopping.is_set():
             try:
                 self._cluster.coordinator.call("deactivate_instances", run_id)
-            except (CoordinatorError, SparkBridgeError):
+            except (CoordinatorError, StateStoreError, SparkBridgeError):
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported", run_id, exc_info=True)
 
@@ -172,7 +186,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 try:
                     if not self._cluster.coordinator.call("driver_heartbeat", registration.run_id):
                         self._cluster.coordinator.call("register_query", registration)
-                except (CoordinatorError, SparkBridgeError):
+                except (CoordinatorError, StateStoreError, SparkBridgeError):
                     log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)
 
     def close(self) -> None:

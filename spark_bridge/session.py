@@ -54,6 +54,7 @@ def init_spark(
     namespace: str = NAMESPACE,
     coordinator_name: str = COORDINATOR_NAME,
     num_hosts: int | None = None,
+    state_location: str | None = None,
     conf: StateStoreConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
     **raydp_options: Any,
@@ -64,7 +65,9 @@ def init_spark(
     or that runs on this machine; else starts one, which ``stop_spark`` stops again. ``configs`` are
     Spark settings and ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost
     actors are started (default: one per executor core); they take no CPU slot.
-    ``recovery_timeout`` (seconds) is how long a task waits for a state partition's new owner.
+    ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of
+    its checkpoint location. ``recovery_timeout`` (seconds) is how long a task waits for a state
+    partition's new owner.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
     not fit, ``SessionError`` if this process has a session already.
@@ -91,6 +94,7 @@ def init_spark(
             namespace=namespace,
             coordinator_name=coordinator_name,
             num_hosts=num_hosts or num_executors * executor_cores,
+            state_location=state_location,
             conf=conf or StateStoreConf(),
             recovery_timeout=recovery_timeout,
             by_raydp=True,
@@ -111,6 +115,7 @@ def attach(
     namespace: str = NAMESPACE,
     coordinator_name: str = COORDINATOR_NAME,
     num_hosts: int | None = None,
+    state_location: str | None = None,
     conf: StateStoreConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
 ) -> SparkSession:
@@ -128,6 +133,7 @@ def attach(
             namespace=namespace,
             coordinator_name=coordinator_name,
             num_hosts=num_hosts or max(1, min(spark.sparkContext.defaultParallelism, os.cpu_count() or 1)),
+            state_location=state_location,
             conf=conf or StateStoreConf(),
             recovery_timeout=recovery_timeout,
             by_raydp=False,
@@ -180,17 +186,20 @@ def _join(
     namespace: str,
     coordinator_name: str,
     num_hosts: int,
+    state_location: str | None,
     conf: StateStoreConf,
     recovery_timeout: float,
     by_raydp: bool,
     started_ray: bool,
 ) -> None:
-    from spark_bridge.listener import StateStoreQueryListener
+    from spark_bridge.listener import STATE_LOCATION_CONF, StateStoreQueryListener
     from spark_bridge.settings import apply_settings
     from spark_bridge.state_cluster import StateCluster
 
     global _current
     apply_settings(spark)
+    if state_location is not None:
+        spark.conf.set(STATE_LOCATION_CONF, state_location)
     cluster = StateCluster(
         session_id=uuid.uuid4().hex[:8],
         namespace=namespace,

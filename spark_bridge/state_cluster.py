@@ -66,6 +66,11 @@ class StateCluster:
                 log.warning("A state store host does not answer", exc_info=True)
         return addresses
 
+    @staticmethod
+    def machines() -> list[str]:
+        """The IP addresses of the machines that are in the Ray cluster now."""
+        return sorted({str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]})
+
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Spark has committed a batch: its version is completed, and the hosts may apply it."""
         completed: Completed | None = self.coordinator.call("batch_committed", run_id, batch_id)

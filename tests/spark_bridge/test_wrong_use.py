@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame
 from spark_bridge import aggregate, attach, init_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
+from spark_bridge.session import current_cluster
 
 from .conftest import Stream
 
@@ -107,6 +108,32 @@ def test_async_progress_tracking(stream: Stream, spark: Any) -> None:
         asyncProgressTrackingEnabled="true",
     )
     assert "async" in message.lower()
+
+
+def test_a_continuous_trigger(spark: Any, tmp_path: Path) -> None:
+    """Spark itself refuses a shuffle there; if it ever stops doing so, the listener refuses."""
+    rates = spark.readStream.format("rate").load().withColumnRenamed("value", "k")
+    df = aggregate(rates, by="k", operator="o", n=S.count())
+    writer = df.writeStream.format("console").option("checkpointLocation", str(tmp_path / "ck"))
+    with pytest.raises(Exception, match=r"(?i)continuous"):
+        writer.trigger(continuous="1 second").start().processAllAvailable()
+
+
+def test_a_scheme_that_storage_does_not_have(stream: Stream, spark: Any) -> None:
+    stream.add([(1, 1.0)])
+    spark.conf.set("spark.statestore.location", "hdfs://somewhere/state")
+    try:
+        message = refusal(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
+    finally:
+        spark.conf.unset("spark.statestore.location")
+    assert "hdfs" in message and "state_location=" in message
+
+
+def test_local_files_on_a_cluster_of_several_machines(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream.add([(1, 1.0)])
+    monkeypatch.setattr(current_cluster(), "machines", lambda: ["10.0.0.1", "10.0.0.2"])
+    message = refusal(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
+    assert "2 machines" in message and "sharedFileSystem" in message
 
 
 @pytest.mark.parametrize("change", ["partitions", "key", "state", "operators", "query id"])
