@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
 from backends.manifest import FORMAT_VERSION, Manifest
+from backends.sealed import seal, unseal
 from backends.storage import CheckpointStorage
 from coordinator_actor.exceptions import FencedError
 
@@ -157,7 +158,7 @@ class ManifestLog:
 
     def ensure_query_file(self, content: QueryFile) -> None:
         """Write ``query.json`` once."""
-        self.ensure("query.json", msgspec.json.encode(content))
+        self.ensure("query.json", seal(content))
 
     def schema(self, schema_id: str) -> str:
         """The JSON of a stored schema."""
@@ -168,14 +169,10 @@ class ManifestLog:
         return sorted(int(n.removesuffix(".json")) for n in names if n.endswith(".json") and n[:-5].isdigit())
 
     def _create(self, path: str, content: Struct) -> None:
-        self.storage.put_new(path, msgspec.json.encode(content))
+        self.storage.put_new(path, seal(content))
 
     def _read(self, path: str, kind: type[T]) -> T:
-        data = self.storage.get(path)
-        try:
-            return msgspec.json.decode(data, type=kind)
-        except msgspec.MsgspecError as error:
-            raise DamagedFileError(f"{self.storage.location}/{path} is damaged: {error}") from error
+        return unseal(self.storage.get(path), kind, self.storage.full_location(path))
 
 
 class SparkCommits:

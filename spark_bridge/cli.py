@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+PIPE_WIDTH = 240
+
 app = typer.Typer(
     name="statestore",
     help="Versioned, fault-tolerant, queryable state for PySpark streams on Ray clusters.",
@@ -62,7 +64,9 @@ def status(
     except EnvironmentProblemError as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
-    Console().print(render(coordinator, hosts))
+    # a pipe has no width: leave the lines whole
+    console = Console() if Console().is_terminal else Console(width=PIPE_WIDTH)
+    console.print(render(coordinator, hosts))
 
 
 def main() -> None:

@@ -109,5 +109,5 @@ def _hosts(hosts: Sequence[Description]) -> Table:
 def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
     for heading in headings:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, overflow="fold")
     return table

@@ -118,7 +118,10 @@ class World:
         return answers
 
     def manifests(self) -> list[dict[str, Any]]:
-        return [json.loads(p.read_text()) for p in sorted((self.root / "ck/statestore/manifests").glob("*.json"))]
+        return [
+            json.loads(p.read_text().splitlines()[0])
+            for p in sorted((self.root / "ck/statestore/manifests").glob("*.json"))
+        ]
 
 
 @pytest.fixture
@@ -324,6 +327,17 @@ def test_a_missing_manifest_in_the_middle_is_damage_that_names_it(world: World, 
         world.run_batch(started, batch)
     (world.root / "ck/statestore/manifests" / f"{2:020d}.json").unlink()
     with pytest.raises(DamagedFileError, match=f"{2:020d}.json is missing"):
+        world.coordinator().register_query(world.registration("run2"))
+
+
+@pytest.mark.parametrize("path", [f"manifests/{1:020d}.json", f"epochs/{1:020d}.json", "query.json"])
+def test_a_flipped_digit_in_a_record_is_damage_that_names_it(world: World, started: Coordinator, path: str) -> None:
+    world.run_batch(started, 0)
+    file = world.root / "ck/statestore" / path
+    changed = file.read_bytes().replace(b"1", b"2", 1)
+    assert changed != file.read_bytes()
+    file.write_bytes(changed)
+    with pytest.raises(DamagedFileError, match=path):
         world.coordinator().register_query(world.registration("run2"))
 
 

@@ -45,7 +45,8 @@ def run_all(df: DataFrame, stream: Stream) -> None:
 
 def manifests(stream: Stream) -> list[dict[str, Any]]:
     return [
-        json.loads(p.read_text()) for p in sorted(Path(stream.checkpoint, "statestore", "manifests").glob("*.json"))
+        json.loads(p.read_text().splitlines()[0])
+        for p in sorted(Path(stream.checkpoint, "statestore", "manifests").glob("*.json"))
     ]
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from pyspark.sql import DataFrame
 
+from backends.sealed import seal, unseal
+from coordinator_actor.manifests import QueryFile
 from spark_bridge import aggregate, attach, init_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
@@ -167,8 +169,8 @@ def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Call
             )
         case _:
             path = Path(stream.checkpoint, "statestore", "query.json")
-            stored = json.loads(path.read_text())
-            path.write_text(json.dumps({**stored, "query_id": "another"}))
+            stored = unseal(path.read_bytes(), QueryFile, str(path))
+            path.write_bytes(seal(msgspec.structs.replace(stored, query_id="another")))
             df, words = (
                 aggregate(stream.read(), by="k", operator="o", num_partitions=3, n=S.count()),
                 ["another"],
