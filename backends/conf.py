@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
 
 from backends.exceptions import InvalidStateStoreArgument
 
-PROVIDERS = ("rocksdb",)
+PROVIDERS = {"rocksdb": "backends.rocksdb.RocksDBStateStoreProvider", "file": "backends.file.FileStateStoreProvider"}
 COMPRESSIONS = ("none", "lz4", "zstd")
 _MIB = 1 << 20
 
@@ -15,25 +17,57 @@ _MIB = 1 << 20
 class StateStoreConf:
     """Options, validated.
 
-    - ``provider``: which backend keeps the state ("rocksdb").
+    Which, and where:
+
+    - ``provider``: the backend that keeps the state: "rocksdb" (on local disk, for any size), "file"
+      (in memory, for what fits), or the import path of a ``backends.provider.LocalStateStoreProvider``.
+    - ``storage_options``: how the checkpoint location is reached: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
+
+    What is durable, and for how long:
+
     - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged.
       False trades the last commits at a power cut for speed; a killed process loses nothing either way.
-    - ``compression``: of changelog files: "none", "lz4" or "zstd".
+    - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
+    - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
+      ``spark.sql.streaming.minBatchesToRetain``); what only older ones need is removed.
+    - ``deltas_per_snapshot``: a snapshot is taken when so many versions have been made since the
+      last one (Spark: ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). Fewer load faster, more write less.
+    - ``maintenance_interval``: seconds between two rounds of maintenance.
+    - ``maintenance_threads``: providers maintained at once.
+
+    Memory and work:
+
+    - ``max_versions_in_memory``: versions before the newest that are read as fast as it, by what they
+      changed being kept in memory; others are loaded into a copy when they are read (Spark has the same option).
+    - ``versions_in_memory_bytes``: the most memory that takes, per store.
     - ``track_total_number_of_rows``: count keys exactly, at the price of looking up each written
-      key once (Spark has the same option); False shows RocksDB's estimate.
-    - ``load_threads``: changelogs fetched at once when a partition is loaded.
+      key once (Spark has the same option); False shows the backend's estimate.
+    - ``load_threads``, ``upload_threads``: files of one store fetched, or uploaded, at once.
+    - ``file_snapshot_part_bytes``: the file provider cuts its snapshots into files of about this size.
+
+    RocksDB:
+
     - ``rocksdb_block_cache_bytes``: one cache for blocks read, shared by all stores of the process.
     - ``rocksdb_write_buffer_bytes``: memory for recent writes, shared by all stores of the process.
     - ``rocksdb_memtable_bytes``: recent writes that one column family collects before it writes a file.
     - ``rocksdb_bloom_filter_bits``: bits per key that spare reads of absent keys; 0 for none.
-    - ``rocksdb_compression``: of RocksDB's local files: "none", "lz4" or "zstd".
+    - ``rocksdb_compression``: of RocksDB's local files, and so of its snapshots: "none", "lz4" or "zstd".
     """
 
     provider: str = "rocksdb"
+    storage_options: Mapping[str, str] = field(default_factory=dict, hash=False)
     fsync: bool = True
     compression: str = "zstd"
+    min_versions_to_retain: int = 100
+    deltas_per_snapshot: int = 10
+    maintenance_interval: float = 60.0
+    maintenance_threads: int = 2
+    max_versions_in_memory: int = 2
+    versions_in_memory_bytes: int = 32 * _MIB
     track_total_number_of_rows: bool = True
     load_threads: int = 4
+    upload_threads: int = 2
+    file_snapshot_part_bytes: int = 64 * _MIB
     rocksdb_block_cache_bytes: int = 64 * _MIB
     rocksdb_write_buffer_bytes: int = 128 * _MIB
     rocksdb_memtable_bytes: int = 32 * _MIB
@@ -41,17 +75,46 @@ class StateStoreConf:
     rocksdb_compression: str = "lz4"
 
     def __post_init__(self) -> None:
-        self._check_choice("provider", self.provider, PROVIDERS)
+        if not isinstance(self.provider, str) or (self.provider not in PROVIDERS and "." not in self.provider):
+            raise InvalidStateStoreArgument(
+                f"provider={self.provider!r} is unknown: choose one of {', '.join(PROVIDERS)}, or the import path of a "
+                "provider class, 'package.module.Class'."
+            )
         self._check_choice("compression", self.compression, COMPRESSIONS)
         self._check_choice("rocksdb_compression", self.rocksdb_compression, COMPRESSIONS)
         for name in ("fsync", "track_total_number_of_rows"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidStateStoreArgument(f"{name} must be True or False, not {getattr(self, name)!r}.")
+        options = self.storage_options
+        if not isinstance(options, Mapping) or not all(isinstance(t, str) for kv in options.items() for t in kv):
+            raise InvalidStateStoreArgument("storage_options must map names to values, all of them strings.")
+        interval = self.maintenance_interval
+        if isinstance(interval, bool) or not isinstance(interval, int | float) or not interval > 0:
+            raise InvalidStateStoreArgument(f"maintenance_interval={interval!r} must be a number of seconds above 0.")
+        self._check_range("min_versions_to_retain", 1, None)
+        self._check_range("deltas_per_snapshot", 1, None)
+        self._check_range("maintenance_threads", 1, 64)
+        self._check_range("max_versions_in_memory", 0, None)
+        self._check_range("versions_in_memory_bytes", 0, None)
         self._check_range("load_threads", 1, 256)
+        self._check_range("upload_threads", 1, 256)
+        self._check_range("file_snapshot_part_bytes", 4 << 10, None)
         self._check_range("rocksdb_block_cache_bytes", _MIB, None)
         self._check_range("rocksdb_write_buffer_bytes", _MIB, None)
         self._check_range("rocksdb_memtable_bytes", 64 << 10, None)
         self._check_range("rocksdb_bloom_filter_bits", 0, 64)
+
+    def provider_class(self) -> type:
+        """The class that ``provider`` names; raises ``InvalidStateStoreArgument`` if there is none."""
+        path = PROVIDERS.get(self.provider, self.provider)
+        module, _, name = path.replace(":", ".").rpartition(".")
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise InvalidStateStoreArgument(f"provider={self.provider!r} cannot be imported: {error}") from error
+        if not isinstance(found, type):
+            raise InvalidStateStoreArgument(f"provider={self.provider!r} names {found!r}, which is no class.")
+        return found
 
     @staticmethod
     def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from pathlib import Path
+
+_COPY_BYTES = 4 << 20
 
 
 class LocalFiles:
@@ -32,6 +35,19 @@ class LocalFiles:
 
         On return the file and the names of all directories above it, up to the root's own, are durable.
         """
+        self._put_new(path, lambda descriptor: self._write_all(descriptor, data))
+
+    def put_new_file(self, path: str, source: Path) -> None:
+        """As ``put_new``, with the content of another file."""
+
+        def copy(descriptor: int) -> None:
+            with source.open("rb", buffering=0) as file:
+                while chunk := file.read(_COPY_BYTES):
+                    self._write_all(descriptor, chunk)
+
+        self._put_new(path, copy)
+
+    def _put_new(self, path: str, write: Callable[[int], None]) -> None:
         target = self._root / path
         # The '#<digits>' at the end is obstore's own mark of an unfinished file: it never lists such names.
         staged = target.with_name(f"{target.name}#{secrets.randbits(60)}")
@@ -39,7 +55,7 @@ class LocalFiles:
         try:
             try:
                 with os.fdopen(descriptor, "wb", buffering=0) as file:
-                    self._write_all(file.fileno(), data)
+                    write(file.fileno())
                     if self._fsync:
                         os.fsync(file.fileno())
                 os.link(staged, target)

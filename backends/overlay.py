@@ -5,13 +5,17 @@ A backend only has to say how a version is read (``VersionReader``) and what a c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.changelog import DEFAULT_FAMILY, Changes
+from backends import lists
+from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
 from backends.ids import StateStoreId, check_name
 from backends.metrics import StateStoreMetrics
@@ -116,6 +120,8 @@ class OverlayStateStore(StateStore):
         self._families = set(self._families_below)
         self._closed: str | None = None
         self._has_committed = False
+        self._num_appended = 0
+        self._times = {"put_ms": 0.0, "commit_ms": 0.0}
         self._last_metrics: StateStoreMetrics | None = None
 
     @property
@@ -135,12 +141,22 @@ class OverlayStateStore(StateStore):
 
     @property
     def metrics(self) -> StateStoreMetrics:
-        """Figures; after commit or abort, those of that moment."""
-        return self._last_metrics or self._reader.metrics()
+        """Figures; after commit or abort, those of that moment. ``put_ms`` sums up the store's bulk writes."""
+        if self._last_metrics is not None:
+            return self._last_metrics
+        figures = self._reader.metrics()
+        return replace(figures, custom={**figures.custom, **self._times})
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._times[name] += (time.perf_counter() - started) * 1e3
 
     def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         """The value of a key, None if it has none."""
         self._check_key(key)
+        self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
         if buffer is not None:
             changed, value = buffer.get(key)
@@ -156,16 +172,27 @@ class OverlayStateStore(StateStore):
             raise InvalidStateStoreArgument(
                 f"The value of {key!r} is {value!r}: a value is bytes. To take a key away, use remove(key)."
             )
-        self._buffer_to_write(column_family).put(key, value)
+        if self._is_list(column_family):
+            self.remove(key, column_family)
+            self.merge(key, value, column_family)
+        else:
+            self._buffer_to_write(column_family).put(key, value)
 
     def remove(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> None:
         """Remove a key; it is no error if it is not there."""
         self._check_key(key)
-        self._buffer_to_write(column_family).put(key, None)
+        buffer = self._buffer_to_write(column_family)
+        if not self._is_list(column_family):
+            buffer.put(key, None)
+            return
+        prefix = lists.elements_prefix(key)
+        for batch in self._scan_stored(prefix, successor(prefix), lists.stored_name(column_family)):
+            buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
 
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Values in the order of ``keys``, null where there is none."""
         keys = self._checked("keys", keys)
+        self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
         values = self._get_below(keys, column_family)
         return values if buffer is None else buffer.merged().overlay(keys, values)
@@ -180,12 +207,56 @@ class OverlayStateStore(StateStore):
         keys, values = self._checked("keys", keys), self._checked("values", values)
         if len(keys) != len(values):
             raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
-        self._buffer_to_write(column_family).put_many(keys, values)
+        if self._is_list(column_family):
+            latest = SortedPairs.last_wins(keys, values)
+            self.remove_many(latest.keys, column_family)
+            self.merge_many(latest.keys, latest.values, column_family)
+            return
+        with self._timed("put_ms"):
+            self._buffer_to_write(column_family).put_many(keys, values)
 
     def remove_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> None:
         """Remove many keys."""
         keys = self._checked("keys", keys)
-        self._buffer_to_write(column_family).put_many(keys, pa.nulls(len(keys), pa.binary()))
+        if self._is_list(column_family):
+            for key in keys.to_pylist():
+                self.remove(key, column_family)
+            return
+        with self._timed("put_ms"):
+            self._buffer_to_write(column_family).put_many(keys, pa.nulls(len(keys), pa.binary()))
+
+    def merge(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
+        """Append to the list of a key."""
+        self._check_key(key)
+        if not isinstance(value, bytes):
+            raise InvalidStateStoreArgument(
+                f"{value!r} cannot be appended to the list of {key!r}: an element is bytes."
+            )
+        self.merge_many(pa.array([key], pa.binary()), pa.array([value], pa.binary()), column_family)
+
+    def merge_many(
+        self,
+        keys: pa.Array | pa.ChunkedArray,
+        values: pa.Array | pa.ChunkedArray,
+        column_family: str = DEFAULT_FAMILY,
+    ) -> None:
+        """Append many elements, in the order given."""
+        keys, values = self._checked("keys", keys), self._checked("values", values)
+        if len(keys) != len(values):
+            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        buffer = self._buffer_to_write(column_family)
+        self._check_list(column_family)
+        with self._timed("put_ms"):
+            buffer.put_many(lists.element_keys(keys, self.version + 1, self._num_appended), values)
+        self._num_appended += len(keys)
+
+    def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
+        """The elements of a key's list."""
+        self._check_key(key)
+        self._buffer_to_read(column_family)
+        self._check_list(column_family)
+        prefix = lists.elements_prefix(key)
+        return (v for _, v in _pairs(self._scan_stored(prefix, successor(prefix), lists.stored_name(column_family))))
 
     def scan(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
@@ -194,13 +265,20 @@ class OverlayStateStore(StateStore):
         for limit in (start, end):
             if limit is not None:
                 self._check_key(limit)
-        buffer = self._buffer_to_read(column_family)
+        self._buffer_to_read(column_family)
+        if not self._is_list(column_family):
+            return self._scan_stored(start, end, column_family)
+        first, last = (None if limit is None else lists.escape(limit) for limit in (start, end))
+        return map(_list_batch, self._scan_stored(first, last, lists.stored_name(column_family)))
+
+    def _scan_stored(self, start: bytes | None, end: bytes | None, stored: str) -> Iterator[pa.RecordBatch]:
+        buffer = self._buffers.get(stored)
         if start is not None and end is not None and start >= end:
             return iter(())
         changes = SortedPairs.empty() if buffer is None else buffer.merged().between(start, end)
         below: Iterator[pa.RecordBatch] = iter(())
-        if column_family in self._families_below:
-            below = self._reader.scan(start, end, column_family)
+        if stored in self._families_below:
+            below = self._reader.scan(start, end, stored)
         return self._while_open(merged_scan(below, changes))
 
     def get_range(
@@ -218,22 +296,31 @@ class OverlayStateStore(StateStore):
         """All pairs."""
         return self.get_range(None, None, column_family)
 
-    def create_column_family(self, name: str) -> None:
+    def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
         """Make a column family; it is no error if it exists."""
         check_name("a column family", name)
         if name.startswith("__"):
             raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
         self._check_writable()
-        if name not in self._families:
-            self._families.add(name)
-            self._buffers[name] = WriteBuffer()
+        stored, other = (
+            (name, lists.stored_name(name)) if not use_multiple_values_per_key else (lists.stored_name(name), name)
+        )
+        if other in self._families:
+            raise InvalidStateStoreArgument(
+                f"The column family {name!r} of {self.id} exists with use_multiple_values_per_key="
+                f"{not use_multiple_values_per_key}, and stays as it is: choose another name."
+            )
+        if stored not in self._families:
+            self._families.add(stored)
+            self._buffers[stored] = WriteBuffer()
 
     def commit(self) -> int:
         """Make the changes durable as the next version."""
         self._check_writable()
         assert self._commit_changes is not None
-        changes = Changes({name: buffer.merged() for name, buffer in self._buffers.items()})
-        version = self._commit_changes(changes)
+        with self._timed("commit_ms"):
+            changes = Changes({name: buffer.merged() for name, buffer in self._buffers.items()})
+            version = self._commit_changes(changes)
         self._has_committed = True
         self._end("committed")
         return version
@@ -244,7 +331,7 @@ class OverlayStateStore(StateStore):
             self._end("aborted")
 
     def _end(self, how: str) -> None:
-        self._last_metrics = self._reader.metrics()
+        self._last_metrics = self.metrics
         self._closed = how
         self._buffers.clear()
         self._reader.close()
@@ -261,19 +348,38 @@ class OverlayStateStore(StateStore):
 
     def _buffer_to_read(self, column_family: str) -> WriteBuffer | None:
         self._check_open()
-        self._check_family(column_family)
-        return self._buffers.get(column_family)
+        return self._buffers.get(self._stored(column_family))
 
     def _buffer_to_write(self, column_family: str) -> WriteBuffer:
         self._check_writable()
-        self._check_family(column_family)
-        return self._buffers.setdefault(column_family, WriteBuffer())
+        return self._buffers.setdefault(self._stored(column_family), WriteBuffer())
 
-    def _check_family(self, column_family: str) -> None:
-        if column_family not in self._families:
+    def _is_list(self, column_family: str) -> bool:
+        return lists.stored_name(column_family) in self._families
+
+    def _stored(self, column_family: str) -> str:
+        """What a column family is stored as."""
+        if self._is_list(column_family):
+            return lists.stored_name(column_family)
+        if column_family not in self._families or lists.is_list(column_family):
             raise InvalidStateStoreArgument(
                 f"There is no column family {column_family!r} in {self.id}; there are "
-                f"{', '.join(sorted(self._families))}. Create it with create_column_family."
+                f"{', '.join(sorted(map(lists.user_name, self._families)))}. Create it with create_column_family."
+            )
+        return column_family
+
+    def _check_no_list(self, column_family: str) -> None:
+        if self._is_list(column_family):
+            raise InvalidStateStoreArgument(
+                f"The column family {column_family!r} of {self.id} holds lists: read one with values_iterator(key), or all "
+                "with iterator or scan."
+            )
+
+    def _check_list(self, column_family: str) -> None:
+        if not self._is_list(column_family):
+            raise InvalidStateStoreArgument(
+                f"The column family {column_family!r} of {self.id} holds single values: create one with "
+                "use_multiple_values_per_key=True to append to lists."
             )
 
     def _check_open(self) -> None:
@@ -307,6 +413,10 @@ def successor(prefix: bytes) -> bytes | None:
     """The least key above all keys that begin with ``prefix``; None if there is none."""
     stripped = prefix.rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
+
+
+def _list_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([lists.list_keys(batch.column(0)), batch.column(1)], schema=PAIRS_SCHEMA)
 
 
 def _pairs(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[bytes, bytes]]:

@@ -1,12 +1,16 @@
-"""The state of one partition: RocksDB at a completed version, and the running batch's changes on top.
+"""The state of one partition: an engine at a completed version, the running batch's changes on top.
 
-RocksDB holds the last completed version. Commits of the running batch are durable as changelogs and
-stay beside it as deltas, so that rolling a batch back is dropping them, and a reader of the
-completed version never sees them (DESIGN, section 4).
+The engine (RocksDB, say) holds the last completed version. Commits of the running batch are durable
+as changelogs and stay beside it as deltas, so that rolling a batch back is dropping them, and a
+reader of the completed version never sees them (DESIGN, section 4). Of the versions just before it,
+the before-images of what changed are kept, so that they are read at the speed of the newest.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
 import shutil
 import threading
 import time
@@ -19,41 +23,62 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from backends import fault_points, snapshot
 from backends.changelog import DEFAULT_FAMILY, ChangelogMeta, Changes, changelog_name, read_changelog, write_changelog
 from backends.conf import StateStoreConf
+from backends.engine import LocalState, StateEngine
 from backends.exceptions import (
+    ConcurrentCommitError,
     DamagedFileError,
     InvalidStateStoreArgument,
     LineageMismatchError,
+    LocalStateDamagedError,
+    MissingFileError,
     StoreClosedError,
     VersionNotFoundError,
 )
-from backends.manifest import FileRef
+from backends.manifest import ChangelogRef, FileRef, Lineage, SnapshotRef
 from backends.metrics import StateStoreMetrics
-from backends.rocksdb_files import LocalRocksDB
 from backends.scans import merged_scan
 from backends.sorted_pairs import SortedPairs, as_binary
 from backends.storage import CheckpointStorage
 
-_counting = ThreadPoolExecutor(2, thread_name_prefix="statestore-count")
+log = logging.getLogger(__name__)
+
+_background = ThreadPoolExecutor(2, thread_name_prefix="statestore-before-images")
 
 
 @dataclass(eq=False)
 class _Delta:
-    """One attempt's durable changes to a version."""
+    """One attempt's durable changes to a version. ``before`` are the pairs that they replace, once looked up."""
 
     meta: ChangelogMeta
     file: FileRef
     changes: Changes
-    growth: Future[int] | None
+    before: Future[Changes] | None
+
+
+@dataclass(eq=False)
+class _Undo:
+    """What leads back from a version to the one below it."""
+
+    version: int
+    head: str | None
+    changes: Changes
+    families: frozenset[str]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pairs.nbytes for pairs in self.changes.families.values())
 
 
 @dataclass(frozen=True)
 class _View:
-    """A version as it is read: the deltas over RocksDB, oldest first, and the changelog that made the version."""
+    """A version as it is read: the changes over the engine, the last of them counting most, and what made the version."""
 
-    deltas: tuple[_Delta, ...]
+    layers: tuple[_Delta | _Undo, ...]
     head: str | None
+    families: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -62,41 +87,66 @@ class _Read:
 
     head: str | None
     column_family: str
-    keys: pa.BinaryArray
-    num_present: int
+    pairs: SortedPairs
 
 
 class PartitionState:
-    """One partition's state. Reads and ``stage`` may run in many threads at once.
+    """One partition's state. Reads, ``stage`` and ``snapshot`` may run in many threads at once.
 
     ``directory`` is the partition's own below the state location
     (``operators/<operator>/<n>/<partition>/<store>``). What an earlier process left in ``local_dir``
     is used if ``load`` finds it in the lineage, and thrown away if not.
     Raises ``ConcurrentCommitError`` if ``local_dir`` is in use.
 
-    How reads stay exact while versions advance: every read notes which deltas it lays over RocksDB.
-    ``complete`` first makes the delta part of all new reads, then waits for the reads that do not
-    have it, and only then writes it: whoever still reads has the changed keys from the delta itself.
+    How reads stay exact while versions advance: every read notes which changes it lays over the
+    engine. ``complete`` first makes the delta part of all new reads, then waits for the reads that do
+    not have it, and only then writes it: whoever still reads has the changed keys from the delta itself.
     """
 
-    def __init__(self, local_dir: Path, storage: CheckpointStorage, directory: str, conf: StateStoreConf) -> None:
+    def __init__(
+        self,
+        local_dir: Path,
+        storage: CheckpointStorage,
+        directory: str,
+        conf: StateStoreConf,
+        backend: str,
+        engine: type[StateEngine],
+    ) -> None:
         self._local_dir = Path(local_dir)
         self._storage = storage
         self._directory = directory
         self._conf = conf
-        self._db = LocalRocksDB(self._local_dir, conf)
-        self._version = self._db.state.version
-        self._head = self._db.state.head
+        self._backend = backend
+        self._lock_file = _lock(self._local_dir)
+        try:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._engine: StateEngine = engine(self._local_dir / "engine", conf)
+        except BaseException:
+            os.close(self._lock_file)
+            raise
+        self._version = self._engine.state.version
+        self._head = self._engine.state.head
         self._staged: dict[tuple[int, str], _Delta] = {}
         self._accepted: dict[int, _Delta] = {}
         self._applying: _Delta | None = None
+        self._undos: list[_Undo] = []
         self._loading = False
         self._closed = False
         self._last_read: _Read | None = None
-        self._readers: dict[object, tuple[_Delta, ...]] = {}
+        self._readers: dict[object, tuple[_Delta | _Undo, ...]] = {}
         self._changed = threading.Condition()
         self._mutation = threading.Lock()
-        self._custom = {"bytes_written": 0.0, "load_ms": 0.0, "apply_ms": 0.0, "stage_ms": 0.0, "get_ms": 0.0}
+        self._snapshotting = threading.Lock()
+        self._digests = snapshot.Digests()
+        self._custom = dict.fromkeys(
+            ("bytes_written", "snapshot_bytes_written", "snapshots", "get_ms", "changelog_ms", "apply_ms", "load_ms"),
+            0.0,
+        )
+        self._custom["snapshot_ms"] = 0.0
+
+    @property
+    def _scratch(self) -> Path:
+        return self._local_dir / "scratch"
 
     @property
     def version(self) -> int:
@@ -110,62 +160,143 @@ class PartitionState:
 
     # -- versions ------------------------------------------------------------------------------
 
-    def load(self, chain: Sequence[tuple[int, FileRef]]) -> None:
-        """Bring the state to the last version of ``chain``, which begins at the first changelog and ascends.
+    def load(self, lineage: Lineage) -> None:
+        """Bring the state to the version of ``lineage``.
 
-        Goes on from what is held if that is part of the chain, else starts over. Files are fetched in
-        parallel and checked; one that is missing, damaged or exchanged raises
-        (``MissingFileError``, ``DamagedFileError``), and the state stays at the version before it.
-        Reads wait meanwhile. Pending changes that do not follow from the loaded version are dropped.
+        Goes on from what is held if that is part of the lineage, else from the nearest snapshot, else
+        from the empty version; if a snapshot turns out to be damaged, from an older one. Files are
+        fetched in parallel and checked. If no way leads to the version, the error of the first one is
+        raised (``MissingFileError``, ``DamagedFileError``), and the state is at some version of the
+        lineage. Reads wait meanwhile. Pending changes that do not follow from the loaded version are dropped.
         """
         started = time.perf_counter()
         with self._mutation:
             self._check_open()
-            if chain and (self._version, self._head) == (chain[-1][0], chain[-1][1].path):
+            if (self._version, self._head) == (lineage.version, lineage.head):
                 return
             with self._changed:
                 self._loading = True
                 self._changed.wait_for(lambda: not self._readers)
             try:
-                self._replay(chain)
+                self._load(lineage)
             finally:
                 with self._changed:
+                    self._undos.clear()
                     self._drop_unrelated()
                     self._loading = False
                     self._changed.notify_all()
             self._custom["load_ms"] = (time.perf_counter() - started) * 1e3
 
-    def _replay(self, chain: Sequence[tuple[int, FileRef]]) -> None:
-        done = next((i + 1 for i, (v, ref) in enumerate(chain) if (v, ref.path) == (self._version, self._head)), 0)
-        if done == 0 and self._head is not None:
-            self._db.clear()
+    def _load(self, lineage: Lineage) -> None:
+        first_error: Exception | None = None
+        for start in self._starts(lineage):
+            try:
+                if start is None:
+                    self._engine.clear()
+                    self._version, self._head = 0, None
+                elif isinstance(start, SnapshotRef):
+                    self._restore(start)
+                self._replay([ref for ref in lineage.changelogs if ref.version > self._version])
+                if (self._version, self._head) != (lineage.version, lineage.head):
+                    raise MissingFileError(
+                        f"There is no changelog of version {self._version + 1} of {self._directory} among the files that "
+                        f"lead to version {lineage.version}."
+                    )
+                return
+            except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
+                first_error = first_error or error
+                log.warning("Version %d of %s cannot be loaded this way: %s", lineage.version, self._directory, error)
+        assert first_error is not None
+        raise first_error
+
+    def _starts(self, lineage: Lineage) -> list[SnapshotRef | LocalState | None]:
+        """Where loading may begin, the best first: a snapshot, what is held here, or (None) nothing at all."""
+        heads: dict[int, str] = {ref.version: ref.file.path for ref in lineage.changelogs}
+        held = self._engine.state
+        is_held_right = held.head is not None and heads.get(held.version) == held.head
+        above = held.version if is_held_right else 0
+        starts: list[SnapshotRef | LocalState | None] = [
+            ref
+            for ref in reversed(lineage.snapshots)
+            if above < ref.version <= lineage.version and heads.get(ref.version) == ref.head
+        ]
+        if is_held_right:
+            # Replaying a few changelogs is cheaper than fetching everything.
+            is_near = not starts or lineage.snapshots[-1].version - held.version <= self._conf.deltas_per_snapshot
+            starts.insert(0 if is_near else len(starts), held)
+        if lineage.version == 0 or 1 in heads:
+            starts.append(None)
+        if not starts:
+            raise MissingFileError(
+                f"No snapshot leads to version {lineage.version} of {self._directory}, and its changelogs begin with version "
+                f"{min(heads, default=0)}."
+            )
+        return starts
+
+    def _restore(self, ref: SnapshotRef) -> None:
+        descriptor = snapshot.read_descriptor(self._storage, ref)
+        with self._scratch_directory() as directory:
+            snapshot.download(self._storage, descriptor, self._backend, directory, self._conf.load_threads)
+            fault_points.reached("load:downloaded")
             self._version, self._head = 0, None
-        rest = chain[done:]
+            name = self._storage.full_location(ref.file.path)
+            try:
+                self._engine.restore(directory)
+            except (DamagedFileError, LocalStateDamagedError) as error:
+                raise DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
+            if self._engine.state != descriptor.state:
+                found = self._engine.state
+                self._engine.clear()
+                raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {found}.")
+            self._version, self._head = ref.version, ref.head
+
+    @contextmanager
+    def _scratch_directory(self) -> Iterator[Path]:
+        directory = self._scratch / uuid.uuid4().hex
+        directory.mkdir(parents=True)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _replay(self, changelogs: Sequence[ChangelogRef]) -> None:
+        if not changelogs:
+            return
         with ThreadPoolExecutor(self._conf.load_threads, thread_name_prefix="statestore-load") as pool:
             # A window bounds what is held in memory of a long chain.
             window = self._conf.load_threads * 2
-            reads = [pool.submit(self._storage.read, ref) for _, ref in rest[:window]]
+            reads = [pool.submit(self._storage.read, ref.file) for ref in changelogs[:window]]
             try:
-                for i, (version, ref) in enumerate(rest):
+                for i, ref in enumerate(changelogs):
                     data = reads[i % window].result()
-                    if i + window < len(rest):
-                        reads[i % window] = pool.submit(self._storage.read, rest[i + window][1])
-                    self._replay_one(version, ref, data)
+                    if i + window < len(changelogs):
+                        reads[i % window] = pool.submit(self._storage.read, changelogs[i + window].file)
+                    self._replay_one(ref, data)
             finally:
                 for read in reads:
                     read.cancel()
 
-    def _replay_one(self, version: int, ref: FileRef, data: bytes) -> None:
-        name = self._storage.full_location(ref.path)
+    def _replay_one(self, ref: ChangelogRef, data: bytes) -> None:
+        name = self._storage.full_location(ref.file.path)
         meta, changes = read_changelog(data, name)
-        if meta.version != version or meta.base != self._head:
+        if meta.version != ref.version or meta.base != self._head or meta.version != self._version + 1:
             raise DamagedFileError(
-                f"{name} holds version {meta.version} on top of {meta.base}, but version {version} on top of "
+                f"{name} holds version {meta.version} on top of {meta.base}, but version {ref.version} on top of "
                 f"{self._head} is needed here: files have been exchanged. Restore them from a copy."
             )
-        growth = self._db.growth(changes) if self._conf.track_total_number_of_rows else None
-        self._db.apply(changes, version, ref.path, growth)
-        self._version, self._head = version, ref.path
+        growth = _growth(changes, self._before(changes)) if self._conf.track_total_number_of_rows else None
+        self._engine.apply(changes, self._next_state(ref.version, ref.file.path, growth))
+        self._version, self._head = ref.version, ref.file.path
+
+    def _next_state(self, version: int, head: str, growth: int | None) -> LocalState:
+        num_keys = self._engine.state.num_keys
+        return LocalState(version, head, None if growth is None or num_keys is None else num_keys + growth)
+
+    def _before(self, changes: Changes) -> Changes:
+        """The pairs that ``changes`` replace in the engine: null where there is none."""
+        if self._engine.state.num_keys == 0:
+            return Changes({n: SortedPairs(p.keys, pa.nulls(len(p), pa.binary())) for n, p in changes.families.items()})
+        return Changes({n: SortedPairs(p.keys, self._engine.get_many(p.keys, n)) for n, p in changes.families.items()})
 
     def complete(self, version: int, head: str) -> None:
         """Apply held changes up to those whose changelog is ``head``: the version is committed for good.
@@ -204,22 +335,48 @@ class PartitionState:
 
     def _apply(self, delta: _Delta) -> None:
         started = time.perf_counter()
-        growth = self._growth_of(delta)
-        before = self._version, self._head
+        before = self._before_images(delta)
+        growth = _growth(delta.changes, before) if before and self._conf.track_total_number_of_rows else None
+        state = self._next_state(delta.meta.version, delta.file.path, growth)
+        undo = None if before is None else _Undo(self._version, self._head, before, self._engine.column_families)
+        held = self._version, self._head, self._undos
         with self._changed:
             self._applying = delta
             self._version, self._head = delta.meta.version, delta.file.path
-            self._changed.wait_for(lambda: all(delta in deltas for deltas in self._readers.values()))
+            self._undos = self._kept_undos(undo)
+            self._changed.wait_for(lambda: all(delta in layers for layers in self._readers.values()))
         try:
-            self._db.apply(delta.changes, delta.meta.version, delta.file.path, growth)
+            fault_points.reached("apply")
+            self._engine.apply(delta.changes, state)
         except BaseException:
             with self._changed:
-                self._version, self._head = before
+                self._version, self._head, self._undos = held
             raise
         finally:
             with self._changed:
                 self._applying = None
         self._custom["apply_ms"] = (time.perf_counter() - started) * 1e3
+
+    def _before_images(self, delta: _Delta) -> Changes | None:
+        if delta.before is not None:
+            try:
+                return delta.before.result()
+            except VersionNotFoundError:
+                # The version below was being loaded, rolled back, or had moved on before the look-up began.
+                pass
+        if self._conf.track_total_number_of_rows or self._conf.max_versions_in_memory:
+            return self._before(delta.changes)
+        return None
+
+    def _kept_undos(self, newest: _Undo | None) -> list[_Undo]:
+        kept: list[_Undo] = []
+        nbytes = 0
+        for undo in () if newest is None else (newest, *reversed(self._undos)):
+            nbytes += undo.nbytes
+            if len(kept) == self._conf.max_versions_in_memory or nbytes > self._conf.versions_in_memory_bytes:
+                break
+            kept.insert(0, undo)
+        return kept
 
     def _drop_unrelated(self) -> None:
         """Forget pending changes that do not lead on from the completed version."""
@@ -247,37 +404,30 @@ class PartitionState:
                     f"Changes to version {meta.version} of {self._directory} apply to {meta.base}, but held here is "
                     f"version {self._version} ({self._head}). Open the store again."
                 )
-        growth = None
-        if follows_completed and self._conf.track_total_number_of_rows:
-            # Counted while the file is written; only applying the changes needs the result.
-            growth = _counting.submit(self._count, meta, changes)
+        before = None
+        if follows_completed and (self._conf.track_total_number_of_rows or self._conf.max_versions_in_memory):
+            # Looked up while the file is written; only applying the changes needs them.
+            before = _background.submit(self._before_at, meta, changes)
         path = f"{self._directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
+        fault_points.reached("commit:changelog")
         ref = self._storage.put_new(path, write_changelog(changes, meta, self._conf.compression))
+        fault_points.reached("commit:durable")
         with self._changed:
-            self._staged[(meta.version, meta.attempt)] = _Delta(meta, ref, changes, growth)
+            self._staged[(meta.version, meta.attempt)] = _Delta(meta, ref, changes, before)
             self._custom["bytes_written"] += ref.size
-            self._custom["stage_ms"] = (time.perf_counter() - started) * 1e3
+            self._custom["changelog_ms"] = (time.perf_counter() - started) * 1e3
         return ref
 
-    def _count(self, meta: ChangelogMeta, changes: Changes) -> int:
-        with self._reading(meta.version - 1, meta.base):
+    def _before_at(self, meta: ChangelogMeta, changes: Changes) -> Changes:
+        with self._reading(meta.version - 1, meta.base) as view:
             read = self._last_read
             if read is not None and read.head == meta.base and set(changes.families) == {read.column_family}:
                 pairs = changes.families[read.column_family]
-                if pairs.keys.equals(read.keys):
-                    return len(pairs) - int(pairs.values.null_count) - read.num_present
-            return self._db.growth(changes)
-
-    def _growth_of(self, delta: _Delta) -> int | None:
-        if not self._conf.track_total_number_of_rows:
-            return None
-        if delta.growth is not None:
-            try:
-                return delta.growth.result()
-            except VersionNotFoundError:
-                # The version below was being loaded, rolled back, or had moved on before counting began.
-                pass
-        return self._db.growth(delta.changes)
+                if pairs.keys.equals(read.pairs.keys):
+                    return Changes({read.column_family: read.pairs})
+            if view.layers:  # being applied or already past: the engine alone does not show it
+                raise VersionNotFoundError("The version below has been passed.")
+            return self._before(changes)
 
     def accept(self, version: int, attempt: str) -> None:
         """An attempt has been acknowledged: it is what readers of ``version`` see, and replaces any before it.
@@ -325,7 +475,7 @@ class PartitionState:
             self._changed.wait_for(lambda: not self._loading)
             self._check_open()
             view = self._view(self._version if version is None else version, head)
-            self._readers[token] = view.deltas
+            self._readers[token] = view.layers
         try:
             yield view
         finally:
@@ -334,22 +484,32 @@ class PartitionState:
                 self._changed.notify_all()
 
     def _view(self, version: int, head: str | None) -> _View:
-        deltas = [] if self._applying is None else [self._applying]
+        layers: list[_Delta | _Undo] = [] if self._applying is None else [self._applying]
+        families = self._engine.column_families.union(*(d.changes.families for d in layers))
+        if version < self._version:
+            for undo in reversed(self._undos):
+                layers.append(undo)
+                if (undo.version, undo.head) == (version, head if head is not None else undo.head):
+                    return _View(tuple(layers), undo.head, undo.families)
+            raise self._not_held(version, head)
         at = self._head
         for v in range(self._version + 1, version + 1):
             delta = self._accepted.get(v)
             if delta is None or delta.meta.base != at:
-                break
-            deltas.append(delta)
+                raise self._not_held(version, head)
+            layers.append(delta)
+            families = families.union(delta.changes.families)
             at = delta.file.path
-        reached = self._version if not deltas else deltas[-1].meta.version
-        if reached != version or (head is not None and head != at):
-            held = sorted({self._version, *self._accepted})
-            raise VersionNotFoundError(
-                f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
-                f"held: {', '.join(map(str, held))} ({self._head})."
-            )
-        return _View(tuple(deltas), at)
+        if head is not None and head != at:
+            raise self._not_held(version, head)
+        return _View(tuple(layers), at, families)
+
+    def _not_held(self, version: int, head: str | None) -> VersionNotFoundError:
+        held = sorted({*(u.version for u in self._undos), self._version, *self._accepted})
+        return VersionNotFoundError(
+            f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
+            f"held: {', '.join(map(str, held))} ({self._head})."
+        )
 
     def get_many(
         self,
@@ -370,12 +530,12 @@ class PartitionState:
             raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         with self._reading(version, head) as view:
             self._check_family(column_family, view)
-            values = self._db.get_many(keys, column_family)
-            if not view.deltas and self._conf.track_total_number_of_rows:
-                self._last_read = _Read(view.head, column_family, keys, len(values) - values.null_count)
-            for delta in view.deltas:
-                if column_family in delta.changes.families:
-                    values = delta.changes.families[column_family].overlay(keys, values)
+            values = self._engine.get_many(keys, column_family)
+            if not view.layers and keys.nbytes + values.nbytes <= self._conf.versions_in_memory_bytes:
+                self._last_read = _Read(view.head, column_family, SortedPairs(keys, values))
+            for layer in view.layers:
+                if column_family in layer.changes.families:
+                    values = layer.changes.families[column_family].overlay(keys, values)
         self._custom["get_ms"] = (time.perf_counter() - started) * 1e3
         return values
 
@@ -394,28 +554,74 @@ class PartitionState:
         """
         with self._reading(version, head) as view:
             self._check_family(column_family, view)
-            base = self._db.scan(start, end, column_family)
+            base = self._engine.scan(start, end, column_family)
         changes = SortedPairs.empty()
-        for delta in view.deltas:
-            if column_family in delta.changes.families:
-                changes = changes.under(delta.changes.families[column_family].between(start, end))
+        for layer in view.layers:
+            if column_family in layer.changes.families:
+                changes = changes.under(layer.changes.families[column_family].between(start, end))
         return merged_scan(base, changes)
 
     def column_families(self, version: int | None = None, *, head: str | None = None) -> frozenset[str]:
         """The names of the column families that exist at a version."""
         with self._reading(version, head) as view:
-            return self._families(view)
-
-    def _families(self, view: _View) -> frozenset[str]:
-        return self._db.column_families.union(*(d.changes.families for d in view.deltas))
+            return view.families
 
     def _check_family(self, column_family: str, view: _View) -> None:
-        families = self._families(view)
-        if column_family not in families:
+        if column_family not in view.families:
             raise InvalidStateStoreArgument(
                 f"There is no column family {column_family!r} in {self._directory}; there are "
-                f"{', '.join(sorted(families))}. Create it with create_column_family."
+                f"{', '.join(sorted(view.families))}. Create it with create_column_family."
             )
+
+    # -- snapshots -----------------------------------------------------------------------------
+
+    def snapshot(self, earlier: SnapshotRef | None) -> SnapshotRef:
+        """Upload the completed version, but for the files that ``earlier`` has; commits and reads go on meanwhile.
+
+        What is returned counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if
+        the state is closed meanwhile, ``VersionNotFoundError`` for the empty version 0.
+        """
+        started = time.perf_counter()
+        with self._snapshotting, self._scratch_directory() as directory:
+            with self._mutation:
+                self._check_open()
+                state = self._engine.state
+                if state.head is None:
+                    raise VersionNotFoundError(
+                        f"{self._directory} is at the empty version 0: there is nothing to keep."
+                    )
+                finish = self._engine.capture(directory)
+            fault_points.reached("snapshot:captured")
+            finish()
+            descriptor = None
+            if earlier is not None:
+                try:
+                    descriptor = snapshot.read_descriptor(self._storage, earlier)
+                except (MissingFileError, DamagedFileError) as error:
+                    log.warning("All of %s is uploaded, for an earlier snapshot is no help: %s", self._directory, error)
+            with ThreadPoolExecutor(self._conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
+                ref, written = snapshot.upload(
+                    self._storage,
+                    self._directory,
+                    self._backend,
+                    directory,
+                    state,
+                    earlier=descriptor,
+                    digests=self._digests,
+                    pool=pool,
+                    is_cancelled=lambda: self._closed,
+                )
+        with self._changed:
+            self._custom["snapshots"] += 1
+            self._custom["snapshot_bytes_written"] += written
+            self._custom["snapshot_ms"] = (time.perf_counter() - started) * 1e3
+        log.info(
+            "Written snapshot file for version %d of %s at %s",
+            ref.version,
+            self._directory,
+            self._storage.full_location(ref.file.path),
+        )
+        return ref
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -423,26 +629,54 @@ class PartitionState:
         """Figures of this partition: times in ms are those of the last call of each kind."""
         with self._changed:
             self._check_open()
-            custom = dict(self._custom)
-            pending = (*self._staged.values(), *self._accepted.values())
-            held = sum(pairs.nbytes for d in pending for pairs in d.changes.families.values())
-            return StateStoreMetrics(self._db.num_keys(), self._db.memory_bytes() + held, custom)
+            custom = {**self._custom, "files": float(self._engine.num_files())}
+            layers: tuple[_Delta | _Undo, ...] = (*self._staged.values(), *self._accepted.values(), *self._undos)
+            held = sum(pairs.nbytes for layer in layers for pairs in layer.changes.families.values())
+            return StateStoreMetrics(self._engine.num_keys(), self._engine.memory_bytes() + held, custom)
 
     def close(self) -> None:
-        """Close RocksDB once the reads under way have ended; scans under way end with an error. Files stay."""
+        """Close the engine once the reads under way have ended; scans under way end with an error. Files stay."""
+        if self._closed:
+            return
         with self._mutation, self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._readers)
             self._staged.clear()
             self._accepted.clear()
-            self._db.close()
+            self._undos.clear()
+            self._last_read = None
+            self._engine.close()
+        with self._snapshotting:  # an upload under way ends with the file that it is at
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        os.close(self._lock_file)
 
     def destroy(self) -> None:
         """Close, and remove the local files. The durable ones stay."""
         self.close()
-        if self._local_dir.exists():
-            shutil.rmtree(self._local_dir)
+        shutil.rmtree(self._local_dir, ignore_errors=True)
 
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"The state of {self._directory} is closed here: open it again.")
+
+
+def _growth(changes: Changes, before: Changes) -> int:
+    """By how many keys the state grows."""
+    return sum(
+        before.families[name].values.null_count - pairs.values.null_count for name, pairs in changes.families.items()
+    )
+
+
+def _lock(local_dir: Path) -> int:
+    """Hold a directory until the returned descriptor is closed, or the process ends."""
+    local_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(local_dir / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConcurrentCommitError(
+            f"{local_dir} is open in another provider, in this process or another: one writer at a time. "
+            "Close it, or give each provider its own local_dir."
+        ) from error
+    return descriptor

@@ -1,220 +1,325 @@
-"""The RocksDB provider, used alone: its own manifests, and a commit completes at once.
+"""RocksDB as a backend: bulk gets, scans and atomic write batches of Arrow columns, on local disk.
 
-Under a coordinator, hosts use the core beneath it, ``PartitionState``, directly.
+What lies here can be rebuilt from changelogs at any time, so the write-ahead log is off. Flushes
+are atomic over column families, and every batch carries its version: whatever a killed process
+leaves behind is exactly one version, and says which.
 """
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
-import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+import msgspec
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    Checkpoint,
+    DBCompressionType,
+    Options,
+    Rdict,
+    ReadOptions,
+    WriteBatch,
+    WriteBufferManager,
+    WriteOptions,
+)
 
-from backends.changelog import ChangelogMeta, Changes
+from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.conf import StateStoreConf
-from backends.exceptions import ConcurrentCommitError, StoreClosedError, VersionNotFoundError
-from backends.ids import StateStoreId
-from backends.manifest import FileRef
-from backends.metrics import StateStoreMetrics
-from backends.overlay import OverlayStateStore
-from backends.partition_state import PartitionState
-from backends.standalone import StandaloneLog
-from backends.storage import CheckpointStorage
-from backends.store import StateStore, StateStoreProvider
+from backends.engine import LocalState
+from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
+from backends.provider import LocalStateStoreProvider
+from backends.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 
-T = TypeVar("T")
+SCAN_ROWS = 1 << 14
+BULK_ROWS = 1 << 16
+META_FAMILY = "__statestore__"
+_META_KEY = b"state"
+
+_shared_lock = threading.Lock()
+_shared: dict[tuple[int, int], tuple[Cache, WriteBufferManager]] = {}
 
 
-class RocksDBStateStoreProvider(StateStoreProvider):
-    """Versions of one store, in RocksDB, durable below ``<checkpoint location>/statestore/standalone/``.
+@dataclass
+class _Family:
+    db: Rdict
+    handle: object
 
-    ``local_dir`` is where RocksDB works: kept at ``close`` and used again if it proves right; without
-    it, a temporary directory that ``close`` removes. ``storage`` replaces the one at
-    ``<checkpoint location>/statestore``.
-    """
 
-    def __init__(
-        self,
-        store_id: StateStoreId,
-        conf: StateStoreConf | None = None,
-        local_dir: str | Path | None = None,
-        *,
-        storage: CheckpointStorage | None = None,
-    ) -> None:
-        self._id = store_id
-        self._conf = conf or StateStoreConf()
-        root = f"{store_id.checkpoint_location.rstrip('/')}/statestore"
-        self._storage = storage or CheckpointStorage.open(root, fsync=self._conf.fsync)
-        self._log = StandaloneLog(self._storage, store_id, "rocksdb")
-        self._log.refresh()
-        self._closed = False
-        self._local_dir = Path(local_dir) if local_dir else Path(tempfile.mkdtemp(prefix="statestore-"))
-        self._remove_local = weakref.finalize(self, shutil.rmtree, self._local_dir, ignore_errors=True)
-        if local_dir:
-            self._remove_local.detach()
-        try:
-            self._main = self._partition("current")
-        except BaseException:
-            self._remove_local()
-            raise
-        self._copies: weakref.WeakSet[PartitionState] = weakref.WeakSet()
-        self._lock = threading.RLock()
+class Scan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
 
-    def _partition(self, name: str) -> PartitionState:
-        return PartitionState(self._local_dir / name, self._storage, self._log.directory, self._conf)
+    def __init__(self, items: Iterator[tuple[bytes, bytes]], options: ReadOptions) -> None:
+        self._items: Iterator[tuple[bytes, bytes]] | None = items
+        # rocksdict's iterator points into its options for the upper bound, but does not keep them alive.
+        self._options = options
 
-    @property
-    def id(self) -> StateStoreId:
-        """Which store this provider is for."""
-        return self._id
-
-    def latest_version(self) -> int:
-        """The newest version, 0 if nothing was ever committed."""
-        self._check_open()
-        self._log.refresh()
-        return self._log.latest_version()
-
-    def get_store(self, version: int) -> StateStore:
-        """Open a version to change it; raises ``VersionNotFoundError``."""
-        with self._lock:
-            self._check_open()
-            self._log.refresh()
-            chain = self._log.chain(version)
-            newest = self._log.newest
-            self._go_to(chain)
-        attempt = uuid.uuid4().hex
-        return OverlayStateStore(_Reader(self, chain), lambda changes: self._commit(chain, newest, attempt, changes))
-
-    def get_read_store(self, version: int) -> StateStore:
-        """Open a version to read, while others write; raises ``VersionNotFoundError``."""
-        with self._lock:
-            self._check_open()
-            self._log.refresh()
-            chain = self._log.chain(version)
-            if self._main.head is None or any(ref.path == self._main.head for _, ref in chain):
-                self._go_to(chain)
-        return OverlayStateStore(_Reader(self, chain), None)
-
-    def _go_to(self, chain: list[tuple[int, FileRef]]) -> None:
-        if self._main.head != _head(chain):
-            self._main.load(chain)
-
-    def _commit(self, chain: list[tuple[int, FileRef]], newest: int, attempt: str, changes: Changes) -> int:
-        version = len(chain) + 1
-        with self._lock:
-            self._check_open()
-            self._log.check_newest(version, newest)
-            self._go_to(chain)
-            meta = ChangelogMeta(
-                query_run_id="",
-                operator=self._id.operator_id,
-                partition=self._id.partition_id,
-                num_partitions=0,
-                version=version,
-                attempt=attempt,
-                base=_head(chain),
-                store=self._id.store_name,
-            )
-            file = self._main.stage(meta, changes)
-            try:
-                self._log.append(version, newest, attempt, file)
-            except ConcurrentCommitError:
-                self._main.discard(version, attempt)
-                # No manifest names it, and none ever will.
-                self._storage.delete(file.path)
-                raise
-            except BaseException:
-                self._main.discard(version, attempt)
-                raise
-            self._main.accept(version, attempt)
-            self._main.complete(version, file.path)
-        return version
-
-    def read(self, head: str | None, version: int, call: Callable[[PartitionState], T]) -> T:
-        """Call ``call`` with the main copy, if it holds that very version; raises ``VersionNotFoundError``."""
-        self._check_open()
-        if head is None and self._main.head is not None:
-            raise VersionNotFoundError(f"The empty version 0 of {self._id} is not held; held is {self._main.version}.")
-        return call(self._main)
-
-    def copy_at(self, chain: list[tuple[int, FileRef]]) -> PartitionState:
-        """A copy of the state at a version that the main one has moved on from."""
-        self._check_open()
-        copy = self._partition(f"at-{len(chain)}-{uuid.uuid4().hex[:8]}")
-        self._copies.add(copy)
-        try:
-            copy.load(chain)
-        except BaseException:
-            copy.destroy()
-            raise
-        return copy
-
-    def metrics(self) -> StateStoreMetrics:
-        """Figures of the main copy."""
-        return self._main.metrics()
+    def __next__(self) -> pa.RecordBatch:
+        items = self._items
+        if items is None:
+            raise StoreClosedError("The store was closed while it was scanned.")
+        rows = list(islice(items, SCAN_ROWS))
+        if not rows:
+            raise StopIteration
+        keys, values = [row[0] for row in rows], [row[1] for row in rows]
+        return pa.RecordBatch.from_arrays(
+            [pa.array(keys, pa.binary()), pa.array(values, pa.binary())], schema=PAIRS_SCHEMA
+        )
 
     def close(self) -> None:
-        """Let go of memory and of temporary local files; what was committed stays."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            for copy in list(self._copies):
-                copy.destroy()
-            self._main.close()
-            self._remove_local()
+        """Let go of RocksDB, which cannot close while an iterator lives."""
+        self._items = None
+
+
+class LocalRocksDB:
+    """RocksDB in the directory ``path``, opened or made.
+
+    A directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError``
+    if another provider has it open.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+        self._path = path
+        self._conf = conf
+        self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
+        self._families: dict[str, _Family] = {}
+        self._closed = False
+        self._db: Any = None
+        self.state = LocalState()
+        try:
+            self._open()
+        except LocalStateDamagedError:
+            shutil.rmtree(path)
+            self._open()
+
+    def _open(self) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            names = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else [DEFAULT_FAMILY]
+            options = self._options()
+            self._db = Rdict(str(self._path), options, {n: options for n in names if n != DEFAULT_FAMILY})
+            self._families = {
+                n: _Family(
+                    self._db if n == DEFAULT_FAMILY else self._db.get_column_family(n),
+                    self._db.get_column_family_handle(n),
+                )
+                for n in names
+            }
+            if META_FAMILY not in names:
+                self._create(META_FAMILY)
+            stored = self._families[META_FAMILY].db.get(_META_KEY)
+            self.state = LocalState() if stored is None else msgspec.json.decode(stored, type=LocalState)
+        except Exception as error:  # rocksdict raises plain Exception
+            self._let_go()
+            if "lock hold" in str(error) or "While lock file" in str(error):
+                raise ConcurrentCommitError(
+                    f"{self._path} is open in another provider, in this process or another: one writer at a time. "
+                    "Close it, or give each provider its own local_dir."
+                ) from error
+            raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
+        self._write_options = WriteOptions()
+        self._write_options.disable_wal = True
+
+    def _options(self) -> Options:
+        conf = self._conf
+        cache, buffers = _shared_memory(conf)
+        options = Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_atomic_flush(True)
+        options.set_write_buffer_manager(buffers)
+        options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
+        options.set_keep_log_file_num(1)
+        options.set_compression_type(getattr(DBCompressionType, conf.rocksdb_compression)())
+        table = BlockBasedOptions()
+        table.set_block_cache(cache)
+        table.set_cache_index_and_filter_blocks(True)
+        table.set_pin_l0_filter_and_index_blocks_in_cache(True)
+        if conf.rocksdb_bloom_filter_bits:
+            table.set_bloom_filter(conf.rocksdb_bloom_filter_bits, False)
+        options.set_block_based_table_factory(table)
+        return options
+
+    def _create(self, name: str) -> None:
+        db = self._db.create_column_family(name, self._options())
+        self._families[name] = _Family(db, self._db.get_column_family_handle(name))
+
+    @property
+    def column_families(self) -> frozenset[str]:
+        """The names of the users' column families."""
+        return frozenset(self._families) - {META_FAMILY}
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Values in the order of ``keys``; null where there is none, or no such column family."""
+        family = self._families.get(column_family)
+        if family is None or not len(keys):
+            return pa.nulls(len(keys), pa.binary())
+        if is_strictly_sorted(keys):
+            return self._get_sorted(family, keys)
+        order = np.asarray(pc.sort_indices(keys))
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return self._get_sorted(family, keys.take(pa.array(order))).take(pa.array(back))
+
+    def _get_sorted(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
+        # A slice at a time: Python objects take several times the memory of the bytes.
+        slices = (keys.slice(at, BULK_ROWS) for at in range(0, len(keys), BULK_ROWS))
+        found = [pa.array(self._get(family, to_bytes_list(part)), pa.binary()) for part in slices]
+        return found[0] if len(found) == 1 else pa.concat_arrays(found)
+
+    def _get(self, family: _Family, keys: Sequence[bytes | None]) -> list[bytes | None]:
+        self._check_open()
+        try:
+            return family.db[keys]  # type: ignore[no-any-return]
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def apply(self, changes: Changes, state: LocalState) -> None:
+        """Write all changes, and what they lead to, as one atomic batch."""
+        self._check_open()
+        try:
+            for name in changes.families:
+                if name not in self._families:
+                    self._create(name)
+            batch = WriteBatch(raw_mode=True)
+            for name, pairs in changes.families.items():
+                for at in range(0, len(pairs), BULK_ROWS):
+                    _fill(batch, pairs.slice(at, BULK_ROWS), self._families[name].handle)
+            batch.put(_META_KEY, msgspec.json.encode(state), self._families[META_FAMILY].handle)
+            self._db.write(batch, self._write_options)
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("write", error) from error
+        self.state = state
+
+    def capture(self, directory: Path) -> Callable[[], None]:
+        """Hard-link the files of a RocksDB checkpoint into ``directory``."""
+        self._check_open()
+        checkpoint = directory / "checkpoint"
+        try:
+            Checkpoint(self._db).create_checkpoint(str(checkpoint))
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("take a checkpoint", error) from error
+        for file in checkpoint.iterdir():
+            # The write-ahead log is off, and options are given when it is opened.
+            if file.suffix != ".log" and not file.name.startswith("OPTIONS"):
+                file.rename(directory / file.name)
+        shutil.rmtree(checkpoint)
+        return lambda: None
+
+    def restore(self, directory: Path) -> None:
+        """Put a checkpoint's files in the place of all there is."""
+        self.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+        directory.rename(self._path)
+        directory.mkdir()  # the caller's to remove
+        self._closed = False
+        try:
+            self._open()
+        except LocalStateDamagedError:
+            shutil.rmtree(self._path)
+            self._open()
+            raise
+
+    def scan(
+        self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[pa.RecordBatch]:
+        """Pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
+        self._check_open()
+        family = self._families.get(column_family)
+        if family is None:
+            return iter(())
+        options = ReadOptions()
+        if end is not None:
+            options.set_iterate_upper_bound(end)
+        scan = Scan(family.db.items(from_key=start, read_opt=options), options)
+        self._scans.add(scan)
+        return scan
+
+    def num_keys(self) -> int:
+        """The number of keys; RocksDB's estimate if they are not counted."""
+        if self.state.num_keys is not None:
+            return self.state.num_keys
+        return sum(
+            int(f.db.property_int_value("rocksdb.estimate-num-keys") or 0)
+            for n, f in self._families.items()
+            if n != META_FAMILY
+        )
+
+    def memory_bytes(self) -> int:
+        """Memory of this database's write buffers and open tables, without the shared block cache."""
+        properties = ("rocksdb.cur-size-all-mem-tables", "rocksdb.estimate-table-readers-mem")
+        return sum(int(f.db.property_int_value(p) or 0) for f in self._families.values() for p in properties)
+
+    def num_files(self) -> int:
+        """The number of SST files."""
+        return len(self._db.live_files())
+
+    def clear(self) -> None:
+        """Start over, empty."""
+        self.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._closed = False
+        self._open()
+
+    def close(self) -> None:
+        """Close it; scans under way end with an error. The files stay."""
+        if self._closed:
+            return
+        self._closed = True
+        for scan in list(self._scans):
+            scan.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for name, family in self._families.items():
+            if name != DEFAULT_FAMILY:
+                family.db.close()
+        self._families = {}
+        if self._db is not None:
+            self._db.close()
+        self._db = None
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StoreClosedError(f"The provider of {self._id} is closed: make a new one.")
+            raise StoreClosedError(f"{self._path} is closed.")
+
+    def _failure(self, verb: str, error: Exception) -> StateStoreError:
+        if self._closed:
+            return StoreClosedError(f"{self._path} was closed while it was used.")
+        return LocalStateDamagedError(
+            f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
+            "remove the directory: the state is loaded anew from the checkpoint location."
+        )
 
 
-class _Reader:
-    """One version, read from the provider's main copy while that holds it, else from a copy of its own."""
-
-    def __init__(self, provider: RocksDBStateStoreProvider, chain: list[tuple[int, FileRef]]) -> None:
-        self.id = provider.id
-        self.version = len(chain)
-        self._provider = provider
-        self._chain = chain
-        self._copy: PartitionState | None = None
-
-    def _read(self, call: Callable[[PartitionState], T]) -> T:
-        if self._copy is None:
-            try:
-                return self._provider.read(_head(self._chain), self.version, call)
-            except VersionNotFoundError:
-                self._copy = self._provider.copy_at(self._chain)
-                # A store that is dropped without abort() leaves no copy behind.
-                weakref.finalize(self, self._copy.destroy)
-        return call(self._copy)
-
-    def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
-        head = _head(self._chain)
-        return self._read(lambda state: state.get_many(keys, self.version, column_family, head=head))
-
-    def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
-        head = _head(self._chain)
-        return self._read(lambda state: state.scan(self.version, start, end, column_family, head=head))
-
-    def column_families(self) -> frozenset[str]:
-        head = _head(self._chain)
-        return self._read(lambda state: state.column_families(self.version, head=head))
-
-    def metrics(self) -> StateStoreMetrics:
-        return self._provider.metrics() if self._copy is None else self._copy.metrics()
-
-    def close(self) -> None:
-        if self._copy is not None:
-            self._copy.destroy()
-            self._copy = None
+def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
+    put, delete = batch.put, batch.delete
+    for key, value in zip(to_bytes_list(pairs.keys), to_bytes_list(pairs.values), strict=True):
+        if value is None:
+            delete(key, handle)
+        else:
+            put(key, value, handle)
 
 
-def _head(chain: list[tuple[int, FileRef]]) -> str | None:
-    return chain[-1][1].path if chain else None
+def _shared_memory(conf: StateStoreConf) -> tuple[Cache, WriteBufferManager]:
+    """One block cache and one write buffer budget for all stores of the process with the same limits."""
+    limits = (conf.rocksdb_block_cache_bytes, conf.rocksdb_write_buffer_bytes)
+    with _shared_lock:
+        if limits not in _shared:
+            _shared[limits] = (Cache(limits[0]), WriteBufferManager(limits[1], False))
+        return _shared[limits]
+
+
+class RocksDBStateStoreProvider(LocalStateStoreProvider):
+    """Versions of one store in RocksDB: state on local disk, larger than memory, with incremental snapshots."""
+
+    backend = "rocksdb"
+    engine = LocalRocksDB

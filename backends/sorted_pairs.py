@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +12,7 @@ import pyarrow.compute as pc
 
 from backends.exceptions import InvalidStateStoreArgument
 
-_LOOKUPS_WORTH_A_HASH_TABLE = 16
+_HAS_SEARCH = hasattr(pc, "search_sorted")  # pyarrow 26, which needs Python 3.11
 
 
 class SortedPairs:
@@ -78,23 +76,26 @@ class SortedPairs:
         """Memory of both arrays, in bytes."""
         return int(self.keys.nbytes + self.values.nbytes)
 
-    @cached_property
-    def key_list(self) -> list[bytes]:
-        """The keys as Python objects, made once."""
-        return to_bytes_list(self.keys)  # type: ignore[return-value]
-
     def find(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
         """The position of each key here, -1 where it is absent."""
-        if len(keys) * _LOOKUPS_WORTH_A_HASH_TABLE < len(self):
-            return np.fromiter((self._position(k) for k in to_bytes_list(keys)), np.int64, len(keys))
-        found = pc.index_in(keys, value_set=self.keys)
-        return np.asarray(pc.fill_null(found, -1), dtype=np.int64)
+        if not len(self):
+            return np.full(len(keys), -1, np.int64)
+        at, is_here = self._search(keys)
+        return np.where(is_here, at, -1)
 
-    def _position(self, key: bytes | None) -> int:
-        if key is None:
-            return -1
-        at = bisect_left(self.key_list, key)
-        return at if at < len(self) and self.key_list[at] == key else -1
+    def _search(self, keys: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Where each key is or would be inserted, and whether it is there. Not for an empty ``self``."""
+        if _HAS_SEARCH:
+            at = np.asarray(pc.search_sorted(self.keys, keys)).astype(np.int64)
+        else:
+            # Stable: of equal keys the needle comes first, so what precedes it here is what is below it.
+            order = np.asarray(pc.sort_indices(pa.concat_arrays([keys, self.keys])))
+            is_needle = order < len(keys)
+            at = np.empty(len(keys), np.int64)
+            at[order[is_needle]] = np.cumsum(~is_needle)[is_needle]
+        nearest = self.keys.take(pa.array(np.minimum(at, len(self) - 1)))
+        is_here = np.asarray(pc.equal(nearest, keys)) & (at < len(self))
+        return at, is_here
 
     def overlay(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
         """``below``, the values of ``keys`` without these changes, with these changes on top."""
@@ -106,15 +107,16 @@ class SortedPairs:
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
         """Whether the key is among these changes, and its new value (None: removed)."""
-        at = self._position(key)
-        return (False, None) if at < 0 else (True, self.values[at].as_py())
+        at = self.lower_bound(key)
+        if at == len(self) or self.keys[at].as_py() != key:
+            return False, None
+        return True, self.values[at].as_py()
 
     def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
         """The changes of keys from ``start`` (included) to ``end`` (not included)."""
         first = 0 if start is None else self.lower_bound(start)
         last = len(self) if end is None else self.lower_bound(end)
-        length = max(0, last - first)
-        return SortedPairs(self.keys.slice(first, length), self.values.slice(first, length))
+        return self.slice(first, max(0, last - first))
 
     def lower_bound(self, key: bytes) -> int:
         """The number of keys below ``key``."""
@@ -133,9 +135,24 @@ class SortedPairs:
             return self
         if not len(self):
             return newer
-        return SortedPairs.last_wins(
-            pa.concat_arrays([self.keys, newer.keys]), pa.concat_arrays([self.values, newer.values])
+        at, is_here = self._search(newer.keys)
+        stays = np.ones(len(self), np.bool_)
+        stays[at[is_here]] = False
+        below = np.concatenate([[0], np.cumsum(stays)])
+        rows = np.empty(int(below[-1]) + len(newer), np.int64)
+        is_newer = np.zeros(len(rows), np.bool_)
+        is_newer[below[at] + np.arange(len(newer))] = True
+        rows[is_newer] = len(self) + np.arange(len(newer))
+        rows[~is_newer] = np.flatnonzero(stays)
+        taken = pa.array(rows)
+        return SortedPairs(
+            pa.concat_arrays([self.keys, newer.keys]).take(taken),
+            pa.concat_arrays([self.values, newer.values]).take(taken),
         )
+
+    def slice(self, offset: int, length: int | None = None) -> SortedPairs:
+        """Some of the changes in a row; nothing is copied."""
+        return SortedPairs(self.keys.slice(offset, length), self.values.slice(offset, length))
 
     def present(self) -> SortedPairs:
         """Without the removed keys."""

@@ -1,18 +1,29 @@
 """The manifests of a provider that is used alone, without a coordinator.
 
 They lie with the changelogs below the store's own directory. Every commit adds one by
-create-if-absent with the next number, so that of two writers one is refused. Version V is the one
-on the parent chain of the newest manifest (DESIGN, rule 1).
+create-if-absent with the next number, so that of two writers one is refused; so does maintenance,
+with the version that there is. Version V is the one on the parent chain of the newest manifest
+(DESIGN, rule 1).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
-from backends.exceptions import ConcurrentCommitError, DamagedFileError, FileExistsInStorageError, VersionNotFoundError
+from msgspec.structs import replace
+
+from backends import chain, fault_points
+from backends.exceptions import (
+    ConcurrentCommitError,
+    DamagedFileError,
+    FileExistsInStorageError,
+    MissingFileError,
+    VersionNotFoundError,
+)
 from backends.ids import StateStoreId
-from backends.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
+from backends.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.sealed import seal, unseal
 from backends.storage import CheckpointStorage
 
@@ -22,35 +33,43 @@ _DIGITS = 20
 class StandaloneLog:
     """The versions of one store that keeps its own manifests. Safe to use from many threads."""
 
-    def __init__(self, storage: CheckpointStorage, store_id: StateStoreId, backend: str) -> None:
+    def __init__(
+        self,
+        storage: CheckpointStorage,
+        store_id: StateStoreId,
+        backend: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._storage = storage
         self._id = store_id
         self._backend = backend
+        self._clock = clock
+        self._key = (store_id.operator_id, store_id.partition_id)
         self.directory = f"standalone/{store_id.operator_id}/{store_id.partition_id}/{store_id.store_name}"
-        """Where changelogs and manifests are, below the state location."""
-        self._manifests: dict[int, Manifest] = {}
-        self._chain: list[Manifest] = []
-        self._newest = 0
-        self._lock = threading.Lock()
+        """Where changelogs, snapshots and manifests are, below the state location."""
+        self._known: dict[int, Manifest] = {}
+        self._chain: dict[int, Manifest] = {}
+        self._head: Manifest | None = None
+        self._lock = threading.RLock()
 
     def refresh(self) -> None:
         """See what others have committed. Reads only manifests that are not known yet."""
         with self._lock:
-            newest = max(self._ids(), default=0)
+            newest = max(self.manifest_ids(), default=0)
             if newest == self._newest:
                 return
-            chain: list[Manifest] = []
-            wanted: int | None = newest
-            while wanted is not None:
-                manifest = self._manifests.get(wanted) or self._read(wanted)
-                self._manifests[wanted] = manifest
-                chain.append(manifest)
-                wanted = manifest.parent
-            chain.reverse()
-            self._check(chain)
-            self._chain, self._newest = chain, newest
+            if newest < self._newest:
+                raise MissingFileError(
+                    f"{self._storage.full_location(self._path(self._newest))} does not exist any more, but it was the newest "
+                    "manifest: it was removed. Restore it from a copy."
+                )
+            head = self._manifest(newest) if newest else None
+            self._chain = chain.walk(head, self._manifest, lambda i: self._storage.full_location(self._path(i)))
+            self._head = head
+            self._known = {m.id: m for m in self._chain.values()}
 
-    def _ids(self) -> list[int]:
+    def manifest_ids(self) -> list[int]:
+        """The numbers of the manifests that there are."""
         ids = []
         for path, _ in self._storage.list(f"{self.directory}/manifests"):
             stem = path.rsplit("/", 1)[-1].removesuffix(".json")
@@ -61,82 +80,174 @@ class StandaloneLog:
     def _path(self, manifest_id: int) -> str:
         return f"{self.directory}/manifests/{manifest_id:0{_DIGITS}d}.json"
 
-    def _read(self, manifest_id: int) -> Manifest:
+    def _manifest(self, manifest_id: int) -> Manifest | None:
+        known = self._known.get(manifest_id)
+        if known is not None:
+            return known
         path = self._path(manifest_id)
+        if not self._storage.exists(path):
+            return None
         name = self._storage.full_location(path)
         manifest = unseal(self._storage.get(path), Manifest, name)
-        if manifest.id != manifest_id:
-            raise DamagedFileError(f"{name} holds manifest {manifest.id}: files have been exchanged.")
+        if manifest.id != manifest_id or chain.entry({0: manifest}, 0, self._key) is None:
+            raise DamagedFileError(
+                f"{name} holds manifest {manifest.id} of {', '.join(manifest.operators)}: files have been exchanged."
+            )
         return manifest
 
-    def _check(self, chain: list[Manifest]) -> None:
-        for version, manifest in enumerate(chain, 1):
-            if manifest.version != version:
-                raise DamagedFileError(
-                    f"{self._storage.full_location(self._path(manifest.id))} holds version {manifest.version} where "
-                    f"version {version} belongs: files have been exchanged."
-                )
-
     @property
-    def newest(self) -> int:
-        """The number of the newest manifest known, 0 for none."""
-        return self._newest
+    def _newest(self) -> int:
+        return self._head.id if self._head else 0
 
     def latest_version(self) -> int:
         """The newest version known."""
-        return len(self._chain)
+        return self._head.version if self._head else 0
 
-    def chain(self, version: int) -> list[tuple[int, FileRef]]:
-        """The changelogs that lead to a version; raises ``VersionNotFoundError``."""
+    def oldest_version(self) -> int:
+        """The oldest version that is kept, besides the empty 0."""
+        return self._head.oldest if self._head else 0
+
+    def lineage(self, version: int) -> Lineage:
+        """The files that lead to a version; raises ``VersionNotFoundError``."""
         with self._lock:
-            chain = self._chain
-        if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= len(chain):
-            there = f"are versions 0 to {len(chain)}" if chain else "is only the empty version 0"
-            raise VersionNotFoundError(f"Version {version!r} of {self._id} does not exist; there {there}.")
-        return [(m.version, self._file(m)) for m in chain[:version]]
+            self._require(version)
+            return chain.lineage(self._chain, self._key, version) if version else Lineage(0)
 
-    def _file(self, manifest: Manifest) -> FileRef:
-        return manifest.operators[self._id.operator_id].partitions[self._id.partition_id].changelog
+    def _require(self, version: int) -> None:
+        oldest, latest = self.oldest_version(), self.latest_version()
+        is_int = isinstance(version, int) and not isinstance(version, bool)
+        if is_int and (version == 0 or oldest <= version <= latest):
+            return
+        if not latest:
+            there = "there is only the empty version 0"
+        else:
+            there = f"there are versions {oldest} to {latest}" + (" and the empty version 0" if oldest else "")
+        if is_int and 0 < version < oldest:
+            there += "; older ones are no longer kept (min_versions_to_retain)"
+        elif is_int and version > latest:
+            litter = [p for p, _ in self._storage.list(self.directory) if chain.version_in(p) == version]
+            if litter:
+                there += (
+                    f"; {self._storage.full_location(litter[0])} belongs to version {version}, but no manifest names it: "
+                    "it was never committed, or its manifest was removed"
+                )
+        raise VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {there}.")
 
-    def check_newest(self, version: int, newest: int) -> None:
-        """Raise ``ConcurrentCommitError`` if a manifest behind ``newest`` is known; no look at the storage."""
-        if newest != self._newest:
-            raise self._conflict(version)
+    def append(self, version: int, expected_head: str | None, attempt: str, changelog: FileRef) -> None:
+        """Make ``version`` of the one below it, if nobody has committed since the newest changelog was ``expected_head``.
 
-    def append(self, version: int, newest: int, attempt: str, changelog: FileRef) -> None:
-        """Make ``version`` of the one below it, if ``newest`` still is the newest manifest.
-
-        Raises ``ConcurrentCommitError`` if it is not; nothing has changed then.
+        Raises ``ConcurrentCommitError`` if somebody has; nothing has changed then.
         """
         with self._lock:
-            self.check_newest(version, newest)
-            manifest = Manifest(
-                id=newest + 1,
-                parent=self._chain[version - 2].id if version > 1 else None,
-                version=version,
-                epoch=0,
-                run_id="",
-                created_ms=int(time.time() * 1000),
-                # A store on its own is no part of a layout, and its bytes have no schema.
-                operators={
-                    self._id.operator_id: OperatorEntry(
-                        num_partitions=0,
-                        schema_id="",
-                        backend=self._backend,
-                        partitions={self._id.partition_id: PartitionEntry(attempt, changelog)},
-                    )
-                },
-            )
-            try:
-                self._storage.put_new(self._path(manifest.id), seal(manifest))
-            except FileExistsInStorageError as error:
-                raise self._conflict(version) from error
-            self._manifests[manifest.id] = manifest
-            self._chain = [*self._chain[: version - 1], manifest]
-            self._newest = manifest.id
+            while True:
+                self.check_head(version, expected_head)
+                below = {v: m for v, m in self._chain.items() if v < version}
+                # Going on from an older version must not lose the snapshots that only newer manifests name.
+                snapshots = chain.snapshots(below, self._key, self._chain.values())
+                named = {s.file.path for s in chain.snapshots(below, self._key)}
+                entry = PartitionEntry(attempt, changelog, tuple(s for s in snapshots if s.file.path not in named))
+                manifest = self._next(
+                    version, entry, parent=below[version - 1].id if version > 1 else None, is_new_start=version == 1
+                )
+                fault_points.reached("commit:manifest")
+                if self._put(manifest):
+                    fault_points.reached("commit:committed")
+                    return
 
-    def _conflict(self, version: int) -> ConcurrentCommitError:
-        return ConcurrentCommitError(
-            f"Version {version} of {self._id} was not committed: another writer has committed since version "
-            f"{version - 1} was opened. Open the store again, and see to it that there is one writer."
+    def record_maintenance(
+        self, snapshot: SnapshotRef | None, reused: SnapshotRef | None, target: Callable[[int], int]
+    ) -> chain.Retention:
+        """Name a new snapshot in a manifest, and let go of the versions below ``target(latest version)``.
+
+        ``reused`` is the snapshot whose files the new one shares: if it is no longer kept, the new one does not count.
+        """
+        with self._lock:
+            while True:
+                self.refresh()
+                if self._head is None:
+                    return chain.Retention(0, 1, {})
+                held = chain.entry(self._chain, self._head.version, self._key)
+                assert held is not None
+                entry = held
+                if snapshot is not None and self._may_name(snapshot, reused):
+                    entry = replace(held, snapshots=(*held.snapshots, snapshot))
+                manifest = self._next(self._head.version, entry, parent=self._head.parent)
+                new_chain = {**self._chain, manifest.version: manifest}
+                kept = chain.retain(new_chain, [self._key], target(self._head.version), self._head.oldest)
+                if entry is held and kept.oldest == self._head.oldest:
+                    return kept
+                manifest = replace(manifest, oldest=kept.oldest, chain_from=kept.chain_from)
+                fault_points.reached("maintenance:manifest")
+                if self._put(manifest):
+                    fault_points.reached("maintenance:recorded")
+                    return kept
+
+    def _may_name(self, snapshot: SnapshotRef, reused: SnapshotRef | None) -> bool:
+        known = {s.file.path for s in self.snapshots()}
+        return (
+            chain.head_of(self._chain, snapshot.version, self._key) == snapshot.head
+            and snapshot.version > self.oldest_version()
+            and snapshot.file.path not in known
+            and (reused is None or reused.file.path in known)
         )
+
+    def snapshots(self) -> list[SnapshotRef]:
+        """The snapshots that are kept, ascending."""
+        with self._lock:
+            return chain.snapshots(self._chain, self._key)
+
+    def head_at(self, version: int) -> str | None:
+        """The changelog that made a version; None for the empty version 0, and for one that is not known."""
+        with self._lock:
+            return chain.head_of(self._chain, version, self._key)
+
+    def check_head(self, version: int, expected_head: str | None) -> None:
+        """Raise ``ConcurrentCommitError`` if another commit than ``expected_head`` is known to be the newest."""
+        if self.head_at(self.latest_version()) != expected_head:
+            raise ConcurrentCommitError(
+                f"Version {version} of {self._id} was not committed: another writer has committed since version "
+                f"{version - 1} was opened. Open the store again, and see to it that there is one writer."
+            )
+
+    def _next(self, version: int, entry: PartitionEntry, parent: int | None, *, is_new_start: bool = False) -> Manifest:
+        head = self._head
+        return Manifest(
+            id=self._newest + 1,
+            parent=parent,
+            version=version,
+            epoch=0,
+            run_id="",
+            created_ms=int(self._clock() * 1000),
+            # A store on its own is no part of a layout, and its bytes have no schema.
+            operators={
+                self._id.operator_id: OperatorEntry(
+                    num_partitions=0,
+                    schema_id="",
+                    backend=self._backend,
+                    partitions={self._id.partition_id: entry},
+                )
+            },
+            oldest=0 if head is None or is_new_start else head.oldest,
+            chain_from=1 if head is None or is_new_start else head.chain_from,
+        )
+
+    def _put(self, manifest: Manifest) -> bool:
+        """Write the next manifest; False if there is one of that number: what it says is known then."""
+        try:
+            self._storage.put_new(self._path(manifest.id), seal(manifest))
+        except FileExistsInStorageError:
+            self.refresh()
+            return False
+        kept = {v: m for v, m in self._chain.items() if manifest.chain_from <= v < manifest.version}
+        self._chain = {**kept, manifest.version: manifest}
+        self._known = {m.id: m for m in self._chain.values()}
+        self._head = manifest
+        return True
+
+    def garbage(self, kept: chain.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
+        """The files that nothing kept refers to. No commit may be under way in this process: see ``chain.garbage``."""
+        with self._lock:
+            manifests = f"{self.directory}/manifests/"
+            files = [p for p, _ in self._storage.list(self.directory) if not p.startswith(manifests)]
+            found = chain.garbage(files, self._chain, kept, files_of)
+            return found + [self._path(i) for i in self.manifest_ids() if i < self._newest and i not in self._known]

@@ -39,6 +39,7 @@ T = TypeVar("T")
 _MEMORY_STORES: dict[str, MemoryStore] = {}
 _MEMORY_LOCK = threading.Lock()
 _STATUS = re.compile(r"status code: (\d{3})")
+_CHUNK_BYTES = 4 << 20
 _FIRST_WAIT_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 5.0
 _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
@@ -47,6 +48,15 @@ _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno
 def digest(data: bytes) -> str:
     """The digest that ``FileRef`` carries: xxh3-128, hex."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a local file's content."""
+    hashed = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hashed.update(chunk)
+    return hashed.hexdigest()
 
 
 class CheckpointStorage:
@@ -142,6 +152,39 @@ class CheckpointStorage:
             raise self._exists(path)
         return ref
 
+    def put_file(self, path: str, source: Path) -> FileRef:
+        """Copy a local file into the storage, under a name that nothing else uses; as durable as ``put_new``."""
+        ref = FileRef(path, source.stat().st_size, file_digest(source))
+        if self._files is not None:
+            files = self._files
+            self._retrying("write", path, lambda: files.put_new_file(path, source))
+        else:
+            key = self._key(path)
+            self._retrying("write", path, lambda: obstore.put(self._store, key, source))
+        return ref
+
+    def read_to_file(self, ref: FileRef, target: Path) -> None:
+        """Copy a file of the storage to a new local one, a piece at a time, checked as by ``read``."""
+        key = self._key(ref.path)
+
+        def fetch() -> str | None:
+            hashed = xxhash.xxh3_128()
+            try:
+                chunks = obstore.get(self._store, key).stream(min_chunk_size=_CHUNK_BYTES)
+            except FileNotFoundError:
+                return None
+            with target.open("wb") as file:
+                for chunk in chunks:
+                    hashed.update(chunk)
+                    file.write(chunk)
+            return hashed.hexdigest()
+
+        found = self._retrying("read", ref.path, fetch)
+        if found is None:
+            raise self._missing(ref)
+        if found != ref.digest:
+            raise self._damaged(ref, target.stat().st_size, found)
+
     def get(self, path: str) -> bytes:
         """A file's content, unchecked; raises ``MissingFileError``. Use ``read`` where a ``FileRef`` is at hand."""
         key = self._key(path)
@@ -158,16 +201,22 @@ class CheckpointStorage:
         try:
             data = self.get(ref.path)
         except MissingFileError as error:
-            raise MissingFileError(
-                f"{self.full_location(ref.path)} ({ref.size} bytes) does not exist, but the state needs it: "
-                "it was removed, or is kept elsewhere. Restore it from a copy."
-            ) from error
+            raise self._missing(ref) from error
         if len(data) != ref.size or digest(data) != ref.digest:
-            raise DamagedFileError(
-                f"{self.full_location(ref.path)} is damaged: {len(data)} bytes with digest {digest(data)}, "
-                f"written were {ref.size} bytes with digest {ref.digest}. Restore it from a copy."
-            )
+            raise self._damaged(ref, len(data), digest(data))
         return data
+
+    def _missing(self, ref: FileRef) -> MissingFileError:
+        return MissingFileError(
+            f"{self.full_location(ref.path)} ({ref.size} bytes) does not exist, but the state needs it: "
+            "it was removed, or is kept elsewhere. Restore it from a copy."
+        )
+
+    def _damaged(self, ref: FileRef, size: int, found: str) -> DamagedFileError:
+        return DamagedFileError(
+            f"{self.full_location(ref.path)} is damaged: {size} bytes with digest {found}, "
+            f"written were {ref.size} bytes with digest {ref.digest}. Restore it from a copy."
+        )
 
     def exists(self, path: str) -> bool:
         """Whether a file of that name exists."""

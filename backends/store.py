@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -14,8 +14,34 @@ from backends.changelog import DEFAULT_FAMILY
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from backends.ids import StateStoreId
+    from backends.conf import StateStoreConf
+    from backends.ids import StateStoreId, StateStoreProviderId
     from backends.metrics import StateStoreMetrics
+
+CHANGES_SCHEMA = pa.schema(
+    [
+        pa.field("version", pa.int64(), nullable=False),
+        pa.field("column_family", pa.string(), nullable=False),
+        pa.field("key", pa.binary(), nullable=False),
+        pa.field("before", pa.binary()),
+        pa.field("after", pa.binary()),
+    ]
+)
+"""The batches of a change feed."""
+
+
+class _Get:
+    """``StateStore.get(provider_id, version, conf)`` opens a store; on a store, ``get(key)`` reads a value.
+
+    Spark has the first on its object ``StateStore`` and the second on its trait of the same name.
+    """
+
+    __isabstractmethod__ = True
+
+    def __get__(self, store: StateStore | None, owner: type[StateStore]) -> Any:
+        from backends.registry import loaded_providers
+
+        return loaded_providers.get
 
 
 class StateStore(ABC):
@@ -25,7 +51,47 @@ class StateStore(ABC):
     them; after either, all but ``id``, ``version``, ``has_committed`` and ``metrics`` raises
     ``StoreClosedError``. Keys and values are ``bytes``, never None (``InvalidStateStoreArgument``).
     Iteration is in byte order of the keys. One store is for one thread.
+
+    ``StateStore.get``, ``get_read_only``, ``unload``, ``stop``, ``is_loaded`` and ``is_maintenance_running``,
+    called on the class, are those of this process's loaded providers (``backends.registry``).
     """
+
+    @staticmethod
+    def get_read_only(
+        provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
+    ) -> StateStore:
+        """Open a version of a loaded provider, which is loaded if need be, to read."""
+        from backends.registry import loaded_providers
+
+        return loaded_providers.get_read_only(provider_id, version, conf)
+
+    @staticmethod
+    def unload(provider_id: StateStoreProviderId) -> None:
+        """Close a provider, if it is loaded."""
+        from backends.registry import loaded_providers
+
+        loaded_providers.unload(provider_id)
+
+    @staticmethod
+    def stop() -> None:
+        """Close all loaded providers, and stop their maintenance."""
+        from backends.registry import loaded_providers
+
+        loaded_providers.stop()
+
+    @staticmethod
+    def is_loaded(provider_id: StateStoreProviderId) -> bool:
+        """Whether a provider is loaded in this process."""
+        from backends.registry import loaded_providers
+
+        return loaded_providers.is_loaded(provider_id)
+
+    @staticmethod
+    def is_maintenance_running() -> bool:
+        """Whether the maintenance thread runs."""
+        from backends.registry import loaded_providers
+
+        return loaded_providers.is_maintenance_running()
 
     @property
     @abstractmethod
@@ -47,9 +113,13 @@ class StateStore(ABC):
     def metrics(self) -> StateStoreMetrics:
         """Figures: at the version opened, and once committed, at the version made."""
 
-    @abstractmethod
-    def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """The value of a key, None if it has none."""
+    if TYPE_CHECKING:
+
+        @abstractmethod
+        def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
+            """The value of a key, None if it has none. On the class: see ``_Get``."""
+    else:
+        get = _Get()
 
     @abstractmethod
     def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
@@ -97,8 +167,30 @@ class StateStore(ABC):
         """As ``get_range``, in batches with the binary columns ``key`` and ``value``."""
 
     @abstractmethod
-    def create_column_family(self, name: str) -> None:
-        """Make a column family, a map of its own; it is no error if it exists."""
+    def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
+        """Make a column family, a map of its own; it is no error if it exists.
+
+        With ``use_multiple_values_per_key`` (Spark's term) its values are lists: ``merge`` appends to them,
+        ``values_iterator`` reads one, iterators and scans give a pair per element, ``put`` replaces a
+        list by one element, and ``remove`` removes it all. ``get`` and ``get_many`` are for other families.
+        """
+
+    @abstractmethod
+    def merge(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
+        """Append to the list of a key, without reading it."""
+
+    @abstractmethod
+    def merge_many(
+        self,
+        keys: pa.Array | pa.ChunkedArray,
+        values: pa.Array | pa.ChunkedArray,
+        column_family: str = DEFAULT_FAMILY,
+    ) -> None:
+        """Append many elements, in the order given; a key may come several times."""
+
+    @abstractmethod
+    def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
+        """The elements of a key's list, in the order they were appended; none if there is no list."""
 
     @abstractmethod
     def commit(self) -> int:
@@ -135,6 +227,19 @@ class StateStoreProvider(ABC):
     @abstractmethod
     def latest_version(self) -> int:
         """The newest version, 0 if nothing was ever committed."""
+
+    @abstractmethod
+    def change_feed(self, from_version: int, to_version: int) -> Iterator[pa.RecordBatch]:
+        """What leads from ``from_version`` to ``to_version``: batches of ``CHANGES_SCHEMA``.
+
+        The changes of versions ``from_version + 1`` to ``to_version``, ascending, a batch per version and
+        column family, sorted by key: the value before (null: there was none) and after (null: removed).
+        In a family of lists every element is a pair of its own. Raises ``VersionNotFoundError``.
+        """
+
+    @abstractmethod
+    def do_maintenance(self) -> None:
+        """Take snapshots that are due, and remove what is no longer kept, while others read and write."""
 
     @abstractmethod
     def close(self) -> None:

@@ -14,12 +14,12 @@ import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from backends.ids import StateStoreProviderId
+from backends.manifest import Lineage
 from backends.storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
-    ChangelogRef,
     Completed,
     HostInfo,
     HostOrders,
@@ -29,6 +29,7 @@ from coordinator_actor.messages import (
     OperatorLocation,
     QueryRegistration,
     RegisteredQuery,
+    SnapshotUploaded,
 )
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,13 @@ class StateStoreCoordinator:
             tags,
         )
         threading.Thread(target=self._watch, name="statestore-leases", daemon=True).start()
+        # Apart from the leases: removing files may take long.
+        threading.Thread(target=self._maintain, name="statestore-maintenance", daemon=True).start()
+
+    def _maintain(self) -> None:
+        while True:
+            time.sleep(1.0)
+            self._coordinator.maintain()
 
     def _watch(self) -> None:
         tags = {"namespace": self._namespace}
@@ -113,9 +121,13 @@ class StateStoreCoordinator:
         """See ``Coordinator``."""
         return self._coordinator.open_for_read(run_id, operator, partition)
 
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
         """See ``Coordinator``."""
         return self._coordinator.lineage(run_id, operator, partition, version)
+
+    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
+        """See ``Coordinator``."""
+        return self._coordinator.snapshot_uploaded(message)
 
     def acknowledge(self, message: Acknowledge) -> Acknowledged:
         """See ``Coordinator``."""

@@ -35,6 +35,12 @@ def refusal_of(run: QueryState) -> str | None:
         refusal = _program_refusal(run, newest)
         if refusal is not None:
             return refusal
+    if run.oldest > run.completed:
+        return (
+            f"Spark begins {registration.checkpoint_location} with batch {run.completed}, and so needs state version "
+            f"{run.completed}, but at {where} versions {run.oldest} to {max(run.chain)} are kept: more of Spark's offsets and "
+            "commits were removed than min_versions_to_retain allows for. Restore them, or use a new checkpoint location."
+        )
     if run.completed > 0 and run.completed not in run.chain:
         return _missing_version(run)
     return None

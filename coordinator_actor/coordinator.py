@@ -14,13 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from backends import chain as chains
+from backends import snapshot
+from backends.exceptions import StorageError
 from backends.ids import StateStoreProviderId
-from backends.manifest import PartitionEntry
+from backends.manifest import Lineage, PartitionEntry, SnapshotRef
 from backends.schema import StateSchema
 from backends.storage import CheckpointStorage
 from coordinator_actor.assignment import assign
 from coordinator_actor.compatibility import refusal_of
 from coordinator_actor.exceptions import (
+    CoordinatorError,
     InvalidRequestError,
     LineageError,
     RetiredRunError,
@@ -34,7 +38,6 @@ from coordinator_actor.manifests import ManifestLog, QueryFile, SparkCommits, sc
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
-    ChangelogRef,
     Completed,
     HostInfo,
     HostOrders,
@@ -44,6 +47,7 @@ from coordinator_actor.messages import (
     OperatorLocation,
     QueryRegistration,
     RegisteredQuery,
+    SnapshotUploaded,
 )
 from coordinator_actor.query import QueryState
 from coordinator_actor.registry import HostRegistry, InstanceRegistry
@@ -62,6 +66,8 @@ class CoordinatorConf:
 
 
 REMEMBERED_RUNS = 1000
+BUSY_SECONDS = 900.0
+"""How long a load or an upload is believed to go on if nothing more is heard of it."""
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
 
@@ -164,9 +170,8 @@ class Coordinator:
             newest = manifest_log.newest_epoch()
             manifest_log.refresh()
             commits = SparkCommits(spark)
-            last = commits.last()
-            run = QueryState(registration, manifest_log, commits, driver_seen=self._clock())
-            run.completed = 0 if last is None else last + 1
+            run = QueryState(registration, manifest_log, commits, driver_seen=self._clock(), maintained=self._clock())
+            run.completed = commits.next_batch()
             run.chain = manifest_log.chain()
             run.previous_run_id = newest.run_id if newest else None
             refusal = refusal_of(run)
@@ -193,6 +198,7 @@ class Coordinator:
                 self._runs[registration.run_id] = run
             if run.completed > 0 and run.completed not in run.chain:
                 run.recover(run.completed, self._now_ms())
+            run.carry_snapshots()
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,
@@ -314,8 +320,8 @@ class Coordinator:
                 f"Operator {operator!r} has {spec.num_partitions} partitions; there is no {partition}."
             )
 
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
-        """The files that lead to a version of a partition, ascending from the empty one."""
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+        """The files that lead to a version of a partition; none of that partition are removed while it is loaded."""
         run = self._run(run_id)
         with run.lock:
             self._require_partition(run, operator, partition)
@@ -323,7 +329,30 @@ class Coordinator:
                 raise InvalidRequestError(
                     f"Version {version} is not completed; {run.completed} is the last one that is."
                 )
+            run.busy[(operator, partition)] = self._clock() + BUSY_SECONDS
             return run.lineage(operator, partition, version)
+
+    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
+        """The owner of a partition has uploaded a snapshot. True if it counts: the next manifest names it."""
+        run = self._run(message.run_id)
+        key = (message.operator, message.partition)
+        with run.lock:
+            self._require_current(run)
+            self._require_partition(run, *key)
+            with self._lock:
+                self._hosts.require(message.host_id, message.incarnation)
+            run.busy.pop(key, None)
+            new, known = message.snapshot, {s.file.path for s in run.snapshots(key, run.completed)}
+            counts = (
+                run.owners.get(f"{message.operator}/{message.partition}") == message.host_id
+                and run.oldest < new.version <= run.completed
+                and run.head(new.version, *key) == new.head
+                and new.file.path not in known
+                and (message.reused is None or message.reused.file.path in known)
+            )
+            if counts:
+                run.unnamed[key] = (*run.unnamed.get(key, ()), new)
+            return counts
 
     def acknowledge(self, message: Acknowledge) -> Acknowledged:
         """A host has made a task's changes durable. The last one is answered when the manifest is durable too."""
@@ -348,6 +377,7 @@ class Coordinator:
                 raise LineageError(
                     f"Changes of {key} apply to {message.base}, but version {message.version - 1} ends with {base}."
                 )
+            run.busy.pop((message.operator, message.partition), None)
             entries = run.pending.setdefault(message.version, {})
             entries[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
             return Acknowledged(message.version, run.prepare(message.version, self._now_ms()))
@@ -360,6 +390,63 @@ class Coordinator:
                 return None
             self._advance(run, batch_id + 1)
             return run.heads(run.completed)
+
+    # -- maintenance ---------------------------------------------------------------------------
+
+    def maintain(self) -> None:
+        """Remove what the runs whose time has come no longer keep. May take long; not for many threads at once."""
+        now = self._clock()
+        with self._lock:
+            runs = [
+                run
+                for run in self._runs.values()
+                if not run.ended
+                and run.retired_by is None
+                and now - run.maintained >= run.registration.maintenance_interval
+            ]
+        for run in runs:
+            run.maintained = now
+            try:
+                removed = self._remove_garbage(run)
+            except (StorageError, CoordinatorError):
+                log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
+                continue
+            if removed:
+                log.info("Deleted files older than %d for run %s: %d files", run.oldest, run.run_id, len(removed))
+
+    def _remove_garbage(self, run: QueryState) -> list[str]:
+        """Remove only what the newest manifest, which is durable, says is not kept."""
+        with run.lock:
+            run.plan_retention()
+            recorded, unnamed = run.recorded, [s for refs in run.unnamed.values() for s in refs]
+            if recorded is None or recorded.oldest == 0:
+                return []
+            refs = [s for key in recorded.bases for s in chains.snapshots(run.chain, key)]
+        self._read_descriptors(run, [*refs, *unnamed])
+        files = [path for path, _ in run.log.storage.list("operators")]
+        with run.lock:
+            self._require_current(run)
+            run.log.check_epoch()
+            now = self._clock()
+            busy = tuple(
+                f"operators/{o}/{spec.num_partitions}/{p}/"
+                for (o, p), until in run.busy.items()
+                if until > now and (spec := run.operator(o)) is not None
+            )
+            unnamed = [s for refs in run.unnamed.values() for s in refs]
+            self._read_descriptors(run, unnamed)
+            removed = chains.garbage(files, run.chain, recorded, lambda s: run.descriptors[s.file.path], unnamed)
+            removed = [path for path in removed if not path.startswith(busy)]
+            removed += run.log.forget({m.id for m in run.chain.values()})
+        for path in removed:
+            run.log.storage.delete(path)
+        return removed
+
+    @staticmethod
+    def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> None:
+        for ref in refs:
+            if ref.file.path not in run.descriptors:
+                run.descriptors[ref.file.path] = snapshot.read_descriptor(run.log.storage, ref).paths
 
     # -- for query clients ---------------------------------------------------------------------
 
@@ -420,6 +507,15 @@ class Coordinator:
 
     def deactivate_instances(self, run_id: str) -> bool:
         """A run is over: its instances are inactive, and hosts unload them."""
+        with self._lock:
+            run = self._runs.get(run_id)
+        if run is not None:
+            with run.lock:
+                try:
+                    run.name_snapshots(self._now_ms())
+                except (StorageError, CoordinatorError):
+                    # They only save time: the next run takes new ones.
+                    log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
         with self._lock:
             self._instances.deactivate(run_id)
             run = self._runs.get(run_id)

@@ -6,13 +6,15 @@ has written and before it answers, so that of two coordinators only one can comp
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
+from backends import chain
+from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.manifest import FORMAT_VERSION, Manifest
 from backends.sealed import seal, unseal
 from backends.storage import CheckpointStorage
@@ -101,21 +103,16 @@ class ManifestLog:
         return max(self.manifests.values(), key=lambda m: (m.epoch, m.id), default=None)
 
     def chain(self) -> dict[int, Manifest]:
-        """Manifest per version, along the parents of the head."""
-        chain: dict[int, Manifest] = {}
-        current = self.head()
-        while current is not None:
-            chain[current.version] = current
-            if current.parent is None:
-                break
-            parent = self.manifests.get(current.parent)
-            if parent is None:
-                raise DamagedFileError(
-                    f"{self.storage.location}/{manifest_path(current.parent)} is missing; manifest {current.id} "
-                    f"(version {current.version}) builds on it."
-                )
-            current = parent
-        return chain
+        """Manifest per version, along the parents of the head, as far as they are kept."""
+        return chain.walk(self.head(), self.manifests.get, lambda i: self.storage.full_location(manifest_path(i)))
+
+    def forget(self, kept: Collection[int]) -> list[str]:
+        """Let go of manifests that are not ``kept`` and not newer than all of those; returns their paths."""
+        newest = max(kept, default=0)
+        gone = [i for i in self.manifests if i < newest and i not in kept]
+        for i in gone:
+            del self.manifests[i]
+        return [manifest_path(i) for i in gone]
 
     def append(self, manifest: Manifest) -> Manifest:
         """Write a manifest under the next free id, durably, unless another coordinator has taken over.
@@ -176,14 +173,23 @@ class ManifestLog:
 
 
 class SparkCommits:
-    """Spark's own ``commits/`` of a checkpoint: the batches that are done."""
+    """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are done, and begun."""
 
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
 
-    def last(self) -> int | None:
-        """The highest batch that Spark has committed."""
-        names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list("commits/")]
+    def next_batch(self) -> int:
+        """The batch that Spark begins with when it starts: the last planned one, or the one behind it if it is committed.
+
+        As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever has been removed from either directory.
+        """
+        begun, done = self._last("offsets"), self._last("commits")
+        if begun is None:
+            return 0 if done is None else done + 1
+        return begun + 1 if done is not None and done >= begun else begun
+
+    def _last(self, directory: str) -> int | None:
+        names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list(f"{directory}/")]
         return max((int(n) for n in names if n.isdigit()), default=None)
 
     def has(self, batch_id: int) -> bool:

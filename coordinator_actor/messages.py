@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from backends.manifest import FileRef
+from backends.manifest import FileRef, SnapshotRef
 
 
 class OperatorSpec(Struct, frozen=True):
@@ -30,7 +30,9 @@ class QueryRegistration(Struct, frozen=True):
     """What the driver tells the coordinator when a streaming query starts.
 
     ``state_location`` is the directory that holds ``manifests/`` and the rest;
-    ``checkpoint_location`` is Spark's own, whose ``commits/`` say which batches are done.
+    ``checkpoint_location`` is Spark's own, whose ``commits/`` say which batches are done. Of the
+    versions before the completed one, ``min_versions_to_retain`` are kept; every
+    ``maintenance_interval`` seconds the others are removed.
     """
 
     query_id: str
@@ -42,6 +44,8 @@ class QueryRegistration(Struct, frozen=True):
     operators: tuple[OperatorSpec, ...]
     key_groups: int = 1024
     storage_options: dict[str, str] = field(default_factory=dict)
+    min_versions_to_retain: int = 100
+    maintenance_interval: float = 60.0
 
 
 class RegisteredQuery(Struct, frozen=True):
@@ -91,13 +95,6 @@ class OpenGrant(Struct, frozen=True):
     registration: QueryRegistration
 
 
-class ChangelogRef(Struct, frozen=True):
-    """A changelog file and the version it leads to."""
-
-    version: int
-    file: FileRef
-
-
 class Acknowledge(Struct, frozen=True):
     """A host has made the changes of one attempt durable: ``version`` is batch id + 1.
 
@@ -120,6 +117,18 @@ class Acknowledged(Struct, frozen=True):
 
     version: int
     manifest_id: int | None
+
+
+class SnapshotUploaded(Struct, frozen=True):
+    """The owner of a partition has uploaded a snapshot, which shares files with the earlier one ``reused``."""
+
+    run_id: str
+    operator: str
+    partition: int
+    host_id: str
+    incarnation: str
+    snapshot: SnapshotRef
+    reused: SnapshotRef | None
 
 
 class Completed(Struct, frozen=True):

@@ -6,20 +6,27 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
+from backends import chain as chains
+from backends.chain import PartitionKey, Retention
 from backends.changelog import read_changelog_meta
-from backends.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
+from backends.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.schema import StateSchema
 from backends.storage import digest
 from coordinator_actor.exceptions import IncompleteBatchError
 from coordinator_actor.manifests import ManifestLog, SparkCommits
-from coordinator_actor.messages import ChangelogRef, Completed, OperatorSpec, QueryRegistration
-
-PartitionKey = tuple[str, int]
+from coordinator_actor.messages import Completed, OperatorSpec, QueryRegistration
 
 
 @dataclass
 class QueryState:
-    """What the coordinator knows of one run. ``lock`` guards everything in it."""
+    """What the coordinator knows of one run. ``lock`` guards everything in it.
+
+    ``unnamed`` are the snapshots that no manifest of a completed version names yet. ``planned`` is what the
+    next manifest will keep, ``recorded`` what the last one says. ``busy`` has the partitions that are
+    being loaded or uploaded, and until when that is believed.
+    """
 
     registration: QueryRegistration
     log: ManifestLog
@@ -28,6 +35,12 @@ class QueryState:
     highest_opened: int = -1
     chain: dict[int, Manifest] = field(default_factory=dict)
     pending: dict[int, dict[PartitionKey, PartitionEntry]] = field(default_factory=dict)
+    unnamed: dict[PartitionKey, tuple[SnapshotRef, ...]] = field(default_factory=dict)
+    planned: Retention | None = None
+    recorded: Retention | None = None
+    descriptors: dict[str, frozenset[str]] = field(default_factory=dict)
+    busy: dict[PartitionKey, float] = field(default_factory=dict)
+    maintained: float = 0.0
     owners: dict[str, str] = field(default_factory=dict)
     previous_run_id: str | None = None
     retired_by: str | None = None
@@ -52,14 +65,22 @@ class QueryState:
 
     def entry(self, version: int, operator: str, partition: int) -> PartitionEntry | None:
         """What a partition contributed to a version of the chain."""
-        manifest = self.chain.get(version)
-        held = manifest.operators.get(operator) if manifest else None
-        return held.partitions.get(partition) if held else None
+        return chains.entry(self.chain, version, (operator, partition))
 
     def head(self, version: int, operator: str, partition: int) -> str | None:
         """The changelog that a partition's state ends with at a version; None for the empty version 0."""
-        entry = self.entry(version, operator, partition)
-        return entry.changelog.path if entry else None
+        return chains.head_of(self.chain, version, (operator, partition))
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that is kept, besides the empty 0."""
+        return self.chain[max(self.chain)].oldest if self.chain else 0
+
+    def snapshots(self, key: PartitionKey, version: int) -> tuple[SnapshotRef, ...]:
+        """A partition's snapshots of versions up to one, ascending, named in a manifest or not yet."""
+        below = {v: m for v, m in self.chain.items() if v <= self.completed}
+        known = {s.file.path: s for s in (*chains.snapshots(below, key), *self.unnamed.get(key, ()))}
+        return tuple(sorted((s for s in known.values() if s.version <= version), key=lambda s: s.version))
 
     def heads(self, version: int) -> Completed:
         """All of them, for the hosts."""
@@ -68,14 +89,25 @@ class QueryState:
             heads[name] = {p: e.changelog.path for p, e in entry.partitions.items()}
         return Completed(self.run_id, version, heads)
 
-    def lineage(self, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
-        """The changelogs that lead to a version, ascending."""
-        refs = []
-        for v in range(1, version + 1):
-            entry = self.entry(v, operator, partition)
-            if entry is not None:
-                refs.append(ChangelogRef(v, entry.changelog))
-        return tuple(refs)
+    def lineage(self, operator: str, partition: int, version: int) -> Lineage:
+        """The files that lead to a version."""
+        key = (operator, partition)
+        return msgspec.structs.replace(chains.lineage(self.chain, key, version), snapshots=self.snapshots(key, version))
+
+    def carry_snapshots(self) -> None:
+        """Take up the snapshots that only manifests of versions above the completed one name: those may be replaced."""
+        below = {v: m for v, m in self.chain.items() if v <= self.completed}
+        for key in self.partitions():
+            named = {s.file.path for s in chains.snapshots(below, key)}
+            found = chains.snapshots(below, key, self.chain.values())
+            if lost := tuple(s for s in found if s.file.path not in named):
+                self.unnamed[key] = lost
+
+    def plan_retention(self) -> None:
+        """Decide which versions the next manifest keeps."""
+        below = {v: m for v, m in self.chain.items() if v <= self.completed}
+        target = max(0, self.completed - self.registration.min_versions_to_retain - 1)
+        self.planned = chains.retain(below, self.partitions(), target, self.oldest)
 
     def missing(self, version: int) -> list[PartitionKey]:
         """Declared partitions that have not acknowledged a version."""
@@ -92,10 +124,16 @@ class QueryState:
                 num_partitions=o.num_partitions,
                 schema_id=StateSchema.from_json(o.schema).id,
                 backend=o.backend,
-                partitions={p: self.pending[version][(o.name, p)] for p in range(o.num_partitions)},
+                partitions={
+                    p: msgspec.structs.replace(
+                        self.pending[version][(o.name, p)], snapshots=self.unnamed.get((o.name, p), ())
+                    )
+                    for p in range(o.num_partitions)
+                },
             )
             for o in self.registration.operators
         }
+        keep = self.planned or chains.Retention(self.oldest, min(self.chain, default=1), {})
         manifest = self.log.append(
             Manifest(
                 id=0,
@@ -105,11 +143,44 @@ class QueryState:
                 run_id=self.run_id,
                 created_ms=now_ms,
                 operators=operators,
+                oldest=keep.oldest,
+                chain_from=keep.chain_from,
             )
         )
-        self.chain = {v: m for v, m in self.chain.items() if v < version}
+        self.recorded = self.planned
+        self.chain = {v: m for v, m in self.chain.items() if keep.chain_from <= v < version}
         self.chain[version] = manifest
         return manifest.id
+
+    def name_snapshots(self, now_ms: int) -> None:
+        """Name the snapshots that are not named yet in a manifest of the completed version, for the next run to find.
+
+        Not if a later version is prepared already: it would no longer be the newest.
+        """
+        if (
+            self.ended
+            or self.retired_by
+            or not any(self.unnamed.values())
+            or max(self.chain, default=0) != self.completed
+        ):
+            return
+        current = self.chain[self.completed]
+        operators = {
+            name: msgspec.structs.replace(
+                operator,
+                partitions={
+                    p: msgspec.structs.replace(e, snapshots=(*e.snapshots, *self.unnamed.get((name, p), ())))
+                    for p, e in operator.partitions.items()
+                },
+            )
+            for name, operator in current.operators.items()
+        }
+        self.chain[self.completed] = self.log.append(
+            msgspec.structs.replace(
+                current, epoch=self.log.epoch, run_id=self.run_id, created_ms=now_ms, operators=operators
+            )
+        )
+        self.unnamed.clear()
 
     def complete(self, version: int, now_ms: int) -> Completed:
         """Take a version as completed: Spark has committed its batch."""
@@ -118,6 +189,9 @@ class QueryState:
         self.completed = version
         for done in [v for v in self.pending if v < version]:
             del self.pending[done]
+        for key, entry in chains.partitions(self.chain[version]):
+            if key in self.unnamed:
+                self.unnamed[key] = tuple(s for s in self.unnamed[key] if s not in entry.snapshots)
         return self.heads(version)
 
     def recover(self, version: int, now_ms: int) -> None:

@@ -10,7 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,15 +20,15 @@ import pyarrow as pa
 
 from backends.changelog import ChangelogMeta, Changes
 from backends.conf import StateStoreConf
-from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
-from backends.manifest import FileRef
+from backends.exceptions import LineageMismatchError, StateStoreError, StoreClosedError, VersionNotFoundError
+from backends.manifest import FileRef, Lineage
 from backends.partition_state import PartitionState
+from backends.provider import provider_class
 from backends.storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
-    ChangelogRef,
     Completed,
     HostInfo,
     HostOrders,
@@ -35,8 +37,9 @@ from coordinator_actor.messages import (
     OpenRequest,
     OperatorLocation,
     QueryRegistration,
+    SnapshotUploaded,
 )
-from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
 from spark_bridge.protocol import Opened, TaskIdentity
 
 log = logging.getLogger(__name__)
@@ -62,8 +65,11 @@ class CoordinatorPort(Protocol):
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Ask who owns a partition, and what its last completed version is."""
 
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
-        """The changelogs that lead to a version."""
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+        """The files that lead to a version."""
+
+    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
+        """Report a snapshot; whether it counts."""
 
     def acknowledge(self, message: Acknowledge) -> Acknowledged:
         """Report a durable commit."""
@@ -84,6 +90,7 @@ class Instance:
     invocations: dict[str, str] = field(default_factory=dict)
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
     last_commit: dict[str, float] = field(default_factory=dict)
+    snapshot_version: int = 0
 
     @property
     def key(self) -> InstanceKey:
@@ -121,7 +128,9 @@ class Host:
         self._registrations: dict[str, QueryRegistration] = {}
         self._lock = threading.RLock()
         self._loading: dict[InstanceKey, threading.Lock] = {}
-        self._counters = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0}
+        self._counters = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0, "snapshots": 0}
+        self._uploads = ThreadPoolExecutor(self._conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
+        self._uploading: dict[InstanceKey, Future[None]] = {}
 
     # -- with the coordinator ------------------------------------------------------------------
 
@@ -259,9 +268,9 @@ class Host:
             if instance is None:
                 storage = self._open_storage(registration.state_location, registration.storage_options)
                 local = self._local_dir / registration.query_id / registration.run_id / layout
-                instance = Instance(
-                    registration, operator, partition, PartitionState(local, storage, layout, self._conf)
-                )
+                conf = with_changes(self._conf, provider=spec.backend)
+                state = provider_class(conf).partition_state(local, storage, layout, conf)
+                instance = Instance(registration, operator, partition, state)
             try:
                 with instance.commit_lock:
                     self._advance(instance, grant)
@@ -286,12 +295,13 @@ class Host:
             and self._complete(instance, grant.version, grant.head)
         ):
             return
-        chain: tuple[ChangelogRef, ...] = ()
+        lineage = Lineage(0)
         if grant.version > 0:
             run_id = instance.registration.run_id
-            chain = self._coordinator.lineage(run_id, instance.operator, instance.partition, grant.version)
+            lineage = self._coordinator.lineage(run_id, instance.operator, instance.partition, grant.version)
         started = time.perf_counter()
-        state.load([(ref.version, ref.file) for ref in chain])
+        state.load(lineage)
+        instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         with self._lock:
             self._counters["loads"] += 1
         log.info(
@@ -409,6 +419,40 @@ class Host:
             base=meta.base,
         )
 
+    # -- maintenance ---------------------------------------------------------------------------
+
+    def do_maintenance(self) -> list[Future[None]]:
+        """Begin to upload the snapshots that are due, a few partitions at a time; returns at once."""
+        log.debug("Doing maintenance")
+        begun = []
+        with self._lock:
+            for key, instance in self._instances.items():
+                running = self._uploading.get(key)
+                is_due = instance.state.version - instance.snapshot_version >= self._conf.deltas_per_snapshot
+                if is_due and (running is None or running.done()):
+                    self._uploading[key] = self._uploads.submit(self._upload_snapshot, instance)
+                    begun.append(self._uploading[key])
+            for key in [k for k, f in self._uploading.items() if f.done() and k not in self._instances]:
+                del self._uploading[key]
+        return begun
+
+    def _upload_snapshot(self, instance: Instance) -> None:
+        run_id, operator, partition = instance.registration.run_id, instance.operator, instance.partition
+        try:
+            lineage = self._coordinator.lineage(run_id, operator, partition, instance.state.version)
+            earlier = lineage.snapshots[-1] if lineage.snapshots else None
+            made = instance.state.snapshot(earlier)
+            message = SnapshotUploaded(
+                run_id, operator, partition, self.info.host_id, self.info.incarnation, made, earlier
+            )
+            if self._with_registration(lambda: self._coordinator.snapshot_uploaded(message)):
+                instance.snapshot_version = made.version
+            with self._lock:
+                self._counters["snapshots"] += 1
+        except (StateStoreError, CoordinatorError, HostUnavailableError):
+            # What is uploaded already is removed when its version is; the next round tries again.
+            log.warning("Error managing %s; no snapshot was taken", self._describe_id(instance), exc_info=True)
+
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """Where an operator's partitions are, for query clients."""
         return self._coordinator.locate(operator, query)
@@ -442,6 +486,7 @@ class Host:
         """Unload everything and remove the local files."""
         for run_id in {i.registration.run_id for i in list(self._instances.values())}:
             self.unload_run(run_id)
+        self._uploads.shutdown(cancel_futures=True)
 
     @staticmethod
     def _describe_id(instance: Instance) -> str:

@@ -22,11 +22,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError
+from backends.manifest import Lineage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
-    ChangelogRef,
     Completed,
     HostInfo,
     HostOrders,
@@ -34,6 +34,7 @@ from coordinator_actor.messages import (
     OpenGrant,
     OpenRequest,
     OperatorLocation,
+    SnapshotUploaded,
 )
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.executor_transport import checked_call
@@ -100,10 +101,14 @@ class RayCoordinatorPort:
         grant: OpenGrant = self.call("open_for_read", run_id, operator, partition)
         return grant
 
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> tuple[ChangelogRef, ...]:
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
         """See ``CoordinatorPort``."""
-        chain: tuple[ChangelogRef, ...] = self.call("lineage", run_id, operator, partition, version)
-        return chain
+        lineage: Lineage = self.call("lineage", run_id, operator, partition, version)
+        return lineage
+
+    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
+        """See ``CoordinatorPort``."""
+        return bool(self.call("snapshot_uploaded", message))
 
     def acknowledge(self, message: Acknowledge) -> Acknowledged:
         """See ``CoordinatorPort``."""
@@ -151,6 +156,13 @@ class StateStoreHost:
         self._write_host_file(token)
         self._heartbeat = threading.Thread(target=self._run_heartbeat, name="statestore-heartbeat", daemon=True)
         self._heartbeat.start()
+        self._maintenance = threading.Thread(
+            target=self._run_maintenance,
+            args=(conf.maintenance_interval,),
+            name="state-store-maintenance-task",
+            daemon=True,
+        )
+        self._maintenance.start()
         atexit.register(self._clean_up)
 
     def _get_host(self) -> Host:
@@ -175,6 +187,10 @@ class StateStoreHost:
                 self._host.heartbeat()
             except (HostUnavailableError, CoordinatorError, StateStoreError, RayError):
                 log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
+
+    def _run_maintenance(self, interval: float) -> None:
+        while not self._stopping.wait(interval):
+            self._host.do_maintenance()
 
     def on_completed(self, completed: Completed) -> None:
         """A version is completed, as the driver has seen; saves waiting for the next heartbeat."""

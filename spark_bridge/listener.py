@@ -13,6 +13,7 @@ import re
 import threading
 from typing import Any
 
+import msgspec
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.listener import (
     QueryProgressEvent,
@@ -35,6 +36,7 @@ from spark_bridge.state_cluster import StateCluster
 log = logging.getLogger(__name__)
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
+MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
 STATE_LOCATION_CONF = "spark.statestore.location"
 SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
 TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
@@ -92,9 +94,20 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             session_id=self._cluster.session_id,
             checkpoint_location=checkpoint,
             state_location=state,
-            operators=tuple(sorted(operators, key=lambda o: o.name)),
+            operators=tuple(
+                msgspec.structs.replace(o, backend=self._cluster.conf.provider)
+                for o in sorted(operators, key=lambda o: o.name)
+            ),
             key_groups=int(self._spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS),
-            storage_options={k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
+            storage_options={
+                **{k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
+                **self._cluster.conf.storage_options,
+            },
+            # Whatever Spark lets a user go back to must be there.
+            min_versions_to_retain=max(
+                self._cluster.conf.min_versions_to_retain, int(self._spark.conf.get(MIN_BATCHES_CONF, "100") or 100)
+            ),
+            maintenance_interval=self._cluster.conf.maintenance_interval,
         )
         answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration)
         if answer.refusal is not None:

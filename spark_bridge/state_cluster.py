@@ -37,6 +37,7 @@ class StateCluster:
         self.namespace = namespace
         self.coordinator_name = coordinator_name
         self.recovery_timeout = recovery_timeout
+        self.conf = conf
         get_or_create_coordinator(namespace, coordinator_name)
         self.coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
         self.token: str = self.coordinator.call("token")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from backends import RocksDBStateStoreProvider, StateStoreId
-from backends.rocksdb_files import LocalRocksDB
+from backends.rocksdb import LocalRocksDB
 
 KILLED, COMMITTED = 9, 7
 SAY = os.write

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from backends.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
-from backends.exceptions import DamagedFileError, StorageError
+from backends.exceptions import DamagedFileError, MissingFileError, StorageError
 from backends.schema import StateSchema
 from backends.storage import CheckpointStorage
 from coordinator_actor.assignment import assign
@@ -143,7 +143,7 @@ def test_the_last_acknowledgement_prepares_the_version_and_sparks_commit_complet
     grant = world.open(started, 1)
     assert grant.version == 1
     assert grant.head is not None and grant.head.startswith("operators/op/2/0/default/1-")
-    assert [r.version for r in started.lineage("run1", "op", 0, 1)] == [1]
+    assert [r.version for r in started.lineage("run1", "op", 0, 1).changelogs] == [1]
     world.run_batch(started, 1)
     first, second = world.manifests()
     assert (first["parent"], second["parent"], second["version"], second["run_id"]) == (None, 1, 2, "run1")
@@ -326,7 +326,7 @@ def test_a_missing_manifest_in_the_middle_is_damage_that_names_it(world: World, 
     for batch in range(3):
         world.run_batch(started, batch)
     (world.root / "ck/statestore/manifests" / f"{2:020d}.json").unlink()
-    with pytest.raises(DamagedFileError, match=f"{2:020d}.json is missing"):
+    with pytest.raises(MissingFileError, match=f"{2:020d}.json does not exist, but version 3"):
         world.coordinator().register_query(world.registration("run2"))
 
 

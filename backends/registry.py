@@ -1,0 +1,240 @@
+"""The providers loaded in a process, and the thread that maintains them (Spark: the object ``StateStore``).
+
+For whoever uses providers without a host of ours; ``StateStore.get`` and its like are the
+process-wide ``loaded_providers``. A coordinator is told which instances are active, if there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from backends.conf import StateStoreConf
+from backends.exceptions import InvalidStateStoreArgument
+from backends.ids import StateStoreProviderId
+from backends.store import StateStore, StateStoreProvider
+
+log = logging.getLogger(__name__)
+
+
+class Report(Protocol):
+    """What reporting an instance answers, in the end."""
+
+    def result(self) -> Sequence[StateStoreProviderId]:
+        """The providers to unload here, for they are active elsewhere."""
+
+
+class CoordinatorReference(Protocol):
+    """What is needed of ``coordinator_actor.StateStoreCoordinatorRef``."""
+
+    def report_active_instance(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        other_provider_ids: Iterable[StateStoreProviderId] = (),
+    ) -> Report:
+        """An instance is active here."""
+
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """Whether the coordinator takes an instance to be active here."""
+
+
+class LoadedProviders:
+    """Loaded providers by their id. Safe to use from many threads.
+
+    ``coordinator`` returns the reference to the coordinator, or None where there is none.
+    """
+
+    def __init__(
+        self,
+        coordinator: Callable[[], CoordinatorReference | None] = lambda: None,
+        *,
+        host: str | None = None,
+        executor_id: str = "driver",
+    ) -> None:
+        self._coordinator_of = coordinator
+        self._coordinator: CoordinatorReference | None = None
+        self._host = host or socket.gethostname()
+        self._executor_id = executor_id
+        self._providers: dict[StateStoreProviderId, StateStoreProvider] = {}
+        self._maintained: dict[StateStoreProviderId, Future[None]] = {}
+        self._lock = threading.RLock()
+        self._stop: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def use_coordinator(
+        self,
+        coordinator: Callable[[], CoordinatorReference | None],
+        host: str | None = None,
+        executor_id: str = "driver",
+    ) -> None:
+        """Report to a coordinator from now on."""
+        with self._lock:
+            self._coordinator_of, self._coordinator = coordinator, None
+            self._host, self._executor_id = host or self._host, executor_id
+
+    def get(self, provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None) -> StateStore:
+        """Open a version to change it; the provider is loaded if need be, which starts maintenance.
+
+        Raises ``VersionNotFoundError``, and ``InvalidStateStoreArgument`` for what is no provider id or class.
+        """
+        return self._provider(provider_id, conf).get_store(version)
+
+    def get_read_only(
+        self, provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
+    ) -> StateStore:
+        """Open a version to read."""
+        return self._provider(provider_id, conf).get_read_store(version)
+
+    def _provider(self, provider_id: StateStoreProviderId, conf: StateStoreConf | None) -> StateStoreProvider:
+        if not isinstance(provider_id, StateStoreProviderId):
+            raise InvalidStateStoreArgument(
+                f"{provider_id!r} is no StateStoreProviderId. On the class, StateStore.get(provider_id, version, conf) opens "
+                "a store; get(key) is for a store that is open."
+            )
+        conf = conf or StateStoreConf()
+        with self._lock:
+            self._start_maintenance(conf)
+            provider = self._providers.get(provider_id)
+            if provider is None:
+                provider = self._providers[provider_id] = load_provider(provider_id, conf)
+            others = [other for other in self._providers if other != provider_id]
+        self._report(provider_id, others)
+        return provider
+
+    def _reference(self) -> CoordinatorReference | None:
+        with self._lock:
+            if self._coordinator is None:
+                log.debug("Getting StateStoreCoordinatorRef")
+                self._coordinator = self._coordinator_of()
+                if self._coordinator is not None:
+                    log.info("Retrieved reference to StateStoreCoordinator: %s", self._coordinator)
+            return self._coordinator
+
+    def _report(self, provider_id: StateStoreProviderId, others: Sequence[StateStoreProviderId]) -> None:
+        coordinator = self._reference()
+        if coordinator is None:
+            return
+        report = coordinator.report_active_instance(provider_id, self._host, self._executor_id, tuple(others))
+        log.info("Reported that the loaded instance %s is active", provider_id)
+        to_unload = report.result()
+        log.debug("The loaded instances are going to unload: %s", ", ".join(map(str, to_unload)))
+        for other in to_unload:
+            self.unload(other)
+
+    def is_loaded(self, provider_id: StateStoreProviderId) -> bool:
+        """Whether a provider is loaded."""
+        with self._lock:
+            return provider_id in self._providers
+
+    def unload(self, provider_id: StateStoreProviderId) -> None:
+        """Close a provider, if it is loaded."""
+        with self._lock:
+            provider = self._providers.pop(provider_id, None)
+            self._maintained.pop(provider_id, None)
+        if provider is not None:
+            provider.close()
+            log.info("Unloaded %s", provider)
+
+    def stop(self) -> None:
+        """Close all providers, and end maintenance; what is loaded afterwards starts it again."""
+        with self._lock:
+            ids = list(self._providers)
+            stop, thread, pool = self._stop, self._thread, self._pool
+            self._stop = self._thread = self._pool = None
+            self._coordinator = None
+        if stop is not None:
+            stop.set()
+        for provider_id in ids:
+            self.unload(provider_id)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+        log.info("StateStore stopped")
+
+    # -- maintenance ---------------------------------------------------------------------------
+
+    def is_maintenance_running(self) -> bool:
+        """Whether the maintenance thread runs."""
+        with self._lock:
+            return self._thread is not None and self._thread.is_alive()
+
+    def _start_maintenance(self, conf: StateStoreConf) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+        stop = threading.Event()
+        self._stop = stop
+        self._pool = self._pool or ThreadPoolExecutor(
+            conf.maintenance_threads, thread_name_prefix="statestore-maintenance"
+        )
+
+        def run() -> None:
+            while not stop.wait(conf.maintenance_interval):
+                self.do_maintenance()
+
+        self._thread = threading.Thread(target=run, name="state-store-maintenance-task", daemon=True)
+        self._thread.start()
+        log.info("State Store maintenance task started")
+
+    def do_maintenance(self) -> list[Future[None]]:
+        """One round: unload what is active elsewhere, and begin to maintain the rest.
+
+        Returns at once, so that no slow upload holds up the next round; one that is still at it is left alone.
+        """
+        log.debug("Doing maintenance")
+        with self._lock:
+            loaded, pool = dict(self._providers), self._pool
+        begun = []
+        for provider_id, provider in loaded.items():
+            with self._lock:
+                running = self._maintained.get(provider_id)
+                if pool is None or (running is not None and not running.done()):
+                    continue
+                try:
+                    begun.append(pool.submit(self._maintain, provider_id, provider))
+                except RuntimeError:  # stopped meanwhile
+                    break
+                self._maintained[provider_id] = begun[-1]
+        return begun
+
+    def _maintain(self, provider_id: StateStoreProviderId, provider: StateStoreProvider) -> None:
+        try:
+            if self._is_active(provider_id):
+                provider.do_maintenance()
+            else:
+                self.unload(provider_id)
+        except Exception:
+            with self._lock:
+                is_loaded = self._providers.get(provider_id) is provider
+            if is_loaded:  # else it was closed on purpose, in the middle of its maintenance
+                log.warning("Error managing %s, unloading state store provider", provider, exc_info=True)
+                self.unload(provider_id)
+
+    def _is_active(self, provider_id: StateStoreProviderId) -> bool:
+        coordinator = self._reference()
+        if coordinator is None:
+            return True
+        verified = coordinator.verify_if_instance_active(provider_id, self._executor_id)
+        log.debug("Verified whether the loaded instance %s is active: %s", provider_id, verified)
+        return verified
+
+
+def load_provider(provider_id: StateStoreProviderId, conf: StateStoreConf) -> StateStoreProvider:
+    """Make the provider that ``conf`` names."""
+    provider = conf.provider_class()(provider_id.store_id, conf)
+    if not isinstance(provider, StateStoreProvider):
+        raise InvalidStateStoreArgument(
+            f"provider={conf.provider!r} makes {provider!r}, which is no StateStoreProvider."
+        )
+    return provider
+
+
+loaded_providers = LoadedProviders()
+"""Those of this process."""
