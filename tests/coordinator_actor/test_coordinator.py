@@ -100,6 +100,9 @@ class World:
         info = self.host(host)
         return c.open(OpenRequest(run, "op", partition, batch, "t", info.host_id, info.incarnation))
 
+    def open_owner(self, c: Coordinator, partition: int, run: str = "run1") -> HostInfo:
+        return c.open_for_read(run, "op", partition).owner
+
     def stage(self, grant: OpenGrant, partition: int, batch: int, attempt: str, run: str = "run1") -> Acknowledge:
         """What a host does before it acknowledges: the changelog is durable."""
         n = grant.registration.operators[0].num_partitions

@@ -1,0 +1,252 @@
+"""Snapshots in manifests, what is kept and what is removed, and where Spark begins, without Ray."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from backends.engine import LocalState
+from backends.manifest import FileRef, SnapshotRef
+from backends.sealed import seal
+from backends.snapshot import Snapshot, SnapshotFile
+from coordinator_actor.coordinator import BUSY_SECONDS, Coordinator
+from coordinator_actor.exceptions import UnknownHostError
+from coordinator_actor.messages import SnapshotUploaded
+
+from .test_coordinator import World
+
+KEEP = 3
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def begin(world: World, run: str = "run1", c: Coordinator | None = None) -> Coordinator:
+    c = c or world.coordinator()
+    registration = world.registration(run, min_versions_to_retain=KEEP, maintenance_interval=10.0)
+    answer = c.register_query(registration)
+    assert answer.refusal is None, answer.refusal
+    return c
+
+
+def plan_spark(world: World, batch: int) -> None:
+    path = world.root / "ck" / "offsets" / str(batch)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("v1\n{}\n")
+
+
+def run_batches(world: World, c: Coordinator, first: int, last: int, run: str = "run1") -> None:
+    for batch in range(first, last + 1):
+        plan_spark(world, batch)
+        world.run_batch(c, batch, run=run)
+        c.batch_committed(run, batch)
+
+
+def upload(
+    world: World, c: Coordinator, partition: int, run: str = "run1", *, head: str | None = None, counts: bool = True
+) -> SnapshotRef:
+    """What a host does: a snapshot of the completed version, which shares a file with the one before it."""
+    version = c._runs[run].completed
+    lineage = c.lineage(run, "op", partition, version)
+    storage = world.storage(str(world.root / "ck/statestore"), {})
+    directory = f"operators/op/2/{partition}/default"
+    reused = lineage.snapshots[-1] if lineage.snapshots else None
+    data = storage.put_new(f"{directory}/{version}-{uuid.uuid4().hex}.sst", b"x")
+    files = [SnapshotFile("new.sst", file=data)]
+    if reused is not None:
+        old = next(iter(c._runs[run].descriptors.get(reused.file.path, ())), None)
+        if old:
+            files.append(SnapshotFile("old.sst", file=FileRef(old, 1, data.digest)))
+    path = f"{directory}/{version}-{uuid.uuid4().hex}.snapshot"
+    state = LocalState(version, lineage.head, 1)
+    ref = storage.put_new(path, seal(Snapshot(path, "rocksdb", state, tuple(files))))
+    assert lineage.head is not None
+    made = SnapshotRef(version, head or lineage.head, ref)
+    owner = world.open_owner(c, partition, run)
+    message = SnapshotUploaded(run, "op", partition, owner.host_id, owner.incarnation, made, reused)
+    assert c.snapshot_uploaded(message) is counts
+    return made
+
+
+def names(world: World, partition: int, kind: str) -> list[int]:
+    files = (world.root / f"ck/statestore/operators/op/2/{partition}/default").glob(f"*.{kind}")
+    return sorted(int(f.name.partition("-")[0]) for f in files)
+
+
+def maintain(world: World, c: Coordinator) -> None:
+    world.now += 10
+    for i in range(2):
+        c.heartbeat_host(f"h{i}", "a")
+    c.maintain()
+
+
+def test_a_snapshot_is_named_by_the_next_manifest_once_and_shortens_the_lineage(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 4)
+    made = upload(world, c, 0)
+    assert c.lineage("run1", "op", 0, 5).snapshots == (made,)
+    run_batches(world, c, 5, 6)
+    named = [[len(p["snapshots"]) for p in m["operators"]["op"]["partitions"].values()] for m in world.manifests()]
+    assert named == [[0, 0]] * 5 + [[1, 0], [0, 0]]
+    again = begin(world, "run2")
+    assert again.lineage("run2", "op", 0, 7).snapshots == (made,)
+    assert again.lineage("run2", "op", 0, 4).snapshots == ()
+    assert [r.version for r in again.lineage("run2", "op", 0, 7).changelogs] == list(range(1, 8))
+
+
+def test_snapshots_of_a_stopped_query_are_there_for_the_next_run(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    made = upload(world, c, 1)
+    c.deactivate_instances("run1")
+    assert len(world.manifests()) == 4
+    again = begin(world, "run2")
+    assert again.lineage("run2", "op", 1, 3).snapshots == (made,)
+    run_batches(world, again, 3, 3, "run2")
+    assert world.manifests()[-1]["parent"] == 4
+
+
+def test_what_is_no_longer_kept_is_removed_and_the_rest_can_be_loaded(world: World) -> None:
+    c = begin(world)
+    for end in range(2, 21, 3):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+        maintain(world, c)
+    run_batches(world, c, 21, 21)
+    maintain(world, c)
+    # 22 versions; 3 before the newest are kept and the base of an uncommitted one, so from the snapshot of 15 on.
+    assert world.manifests()[-1]["oldest"] == 15
+    for p in (0, 1):
+        assert names(world, p, "changelog") == list(range(16, 23))
+        assert names(world, p, "snapshot") == [15, 18, 21]
+        assert {15, 18, 21} <= set(names(world, p, "sst")) and len(names(world, p, "sst")) <= 4
+    assert sorted({m["version"] for m in world.manifests()}) == list(range(15, 23))
+    again = begin(world, "run2")
+    lineage = again.lineage("run2", "op", 0, 22)
+    assert [s.version for s in lineage.snapshots] == [15, 18, 21]
+    refs = [r.file for r in lineage.changelogs if r.version > 15] + [s.file for s in lineage.snapshots]
+    storage = world.storage(str(world.root / "ck/statestore"), {})
+    assert all(len(storage.read(ref)) == ref.size for ref in refs)
+
+
+def test_nothing_is_removed_before_a_manifest_says_so_and_while_a_partition_is_loaded(world: World) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+    maintain(world, c)  # plans; no manifest says it yet
+    assert names(world, 0, "changelog") == list(range(1, 13))
+    run_batches(world, c, 12, 12)
+    c.lineage("run1", "op", 0, 13)  # a host begins to load partition 0
+    maintain(world, c)
+    assert names(world, 0, "changelog") == list(range(1, 14))
+    assert names(world, 1, "changelog") == list(range(7, 14))
+    world.now += BUSY_SECONDS
+    maintain(world, c)
+    assert names(world, 0, "changelog") == list(range(7, 14))
+
+
+def test_litter_goes_when_its_version_is_no_longer_kept(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 0)
+    world.stage(world.open(c, 1, 0), 0, 1, "dies before it acknowledges")
+    assert names(world, 0, "changelog") == [1, 2]
+    for end in (3, 6, 9, 12):
+        run_batches(world, c, end - 2, end)
+        assert end > 6 or names(world, 0, "changelog")[:3] == [1, 2, 2]
+        for p in (0, 1):
+            upload(world, c, p)
+        maintain(world, c)
+    run_batches(world, c, 13, 13)
+    maintain(world, c)
+    assert names(world, 0, "changelog") == list(range(8, 15))
+
+
+def test_a_snapshot_of_another_lineage_or_another_host_does_not_count(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 1)
+    upload(world, c, 0, head="operators/op/2/0/default/2-other.changelog", counts=False)
+    lineage = c.lineage("run1", "op", 0, 2)
+    assert lineage.head is not None
+    made = SnapshotRef(2, lineage.head, FileRef("operators/op/2/0/default/2-x.snapshot", 1, "d"))
+    owner = world.open_owner(c, 0)
+    other = "h1" if owner.host_id == "h0" else "h0"
+    good = SnapshotUploaded("run1", "op", 0, owner.host_id, owner.incarnation, made, None)
+    assert not c.snapshot_uploaded(msgspec.structs.replace(good, host_id=other))
+    with pytest.raises(UnknownHostError):
+        c.snapshot_uploaded(msgspec.structs.replace(good, incarnation="dead"))
+    gone = SnapshotRef(1, "h", FileRef("operators/op/2/0/default/1-gone.snapshot", 1, "d"))
+    assert not c.snapshot_uploaded(msgspec.structs.replace(good, reused=gone))
+    assert c.snapshot_uploaded(good) and not c.snapshot_uploaded(good)
+
+
+def test_going_back_keeps_the_snapshots_that_only_later_manifests_name(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    made = upload(world, c, 0)
+    run_batches(world, c, 3, 5)
+    c.deactivate_instances("run1")
+    for batch in (3, 4, 5):
+        (world.root / f"ck/offsets/{batch}").unlink()
+        (world.root / f"ck/commits/{batch}").unlink()
+    again = begin(world, "run2")
+    assert again._runs["run2"].completed == 3
+    assert again.lineage("run2", "op", 0, 3).snapshots == (made,)
+    run_batches(world, again, 3, 3, "run2")
+    assert begin(world, "run3").lineage("run3", "op", 0, 4).snapshots == (made,)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "commits", "version"),
+    [
+        ([], [], 0),
+        ([0], [], 0),
+        ([0, 1], [0], 1),
+        ([0, 1], [0, 1], 2),
+        ([0, 1, 2], [], 2),
+        ([2, 3], [2], 3),
+        ([0, 1, 2], [0], 2),
+        ([], [0, 1], 2),
+    ],
+)
+def test_the_version_needed_is_that_of_the_batch_that_spark_begins_with(
+    world: World, offsets: list[int], commits: list[int], version: int
+) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 3)
+    for batch in range(4):
+        (world.root / f"ck/commits/{batch}").unlink()
+        (world.root / f"ck/offsets/{batch}").unlink()
+    for batch in commits:
+        world.commit_spark(batch)
+    for batch in offsets:
+        plan_spark(world, batch)
+    assert world.coordinator().register_query(world.registration("run3")).completed_version == version
+
+
+def test_more_removed_from_sparks_logs_than_is_kept_is_refused(world: World) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+        maintain(world, c)
+    run_batches(world, c, 12, 12)
+    for directory in ("offsets", "commits"):
+        for file in (world.root / "ck" / directory).iterdir():
+            if int(file.name) > 3:
+                file.unlink()
+    refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None and "needs state version 4" in refusal and "versions 6 to 13 are kept" in refusal
+    for directory in ("offsets", "commits"):
+        for file in (world.root / "ck" / directory).iterdir():
+            file.unlink()
+    refusal = world.coordinator().register_query(world.registration("run2")).refusal
+    assert refusal is not None and "needs state version 0" in refusal
