@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from backends import StateStoreConf
 from backends.schema import from_spark_type
 
 
@@ -50,6 +51,8 @@ def spark() -> Iterator[SparkSession]:
             "spark.log.level": "ERROR",
         },
         recovery_timeout=40,
+        # Little and often, so that every test has snapshots and removals going on beside it.
+        conf=StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3),
     )
     yield session
     stop_spark()
