@@ -106,14 +106,15 @@ def retain(chain: Mapping[int, Manifest], keys: Iterable[PartitionKey], target: 
 
     The oldest version kept is that of a snapshot at or below ``target``: nothing older could be removed anyway.
     """
+    target = max(target, floor)  # after going back to an older version, less may be asked for than is kept
     bases = {
         key: max((s for s in snapshots(chain, key) if s.version <= target), key=lambda s: s.version, default=None)
         for key in keys
     }
     versions = [0 if base is None else base.version for base in bases.values()]
-    if not versions:
+    if not versions or not chain:
         return Retention(floor, min(chain, default=1), bases)
-    return Retention(max(floor, *versions), max(1, min(versions)), bases)
+    return Retention(max(versions), max(min(chain), min(versions)), bases)
 
 
 def garbage(

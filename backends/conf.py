@@ -37,11 +37,11 @@ class StateStoreConf:
 
     Memory and work:
 
-    - ``max_versions_in_memory``: versions before the newest that are read as fast as it, by what they
-      changed being kept in memory; others are loaded into a copy when they are read (Spark has the same option).
+    - ``max_versions_in_memory``: versions before the newest that are read as fast as it, by what was
+      replaced since being kept in memory; others are loaded into a copy when they are read (Spark has the same option).
     - ``versions_in_memory_bytes``: the most memory that takes, per store.
-    - ``track_total_number_of_rows``: count keys exactly, at the price of looking up each written
-      key once (Spark has the same option); False shows the backend's estimate.
+    - ``track_total_number_of_rows``: count keys exactly, at the price of looking up each written key that
+      the batch has not read (Spark has the same option); False shows the backend's estimate.
     - ``load_threads``, ``upload_threads``: files of one store fetched, or uploaded, at once.
     - ``file_snapshot_part_bytes``: the file provider cuts its snapshots into files of about this size.
 

@@ -50,8 +50,11 @@ class StateEngine(Protocol):
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
         """Batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
 
-    def apply(self, changes: Changes, state: LocalState) -> None:
-        """Write all changes and what they lead to; after a crash all of it is there, or nothing."""
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Get changes ready, in any thread and beside reads and writes; the function that is returned writes them all.
+
+        It is given what they lead to, may be called much later or never, and after a crash all of it is there, or nothing.
+        """
 
     def capture(self, directory: Path) -> Callable[[], None]:
         """Begin a snapshot of what is held. The call is quick; the function it returns may take its time,

@@ -91,8 +91,11 @@ class SortedMapEngine:
         self._scans.add(scan)
         return scan
 
-    def apply(self, changes: Changes, state: LocalState) -> None:
-        """Go on to new maps, which share what has not changed."""
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Nothing to get ready; what is returned goes on to new maps, which share what has not changed."""
+        return lambda state: self._apply(changes, state)
+
+    def _apply(self, changes: Changes, state: LocalState) -> None:
         self._check_open()
         changed = {n: self._maps.get(n, SortedMap()).with_changes(pairs) for n, pairs in changes.families.items()}
         self._maps = {**self._maps, **changed}

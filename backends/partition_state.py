@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,17 +45,21 @@ from backends.storage import CheckpointStorage
 
 log = logging.getLogger(__name__)
 
-_background = ThreadPoolExecutor(2, thread_name_prefix="statestore-before-images")
+_background = ThreadPoolExecutor(2, thread_name_prefix="statestore-prepare")
 
 
 @dataclass(eq=False)
 class _Delta:
-    """One attempt's durable changes to a version. ``before`` are the pairs that they replace, once looked up."""
+    """One attempt's durable changes to a version.
+
+    ``before`` are the pairs that they replace, ``apply`` what writes them: both are made while the changelog is written.
+    """
 
     meta: ChangelogMeta
     file: FileRef
     changes: Changes
-    before: Future[Changes] | None
+    before: Future[Changes | None]
+    apply: Future[Callable[[LocalState], None]]
 
 
 @dataclass(eq=False)
@@ -130,6 +134,7 @@ class PartitionState:
         self._accepted: dict[int, _Delta] = {}
         self._applying: _Delta | None = None
         self._undos: list[_Undo] = []
+        self._pins = 0
         self._loading = False
         self._closed = False
         self._last_read: _Read | None = None
@@ -285,7 +290,7 @@ class PartitionState:
                 f"{self._head} is needed here: files have been exchanged. Restore them from a copy."
             )
         growth = _growth(changes, self._before(changes)) if self._conf.track_total_number_of_rows else None
-        self._engine.apply(changes, self._next_state(ref.version, ref.file.path, growth))
+        self._engine.prepare(changes)(self._next_state(ref.version, ref.file.path, growth))
         self._version, self._head = ref.version, ref.file.path
 
     def _next_state(self, version: int, head: str, growth: int | None) -> LocalState:
@@ -347,7 +352,7 @@ class PartitionState:
             self._changed.wait_for(lambda: all(delta in layers for layers in self._readers.values()))
         try:
             fault_points.reached("apply")
-            self._engine.apply(delta.changes, state)
+            delta.apply.result()(state)
         except BaseException:
             with self._changed:
                 self._version, self._head, self._undos = held
@@ -358,15 +363,23 @@ class PartitionState:
         self._custom["apply_ms"] = (time.perf_counter() - started) * 1e3
 
     def _before_images(self, delta: _Delta) -> Changes | None:
-        if delta.before is not None:
-            try:
-                return delta.before.result()
-            except VersionNotFoundError:
-                # The version below was being loaded, rolled back, or had moved on before the look-up began.
-                pass
-        if self._conf.track_total_number_of_rows or self._conf.max_versions_in_memory:
-            return self._before(delta.changes)
-        return None
+        before = delta.before.result()
+        return self._before(delta.changes) if before is None and self._needs_before() else before
+
+    def _needs_before(self) -> bool:
+        """Whether before-images are worth looking up; those at hand are kept in any case."""
+        return self._conf.track_total_number_of_rows or bool(self._pins)
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Meanwhile, what the last versions change is kept for readers, even if that must be looked up."""
+        with self._changed:
+            self._pins += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._pins -= 1
 
     def _kept_undos(self, newest: _Undo | None) -> list[_Undo]:
         kept: list[_Undo] = []
@@ -404,30 +417,31 @@ class PartitionState:
                     f"Changes to version {meta.version} of {self._directory} apply to {meta.base}, but held here is "
                     f"version {self._version} ({self._head}). Open the store again."
                 )
-        before = None
-        if follows_completed and (self._conf.track_total_number_of_rows or self._conf.max_versions_in_memory):
-            # Looked up while the file is written; only applying the changes needs them.
-            before = _background.submit(self._before_at, meta, changes)
+        apply = _background.submit(self._engine.prepare, changes)
+        before = _background.submit(self._before_at, meta, changes)
         path = f"{self._directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
         fault_points.reached("commit:changelog")
         ref = self._storage.put_new(path, write_changelog(changes, meta, self._conf.compression))
         fault_points.reached("commit:durable")
         with self._changed:
-            self._staged[(meta.version, meta.attempt)] = _Delta(meta, ref, changes, before)
+            self._staged[(meta.version, meta.attempt)] = _Delta(meta, ref, changes, before, apply)
             self._custom["bytes_written"] += ref.size
             self._custom["changelog_ms"] = (time.perf_counter() - started) * 1e3
         return ref
 
-    def _before_at(self, meta: ChangelogMeta, changes: Changes) -> Changes:
-        with self._reading(meta.version - 1, meta.base) as view:
-            read = self._last_read
-            if read is not None and read.head == meta.base and set(changes.families) == {read.column_family}:
-                pairs = changes.families[read.column_family]
-                if pairs.keys.equals(read.pairs.keys):
-                    return Changes({read.column_family: read.pairs})
-            if view.layers:  # being applied or already past: the engine alone does not show it
-                raise VersionNotFoundError("The version below has been passed.")
-            return self._before(changes)
+    def _before_at(self, meta: ChangelogMeta, changes: Changes) -> Changes | None:
+        """The pairs that changes replace, if they can be told now; None for later, or for never."""
+        try:
+            with self._reading(meta.version - 1, meta.base) as view:
+                read = self._last_read
+                if read is not None and read.head == meta.base and set(changes.families) == {read.column_family}:
+                    pairs = changes.families[read.column_family]
+                    if pairs.keys.equals(read.pairs.keys):
+                        return Changes({read.column_family: read.pairs})
+                # With something over it, the engine does not show the version below.
+                return None if view.layers or not self._needs_before() else self._before(changes)
+        except (VersionNotFoundError, StoreClosedError):
+            return None  # it is being loaded, was rolled back, or is past already
 
     def accept(self, version: int, attempt: str) -> None:
         """An attempt has been acknowledged: it is what readers of ``version`` see, and replaces any before it.

@@ -13,6 +13,8 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -68,6 +70,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         self._log = StandaloneLog(self._storage, store_id, self.backend, clock)
         self._log.refresh()
         self._closed = False
+        self._manifest_ms = 0.0
         self._local_dir = Path(local_dir) if local_dir else Path(tempfile.mkdtemp(prefix="statestore-"))
         self._remove_local = weakref.finalize(self, shutil.rmtree, self._local_dir, ignore_errors=True)
         if local_dir:
@@ -115,7 +118,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             lineage = self._log.lineage(version)
             newest = self._log.head_at(self._log.latest_version())
             self._main.load(lineage)
-            reader = self._reader(lineage)
+            reader = self._reader(lineage, stays=False)
         log.info("Retrieved version %d of %s for update", version, self)
         attempt = uuid.uuid4().hex
         return OverlayStateStore(reader, lambda changes: self._commit(lineage, newest, attempt, changes))
@@ -129,7 +132,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             heads = {ref.file.path for ref in lineage.changelogs}
             if self._main.head is None or self._main.head in heads:
                 self._main.load(lineage)
-            reader = self._reader(lineage)
+            reader = self._reader(lineage, stays=True)
         log.info("Retrieved version %d of %s for readonly", version, self)
         return OverlayStateStore(reader, None)
 
@@ -150,8 +153,10 @@ class LocalStateStoreProvider(StateStoreProvider):
                 store=self._id.store_name,
             )
             file = self._main.stage(meta, changes)
+            started = time.perf_counter()
             try:
                 self._log.append(version, newest, attempt, file)
+                self._manifest_ms = (time.perf_counter() - started) * 1e3
             except ConcurrentCommitError:
                 self._main.discard(version, attempt)
                 # No manifest names it, and none ever will.
@@ -178,11 +183,14 @@ class LocalStateStoreProvider(StateStoreProvider):
                 raise VersionNotFoundError(
                     f"What changed in {self._id} since version {from_version} is no longer kept: the oldest version is {oldest}."
                 )
-            reader = self._reader(base)
+            reader = self._reader(base, stays=True)
         return change_feed.read(self._storage, reader, lineage)
 
-    def _reader(self, lineage: Lineage) -> _Reader:
-        reader = _Reader(self, lineage)
+    def _reader(self, lineage: Lineage, *, stays: bool) -> _Reader:
+        pins = ExitStack()
+        if stays:
+            pins.enter_context(self._main.pinned())
+        reader = _Reader(self, lineage, pins)
         self._readers.add(reader)
         return reader
 
@@ -266,7 +274,8 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def metrics(self) -> StateStoreMetrics:
         """Figures of the main copy."""
-        return self._main.metrics()
+        figures = self._main.metrics()
+        return replace(figures, custom={**figures.custom, "manifest_ms": self._manifest_ms})
 
     def close(self) -> None:
         """Let go of memory and of temporary local files; what was committed stays."""
@@ -304,9 +313,13 @@ class _Copy:
 
 
 class _Reader:
-    """One version, read from the provider's main copy while that holds it, else from a copy."""
+    """One version, read from the provider's main copy while that holds it, else from a copy.
 
-    def __init__(self, provider: LocalStateStoreProvider, lineage: Lineage) -> None:
+    ``pins`` is held as long as the reader lives.
+    """
+
+    def __init__(self, provider: LocalStateStoreProvider, lineage: Lineage, pins: ExitStack) -> None:
+        self._unpin = weakref.finalize(self, pins.close)
         self.id = provider.id
         self.version = lineage.version
         self._provider = provider
@@ -341,6 +354,7 @@ class _Reader:
 
     def close(self) -> None:
         self._provider.forget(self)
+        self._unpin()
         if self._release is not None:
             self._release()
             self._copy = None

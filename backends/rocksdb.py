@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -93,6 +93,7 @@ class LocalRocksDB:
         self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
+        self._opened = object()
         self._db: Any = None
         self.state = LocalState()
         try:
@@ -103,6 +104,7 @@ class LocalRocksDB:
 
     def _open(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
+        self._opened = object()
         try:
             names = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else [DEFAULT_FAMILY]
             options = self._options()
@@ -182,17 +184,26 @@ class LocalRocksDB:
         except Exception as error:  # rocksdict raises plain Exception
             raise self._failure("read", error) from error
 
-    def apply(self, changes: Changes, state: LocalState) -> None:
-        """Write all changes, and what they lead to, as one atomic batch."""
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Collect all changes in a write batch; what is returned writes it, and what it leads to, atomically."""
+        self._check_open()
+        opened, families = self._opened, self._families
+        batch = _batch(changes, families) if families.keys() >= changes.families.keys() else None
+
+        def apply(state: LocalState) -> None:
+            # Handles are those of one opening of the database.
+            self._apply(changes, state, batch if opened is self._opened else None)
+
+        return apply
+
+    def _apply(self, changes: Changes, state: LocalState, batch: WriteBatch | None) -> None:
         self._check_open()
         try:
-            for name in changes.families:
-                if name not in self._families:
-                    self._create(name)
-            batch = WriteBatch(raw_mode=True)
-            for name, pairs in changes.families.items():
-                for at in range(0, len(pairs), BULK_ROWS):
-                    _fill(batch, pairs.slice(at, BULK_ROWS), self._families[name].handle)
+            if batch is None:
+                for name in changes.families:
+                    if name not in self._families:
+                        self._create(name)
+                batch = _batch(changes, self._families)
             batch.put(_META_KEY, msgspec.json.encode(state), self._families[META_FAMILY].handle)
             self._db.write(batch, self._write_options)
         except Exception as error:  # rocksdict raises plain Exception
@@ -298,6 +309,14 @@ class LocalRocksDB:
             f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
             "remove the directory: the state is loaded anew from the checkpoint location."
         )
+
+
+def _batch(changes: Changes, families: Mapping[str, _Family]) -> WriteBatch:
+    batch = WriteBatch(raw_mode=True)
+    for name, pairs in changes.families.items():
+        for at in range(0, len(pairs), BULK_ROWS):
+            _fill(batch, pairs.slice(at, BULK_ROWS), families[name].handle)
+    return batch
 
 
 def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:

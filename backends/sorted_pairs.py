@@ -193,6 +193,9 @@ def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
     content = array.buffers()[2]
     first, last = int(offsets[0]), int(offsets[-1])
     data = b"" if content is None else memoryview(content)[first:last].tobytes()
+    width = int(offsets[1] - first)
+    if width and not array.null_count and (np.diff(offsets) == width).all():
+        return np.frombuffer(data, f"V{width}").tolist()  # type: ignore[no-any-return]
     bounds = (offsets - first).tolist()
     made: list[bytes | None] = [data[a:b] for a, b in pairwise(bounds)]
     if array.null_count:

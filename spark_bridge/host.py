@@ -20,7 +20,13 @@ import pyarrow as pa
 
 from backends.changelog import ChangelogMeta, Changes
 from backends.conf import StateStoreConf
-from backends.exceptions import LineageMismatchError, StateStoreError, StoreClosedError, VersionNotFoundError
+from backends.exceptions import (
+    ConcurrentCommitError,
+    LineageMismatchError,
+    StateStoreError,
+    StoreClosedError,
+    VersionNotFoundError,
+)
 from backends.manifest import FileRef, Lineage
 from backends.partition_state import PartitionState
 from backends.provider import provider_class
@@ -101,8 +107,8 @@ class Instance:
 class Host:
     """Loads, commits and answers for the partitions that the coordinator assigns to it.
 
-    ``info`` names this incarnation; ``local_dir`` is this incarnation's own directory, made when
-    needed; ``open_storage(location, options)`` opens the durable files of a query.
+    ``info`` names this incarnation; ``local_dir`` is the directory of this host, made when needed,
+    where an incarnation that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
     """
 
     def __init__(
@@ -267,9 +273,8 @@ class Host:
                 instance = None
             if instance is None:
                 storage = self._open_storage(registration.state_location, registration.storage_options)
-                local = self._local_dir / registration.query_id / registration.run_id / layout
                 conf = with_changes(self._conf, provider=spec.backend)
-                state = provider_class(conf).partition_state(local, storage, layout, conf)
+                state = self._partition_state(registration, storage, layout, conf)
                 instance = Instance(registration, operator, partition, state)
             try:
                 with instance.commit_lock:
@@ -282,6 +287,18 @@ class Host:
             with self._lock:
                 self._instances[key] = instance
             return instance
+
+    def _partition_state(
+        self, registration: QueryRegistration, storage: CheckpointStorage, layout: str, conf: StateStoreConf
+    ) -> PartitionState:
+        """In the directory that an earlier incarnation of this host may have left: what is there is used if it proves right."""
+        local = self._local_dir / registration.query_id / registration.run_id / layout
+        open_state = provider_class(conf).partition_state
+        try:
+            return open_state(local, storage, layout, conf)
+        except ConcurrentCommitError:
+            # That incarnation is not quite dead.
+            return open_state(local.with_name(f"{local.name}-{self.info.incarnation}"), storage, layout, conf)
 
     def _advance(self, instance: Instance, grant: OpenGrant) -> None:
         """Bring an instance to the grant's version: by its own accepted changes, else from storage."""

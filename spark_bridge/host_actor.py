@@ -139,7 +139,6 @@ class StateStoreHost:
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self._host_file = host_files_dir(session_dir, namespace, session_id) / f"{host_id}.json"
         self._local_dir = session_dir / "statestore" / namespace / session_id / "data" / host_id
-        shutil.rmtree(self._local_dir, ignore_errors=True)  # what a killed incarnation has left
         self._coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
         self._node_ip = ray.util.get_node_ip_address()
         self._stopping = threading.Event()

@@ -60,7 +60,7 @@ def die_before(step):
 
     for name in ("open", "write", "fsync", "link", "unlink"):
         setattr(os, name, guard(name, getattr(os, name)))
-    LocalRocksDB.apply = guard("apply", LocalRocksDB.apply)
+    LocalRocksDB._apply = guard("apply", LocalRocksDB._apply)
 
 
 def one_life(directory, step):

@@ -517,7 +517,7 @@ def test_a_failed_write_leaves_the_version_before(state, provider, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(provider.engine, "apply", fail)
+        patched.setattr(provider.engine, "_apply", fail)
         with pytest.raises(OSError, match="disk full"):
             state.complete(2, ref.path)
     assert (state.version, everything(state), everything(state, 2)) == (1, {b"a": b"1"}, {b"a": b"2"})
