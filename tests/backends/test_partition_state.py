@@ -323,6 +323,22 @@ def test_any_version_can_be_loaded_from_the_files_alone(tmp_path, state, open_st
     assert everything(state) == {} and (state.version, state.head) == (0, None)
 
 
+def test_what_was_kept_of_older_versions_is_forgotten_when_another_is_loaded(tmp_path, state, open_state):
+    chain, seen = history(state)
+    late = open_state(tmp_path / "late")
+    late.load(lineage(chain[:2]))
+    late.stage(meta(3, late.head), changes({b"v": b"3", b"k3": b"x", b"k1": None}))
+    late.accept(3, "a")
+    late.complete(3, late.pending()[0][1].path)
+    assert everything(late, 2) == seen[2]
+    late.load(lineage(chain[:3]))  # the same version, made by another attempt
+    late.load(lineage(chain))
+    assert everything(late) == seen[6]
+    for version in (2, 3, 5):
+        with pytest.raises(VersionNotFoundError):
+            everything(late, version)
+
+
 def test_loading_reads_only_what_is_missing(tmp_path, storage, state, provider, open_state):
     if provider is FileStateStoreProvider:
         pytest.skip("keeps nothing on local disk")

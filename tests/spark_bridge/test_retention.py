@@ -141,6 +141,7 @@ def test_only_what_spark_can_go_back_to_is_kept(
             remove(totals.stream, directory, batch)
         for batch in (0, 1):
             (moved / str(batch)).write_bytes(content)
+    totals.add()
     refused = start(totals.frame(), totals.stream)
     with pytest.raises(Exception, match=r"needs state version 2, but at .* versions \d+ to \d+ are kept"):
         refused.processAllAvailable()
