@@ -45,7 +45,16 @@ from backends.storage import CheckpointStorage
 
 log = logging.getLogger(__name__)
 
-_background = ThreadPoolExecutor(2, thread_name_prefix="statestore-prepare")
+_background: ThreadPoolExecutor
+
+
+def _start_background() -> None:
+    global _background
+    _background = ThreadPoolExecutor(2, thread_name_prefix="statestore-prepare")
+
+
+_start_background()
+os.register_at_fork(after_in_child=_start_background)  # threads do not live on in a fork
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from typing import ClassVar, TypeVar
 
 import pyarrow as pa
 
-from backends import change_feed, snapshot
+from backends import change_feed, fault_points, snapshot
 from backends.changelog import ChangelogMeta, Changes
 from backends.conf import StateStoreConf
 from backends.engine import StateEngine
@@ -214,6 +214,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                 kept = self._log.record_maintenance(made, newest, self._oldest_to_keep)
                 garbage = self._log.garbage(kept, self._files_of)
             for path in garbage:
+                fault_points.reached("maintenance:delete")
                 self._storage.delete(path)
             if garbage:
                 log.info("Deleted files older than %d for %s: %s", kept.oldest, self, ", ".join(garbage))

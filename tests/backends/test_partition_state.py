@@ -339,6 +339,30 @@ def test_what_was_kept_of_older_versions_is_forgotten_when_another_is_loaded(tmp
             everything(late, version)
 
 
+def test_pending_changes_outlive_a_load_from_a_snapshot(tmp_path, state, open_state):
+    first = stage(state, {b"a": b"1", b"b": b"1"})
+    state.accept(1, "a")
+    second = state.stage(meta(2, first.path), changes({b"a": b"2"}))
+    other = open_state(tmp_path / "other")
+    chain = lineage([(1, first)])
+    other.load(chain)
+    state.load(Lineage(1, chain.changelogs, (other.snapshot(None),)))
+    assert (state.version, state.metrics().custom["load_ms"] > 0) == (1, True)
+    state.accept(2, "a")
+    state.complete(2, second.path)
+    assert everything(state) == {b"a": b"2", b"b": b"1"} and everything(state, 1) == {b"a": b"1", b"b": b"1"}
+
+
+def test_a_snapshot_of_another_lineage_is_not_used(tmp_path, state, open_state):
+    chain, seen = history(state, 3)
+    other = open_state(tmp_path / "other")
+    for _ in range(2):
+        commit(other, {b"foreign": b"1"})
+    fresh = open_state(tmp_path / "fresh")
+    fresh.load(Lineage(3, lineage(chain).changelogs, (other.snapshot(None),)))
+    assert everything(fresh) == seen[3]
+
+
 def test_loading_reads_only_what_is_missing(tmp_path, storage, state, provider, open_state):
     if provider is FileStateStoreProvider:
         pytest.skip("keeps nothing on local disk")

@@ -100,11 +100,9 @@ def test_only_what_spark_can_go_back_to_is_kept(
         totals.add()
         settle(query)
 
-    for _ in range(8):
+    for _ in range(5):
         add()
     wait_until(lambda: len(state_files(totals.stream, "snapshot")) >= 4)
-    for _ in range(12):
-        add()
 
     def oldest_is_gone() -> bool:
         add()  # what is kept is decided by the manifests of new versions
