@@ -55,19 +55,31 @@ class _Family:
     handle: object
 
 
+OnFailure = Callable[[str, Exception], StateStoreError]
+
+
 class Scan(Iterator[pa.RecordBatch]):
     """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
 
-    def __init__(self, items: Iterator[tuple[bytes, bytes]], options: ReadOptions) -> None:
-        self._items: Iterator[tuple[bytes, bytes]] | None = items
-        # rocksdict's iterator points into its options for the upper bound, but does not keep them alive.
-        self._options = options
+    def __init__(self, db: Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
+        # rocksdict's iterators point into their options for the upper bound, but do not keep them alive.
+        self._options = ReadOptions()
+        if end is not None:
+            self._options.set_iterate_upper_bound(end)
+        self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
+        self._db = db
+        self._last = start
+        self._failure = failure
 
     def __next__(self) -> pa.RecordBatch:
         items = self._items
         if items is None:
             raise StoreClosedError("The store was closed while it was scanned.")
         rows = list(islice(items, SCAN_ROWS))
+        if rows:
+            self._last = rows[-1][0]
+        if len(rows) < SCAN_ROWS:
+            self._check_end()
         if not rows:
             raise StopIteration
         keys, values = [row[0] for row in rows], [row[1] for row in rows]
@@ -75,9 +87,23 @@ class Scan(Iterator[pa.RecordBatch]):
             [pa.array(keys, pa.binary()), pa.array(values, pa.binary())], schema=PAIRS_SCHEMA
         )
 
+    def _check_end(self) -> None:
+        """rocksdict ends an iteration at a damaged block as if nothing came behind it: go there again and ask."""
+        cursor = self._db.iter(self._options)
+        try:
+            if self._last is None:
+                cursor.seek_to_first()
+            else:
+                cursor.seek(self._last)
+                if cursor.valid():
+                    cursor.next()
+            cursor.status()
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
     def close(self) -> None:
         """Let go of RocksDB, which cannot close while an iterator lives."""
-        self._items = None
+        self._items = self._db = None
 
 
 class LocalRocksDB:
@@ -247,10 +273,7 @@ class LocalRocksDB:
         family = self._families.get(column_family)
         if family is None:
             return iter(())
-        options = ReadOptions()
-        if end is not None:
-            options.set_iterate_upper_bound(end)
-        scan = Scan(family.db.items(from_key=start, read_opt=options), options)
+        scan = Scan(family.db, start, end, self._failure)
         self._scans.add(scan)
         return scan
 

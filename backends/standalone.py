@@ -89,7 +89,8 @@ class StandaloneLog:
             return None
         name = self._storage.full_location(path)
         manifest = unseal(self._storage.get(path), Manifest, name)
-        if manifest.id != manifest_id or chain.entry({0: manifest}, 0, self._key) is None:
+        held = chain.entry({0: manifest}, 0, self._key)
+        if manifest.id != manifest_id or held is None or not held.changelog.path.startswith(f"{self.directory}/"):
             raise DamagedFileError(
                 f"{name} holds manifest {manifest.id} of {', '.join(manifest.operators)}: files have been exchanged."
             )
@@ -129,7 +130,8 @@ class StandaloneLog:
             if litter:
                 there += (
                     f"; {self._storage.full_location(litter[0])} belongs to version {version}, but no manifest names it: "
-                    "it was never committed, or its manifest was removed"
+                    "it was never committed, or its manifest was removed "
+                    f"({self._storage.full_location(self._path(self._newest + 1))} or a later one)"
                 )
         raise VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {there}.")
 
