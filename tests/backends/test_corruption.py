@@ -164,24 +164,24 @@ def test_damage_of_what_is_not_needed_does_no_harm(tmp_path, made, backend):
 
 @pytest.mark.parametrize("backend", PROVIDERS)
 @pytest.mark.parametrize("how", ["deleted", "cut in half"])
-def test_a_snapshot_uploads_again_what_an_earlier_one_has_lost(tmp_path, made, backend, how):
-    source = made(backend, ALL_KEPT)
-    shutil.copytree(source, tmp_path / "copy")
-    directory = tmp_path / "copy"
-    files = files_of_kind(directory, "data")
-    victim = max(files, key=lambda f: f.stat().st_size)
-    damage(victim, how, files, files, random.Random(0))
-    with opened(backend, directory, ALL_KEPT, local=directory / "local2") as provider:
-        for version in range(LAST, LAST + 4):
-            store = provider.get_store(version)
+def test_a_snapshot_uploads_again_what_an_earlier_one_has_lost(tmp_path, backend, how):
+    with opened(backend, tmp_path, ALL_KEPT) as provider:
+        for version in range(1, 7):
+            store = provider.get_store(version - 1)
             store.put(b"n", b"%d" % version)
+            if version == 1:
+                store.put(b"blob", BLOB)
             store.commit()
-        provider.do_maintenance()
-    for changelog in files_of_kind(directory, "changelog"):
+            provider.do_maintenance()
+            if version == 3:
+                files = files_of_kind(tmp_path, "data")
+                damage(max(files, key=lambda f: f.stat().st_size), how, files, files, random.Random(0))
+    for changelog in files_of_kind(tmp_path, "changelog"):
         changelog.unlink()
-    with opened(backend, directory, ALL_KEPT) as provider:
-        found = dict(provider.get_read_store(LAST + 4).iterator())
-    assert found == {**expected(LAST), b"n": b"%d" % (LAST + 3)}
+    with opened(backend, tmp_path, ALL_KEPT) as provider:
+        assert dict(provider.get_read_store(6).iterator()) == {b"n": b"6", b"blob": BLOB}
+        with pytest.raises((MissingFileError, DamagedFileError)):
+            provider.get_read_store(3)
 
 
 @pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST-*", "CURRENT"])
