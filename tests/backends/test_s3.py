@@ -1,0 +1,259 @@
+"""Storage and providers on a real S3 protocol, with errors, throttling, lost answers and slowness."""
+
+import threading
+import time
+from itertools import pairwise
+
+import boto3
+import pyarrow as pa
+import pytest
+from moto.s3.models import s3_backends
+
+from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
+from backends.exceptions import (
+    DamagedFileError,
+    FileExistsInStorageError,
+    MissingFileError,
+    StorageError,
+    VersionNotFoundError,
+)
+from backends.storage import CheckpointStorage
+
+from .s3_server import faulty_s3
+
+PROVIDERS = [RocksDBStateStoreProvider, FileStateStoreProvider]
+CONF = StateStoreConf(deltas_per_snapshot=3, min_versions_to_retain=3)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with faulty_s3() as running:
+        yield running
+
+
+@pytest.fixture
+def s3(server):
+    server.heal()
+    server.requests.clear()
+    yield server
+    server.heal()
+
+
+@pytest.fixture(scope="module")
+def boto(server):
+    made = boto3.client(
+        "s3",
+        endpoint_url=f"http://{server.backend[0]}:{server.backend[1]}",
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+    )
+    made.create_bucket(Bucket="bucket")
+    return made
+
+
+def options(s3, **more):
+    return {
+        "spark.hadoop.fs.s3a.endpoint": s3.endpoint,
+        "spark.hadoop.fs.s3a.path.style.access": "true",
+        "spark.hadoop.fs.s3a.access.key": "key",
+        "spark.hadoop.fs.s3a.secret.key": "secret",
+        **more,
+    }
+
+
+@pytest.fixture
+def waits():
+    return []
+
+
+@pytest.fixture
+def open_storage(s3, boto, request, waits):
+    def opened(directory=request.node.name, bucket="bucket", **kwargs):
+        now = [0.0]
+
+        def sleep(seconds):
+            waits.append(seconds)
+            now[0] += seconds
+
+        return CheckpointStorage.open(
+            f"s3a://{bucket}/{directory}", options(s3), clock=lambda: now[0], sleep=sleep, retry_seconds=5.0, **kwargs
+        )
+
+    return opened
+
+
+@pytest.fixture
+def storage(open_storage):
+    return open_storage()
+
+
+def test_files_are_written_once_listed_and_removed(storage, open_storage):
+    refs = [storage.put_new(f"a/{i}", b"%d" % i) for i in (2, 1, 3)]
+    storage.put_new("b/1", b"other")
+    assert [storage.read(ref) for ref in refs] == [b"2", b"1", b"3"]
+    assert storage.list("a") == [("a/1", 1), ("a/2", 1), ("a/3", 1)] and len(storage.list()) == 4
+    with pytest.raises(FileExistsInStorageError, match=r"s3://bucket/.*/a/1 exists already"):
+        storage.put_new("a/1", b"1")
+    storage.delete("a/1")
+    storage.delete("a/1")
+    assert not storage.exists("a/1") and storage.exists("a/2")
+    with pytest.raises(MissingFileError, match="a/1"):
+        storage.read(refs[1])
+    assert open_storage("elsewhere").list() == []
+
+
+def test_listing_goes_on_behind_the_first_thousand(storage, boto):
+    prefix = storage.location.removeprefix("s3://bucket/")
+    for i in range(1005):
+        s3_backends["123456789012"]["aws"].put_object("bucket", f"{prefix}/many/{i:05d}", b"x")
+    assert [path for path, _ in storage.list("many")] == [f"many/{i:05d}" for i in range(1005)]
+
+
+def test_damage_is_named(storage, boto):
+    ref = storage.put_new("a", b"content")
+    boto.put_object(Bucket="bucket", Key=f"{storage.location.removeprefix('s3://bucket/')}/a", Body=b"contenT")
+    with pytest.raises(DamagedFileError, match=r"s3://bucket/.*/a is damaged"):
+        storage.read(ref)
+
+
+def test_files_larger_than_memory_go_through_in_pieces(storage, tmp_path, s3):
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(bytes(range(256)) * 50_000)
+    ref = storage.put_file("large.sst", source)
+    s3.fail("cut", "503", method="GET")
+    storage.read_to_file(ref, target)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_of_many_writers_of_one_name_one_succeeds(open_storage):
+    results = []
+
+    def write(i):
+        try:
+            results.append(open_storage().put_new("one", b"%d" % i))
+        except FileExistsInStorageError:
+            results.append(None)
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    won = [r for r in results if r is not None]
+    assert len(won) == 1 and len(results) == 8
+    assert open_storage().read(won[0])
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "drop", "slow"])
+def test_what_passes_is_tried_again_with_growing_waits(storage, s3, waits, fault):
+    s3.fail(*[fault] * 4)
+    ref = storage.put_new("a", b"content")
+    assert len(waits) == (0 if fault == "slow" else 4)
+    assert all(later > earlier * 0.9 for earlier, later in pairwise(waits))
+    s3.fail(fault, fault)
+    assert storage.read(ref) == b"content"
+    s3.fail(fault, fault)
+    assert storage.list() == [("a", 7)] and storage.exists("a")
+
+
+def test_a_lost_answer_is_not_taken_for_another_writer(storage, s3):
+    s3.fail("lose answer", method="PUT")
+    ref = storage.put_new("a", b"mine")
+    assert storage.read(ref) == b"mine"
+    storage.put_new("b", b"theirs")
+    s3.fail("lose answer", method="PUT")
+    with pytest.raises(FileExistsInStorageError):
+        storage.put_new("b", b"mine")
+    assert storage.get("b") == b"theirs"
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_what_does_not_pass_is_an_error_that_says_how_long_was_tried(storage, s3, method):
+    ref = storage.put_new("a", b"content")
+    s3.fail_always("503", method)
+    with pytest.raises(StorageError, match=r"s3://bucket/.*, tried for \d\.\d s: "):
+        storage.put_new("b", b"x") if method == "PUT" else storage.read(ref)
+    s3.heal()
+    assert storage.list() == [("a", 7)]
+
+
+def test_what_can_never_work_is_not_tried_again(open_storage, s3, waits):
+    with pytest.raises(StorageError, match="s3://no-such-bucket/"):
+        open_storage(bucket="no-such-bucket").put_new("a", b"x")
+    assert waits == [] and len(s3.requests) == 1
+
+
+@pytest.fixture(params=PROVIDERS, ids=[p.backend for p in PROVIDERS])
+def open_provider(request, storage):
+    made = []
+
+    def opened():
+        made.append(request.param(StateStoreId(storage.location, "op", 0), CONF, storage=storage))
+        return made[-1]
+
+    yield opened
+    for provider in made:
+        provider.close()
+
+
+def put(provider, version, **pairs):
+    store = provider.get_store(version)
+    for key, value in pairs.items():
+        store.put(key.encode(), value.encode())
+    return store.commit()
+
+
+def test_a_provider_goes_on_through_throttling(open_provider, s3):
+    provider = open_provider()
+    seen = [0]
+
+    def every_third(method, path):
+        seen[0] += 1
+        return ("503", "drop", "lose answer")[seen[0] // 3 % 3] if seen[0] % 3 == 0 else None
+
+    s3.fault = every_third
+    for version in range(9):
+        put(provider, version, **{f"k{version % 4}": str(version)})
+        provider.do_maintenance()
+    fresh = open_provider()
+    assert dict(fresh.get_store(9).iterator()) == {b"k0": b"8", b"k1": b"5", b"k2": b"6", b"k3": b"7"}
+    with pytest.raises(VersionNotFoundError):
+        fresh.get_store(1)
+    assert seen[0] > 60
+
+
+def test_a_commit_that_fails_for_good_leaves_everything_as_before(open_provider, s3, storage):
+    provider = open_provider()
+    put(provider, 0, a="1")
+    before = storage.list()
+    store = provider.get_store(1)
+    store.put_many(pa.array([b"a", b"b"]), pa.array([b"2", b"2"]))
+    s3.fail_always("503", "PUT")
+    with pytest.raises(StorageError, match="tried for"):
+        store.commit()
+    s3.heal()
+    assert not store.has_committed and provider.latest_version() == 1
+    assert dict(provider.get_read_store(1).iterator()) == {b"a": b"1"} and storage.list() == before
+    assert store.commit() == 2
+    assert dict(open_provider().get_store(2).iterator()) == {b"a": b"2", b"b": b"2"}
+
+
+def test_sparks_settings_reach_a_provider_through_its_conf(s3, boto):
+    conf = StateStoreConf(storage_options=options(s3))
+    with RocksDBStateStoreProvider(StateStoreId("s3a://bucket/by-conf", "op", 0), conf) as provider:
+        put(provider, 0, a="1")
+    keys = [o["Key"] for o in boto.list_objects_v2(Bucket="bucket", Prefix="by-conf/")["Contents"]]
+    assert any(k.endswith(".changelog") for k in keys) and any("/manifests/" in k for k in keys)
+
+
+def test_slow_answers_do_not_hold_up_reads(open_provider, s3):
+    provider = open_provider()
+    put(provider, 0, a="1")
+    store = provider.get_read_store(1)
+    assert store.get(b"a") == b"1"
+    s3.fail_always("slow")
+    started = time.perf_counter()
+    for _ in range(100):
+        assert store.get(b"a") == b"1"
+    assert time.perf_counter() - started < 0.3, "no request was made"
