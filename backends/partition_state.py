@@ -440,6 +440,8 @@ class PartitionState:
 
     def _before_at(self, meta: ChangelogMeta, changes: Changes) -> Changes | None:
         """The pairs that changes replace, if they can be told now; None for later, or for never."""
+        if self._loading:
+            return None  # the threads are for all partitions: none may wait long
         try:
             with self._reading(meta.version - 1, meta.base) as view:
                 read = self._last_read

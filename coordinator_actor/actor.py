@@ -75,7 +75,10 @@ class StateStoreCoordinator:
     def _maintain(self) -> None:
         while True:
             time.sleep(1.0)
-            self._coordinator.maintain()
+            try:
+                self._coordinator.maintain()
+            except Exception:  # the thread must go on
+                log.exception("Maintenance failed")
 
     def _watch(self) -> None:
         tags = {"namespace": self._namespace}

@@ -23,7 +23,6 @@ from backends.conf import StateStoreConf
 from backends.exceptions import (
     ConcurrentCommitError,
     LineageMismatchError,
-    StateStoreError,
     StoreClosedError,
     VersionNotFoundError,
 )
@@ -45,7 +44,7 @@ from coordinator_actor.messages import (
     QueryRegistration,
     SnapshotUploaded,
 )
-from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
+from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
 from spark_bridge.protocol import Opened, TaskIdentity
 
 log = logging.getLogger(__name__)
@@ -466,8 +465,9 @@ class Host:
                 instance.snapshot_version = made.version
             with self._lock:
                 self._counters["snapshots"] += 1
-        except (StateStoreError, CoordinatorError, HostUnavailableError):
-            # What is uploaded already is removed when its version is; the next round tries again.
+        except StoreClosedError:
+            log.debug("%s was unloaded while a snapshot of it was taken", self._describe_id(instance))
+        except Exception:  # whatever it is, it must not be lost in a thread, and the next round tries again
             log.warning("Error managing %s; no snapshot was taken", self._describe_id(instance), exc_info=True)
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:

@@ -189,7 +189,10 @@ class StateStoreHost:
 
     def _run_maintenance(self, interval: float) -> None:
         while not self._stopping.wait(interval):
-            self._host.do_maintenance()
+            try:
+                self._host.do_maintenance()
+            except Exception:  # the thread must go on
+                log.exception("Maintenance of %s failed", self._host.info.host_id)
 
     def on_completed(self, completed: Completed) -> None:
         """A version is completed, as the driver has seen; saves waiting for the next heartbeat."""
