@@ -47,11 +47,12 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhil
 
 .PHONY: test test-fast
 test: $(STAMP) $(STAMP42) ## Run all tests: without a cluster, on Ray and Spark 3.5, then the streams on Spark 4.2
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not ray and not spark" $(ARGS)
+	$(BIN)/python -m pytest -m "ray or spark" $(ARGS)
 	$(BIN42)/python -m pytest -m spark42 $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark (seconds)
-	$(BIN)/python -m pytest -m "not ray and not spark" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not ray and not spark" $(ARGS)
 
 .PHONY: lint format
 lint: $(STAMP) ## Check style (ruff), types (mypy --strict) and layers (import-linter)

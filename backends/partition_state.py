@@ -210,12 +210,13 @@ class PartitionState:
                     self._version, self._head = 0, None
                 elif isinstance(start, SnapshotRef):
                     self._restore(start)
-                self._replay([ref for ref in lineage.changelogs if ref.version > self._version])
-                if (self._version, self._head) != (lineage.version, lineage.head):
+                rest = [ref for ref in lineage.changelogs if ref.version > self._version]
+                if [ref.version for ref in rest] != list(range(self._version + 1, lineage.version + 1)):
                     raise MissingFileError(
-                        f"There is no changelog of version {self._version + 1} of {self._directory} among the files that "
+                        f"Not all changelogs from version {self._version + 1} of {self._directory} are among the files that "
                         f"lead to version {lineage.version}."
                     )
+                self._replay(rest)
                 return
             except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
                 first_error = first_error or error
@@ -293,7 +294,7 @@ class PartitionState:
     def _replay_one(self, ref: ChangelogRef, data: bytes) -> None:
         name = self._storage.full_location(ref.file.path)
         meta, changes = read_changelog(data, name)
-        if meta.version != ref.version or meta.base != self._head or meta.version != self._version + 1:
+        if meta.version != ref.version or meta.base != self._head:
             raise DamagedFileError(
                 f"{name} holds version {meta.version} on top of {meta.base}, but version {ref.version} on top of "
                 f"{self._head} is needed here: files have been exchanged. Restore them from a copy."
