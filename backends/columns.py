@@ -156,19 +156,27 @@ def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
 def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Bytes, Offsets]:
     """The bytes of many ranges, one behind the other, and their n+1 offsets.
 
-    Ranges must be ascending and must not overlap. One pass over ``content``, no loop over ranges.
+    Ranges must be ascending and must not overlap.
     """
-    lengths = stops - starts
-    offsets = np.zeros(len(starts) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    if offsets[-1] == len(content):
-        return content, offsets
-    kept = lengths > 0
-    steps = np.zeros(len(content) + 1, np.int8)
-    steps[starts[kept]] += 1
-    steps[stops[kept]] -= 1
-    inside = np.cumsum(steps[:-1], dtype=np.int8, out=steps[:-1]).view(np.bool_)
-    return content[inside], offsets
+    n = len(starts)
+    offsets = np.zeros(n + 1, np.int64)
+    np.cumsum(stops - starts, out=offsets[1:])
+    if n == 0 or offsets[-1] == len(content):
+        return content[: offsets[-1]], offsets
+    # Ranges and the gaps between them are elements of one array over the same bytes: Arrow then copies range by range.
+    bounds = np.empty(2 * n, np.int64)
+    bounds[::2], bounds[1::2] = starts, stops
+    taken = binary_array(content, bounds).take(pa.array(np.arange(0, 2 * n, 2)))
+    return binary_content(taken)[0], offsets
+
+
+def gather_fixed(content: Bytes, starts: Offsets, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """One value or record at each position. All must lie within ``content``."""
+    width = dtype.itemsize
+    # Every position as the beginning of a value: the view's elements overlap.
+    anywhere = np.ndarray((max(len(content) - width + 1, 0),), f"V{width}", content, strides=(1,))
+    taken: npt.NDArray[Any] = anywhere[starts].view(dtype)
+    return taken
 
 
 def check_size(total: int) -> None:
@@ -179,10 +187,11 @@ def check_size(total: int) -> None:
         )
 
 
-def check_ranges(ok: npt.NDArray[np.bool_] | bool, what: str, schema: object) -> None:
-    """Raise ``SchemaMismatchError`` unless every row passed."""
-    if not np.all(ok):
-        row = int(np.argmin(np.atleast_1d(ok)))
+def check_ranges(ok: npt.NDArray[np.bool_], what: str, schema: object, rows: Offsets | None = None) -> None:
+    """Raise ``SchemaMismatchError`` unless all passed; ``rows`` are their rows, if there is not one for each."""
+    if not ok.all():
+        failed = int(np.argmin(ok))
+        row = failed if rows is None else int(rows[failed])
         raise SchemaMismatchError(
             f"Row {row} of the stored {what} is not of the schema [{_one_line(schema)}]: read it with the schema "
             "that it was written with."

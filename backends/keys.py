@@ -10,9 +10,7 @@ A null of a fixed-width column takes the width of its column, so such keys all h
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
-from decimal import Decimal
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.columns import (
+    Bytes,
     Mask,
     Offsets,
     binary_array,
@@ -30,21 +29,24 @@ from backends.columns import (
     fixed_array,
     fixed_dtype,
     fixed_values,
+    gather_fixed,
     gather_ranges,
     is_list_like,
     join,
+    list_array,
     list_parts,
     null_mask,
     plain,
     rows_as_binary,
     struct_array,
 )
-from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError, UnsupportedTypeError
+from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 from backends.key_groups import MAX_KEY_GROUPS
 from backends.schema import normalized_type
-from backends.sorted_pairs import as_binary, to_bytes_list
+from backends.sorted_pairs import as_binary
 
 GROUP_BYTES = 2
+_END = b"\x00\x00"
 
 Piece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
 """A run of bytes per row: all of one width (numpy), or not (Arrow)."""
@@ -78,12 +80,9 @@ def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.Recor
     if keys.null_count:
         raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
     fields = [f.with_type(normalized_type(f.name, f.type)) for f in schema]
-    if any(_has_list(f.type) for f in fields):
-        columns = _decode_by_row(keys, [f.type for f in fields], schema)
-    else:
-        reader = _Reader(keys, [f.type for f in fields], schema)
-        columns = [reader.column(f.type) for f in fields]
-        reader.check_end()
+    reader = _Reader(keys, schema)
+    columns = [reader.next_column(f.type) for f in fields]
+    reader.check_end()
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
@@ -185,150 +184,122 @@ def _stored_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
     return np.dtype(f">u{dtype.itemsize}")
 
 
-def _has_list(kind: pa.DataType) -> bool:
-    if pa.types.is_map(kind):
-        raise UnsupportedTypeError(f"The type {kind} cannot be in a key: a map has no order.")
-    return is_list_like(kind) or any(_has_list(kind.field(i).type) for i in range(kind.num_fields))
-
-
 class _Reader:
-    """Takes columns out of keys without arrays, run of fixed-width fields by run."""
+    """Takes columns out of keys, one after the other.
 
-    def __init__(self, keys: pa.BinaryArray, kinds: list[pa.DataType], schema: object) -> None:
-        self._content, self._offsets = binary_content(keys)
-        self._n = len(keys)
+    Its methods take the positions where values begin, ascending, and the rows that these lie in.
+    """
+
+    def __init__(self, keys: pa.BinaryArray, schema: object) -> None:
+        self._content, offsets = binary_content(keys)
+        self._ends = offsets[1:]
         self._schema = schema
-        self._at: Offsets = self._offsets[:-1]
-        self._ends: Offsets | None = None
-        self._runs = _runs(kinds)
-        self._rows: npt.NDArray[Any] = np.zeros(0)
-        self._field = 0
-        self._next_run()
-        self._field = 1  # past the key group
+        self._rows = np.arange(len(keys))
+        _, self._at = self._fixed(offsets[:-1], self._rows, np.dtype(f"V{GROUP_BYTES}"))
 
-    def _next_run(self) -> None:
-        dtype = next(self._runs)
-        stops = self._at + dtype.itemsize
-        check_ranges(stops <= self._offsets[1:], "keys", self._schema)
-        content, _ = gather_ranges(self._content, self._at, stops)
-        self._rows = np.frombuffer(content, dtype, count=self._n) if self._n else np.zeros(0, dtype)
-        self._at = stops
-        self._field = 0
-
-    def _take(self) -> npt.NDArray[Any]:
-        taken = self._rows[f"f{self._field}"]
-        self._field += 1
-        return taken
-
-    def column(self, kind: pa.DataType) -> pa.Array:
-        present: npt.NDArray[Any] = self._take()
-        check_ranges(present <= 1, "keys", self._schema)
-        mask: Mask = present == 0
-        if fixed_dtype(kind) is not None:
-            return fixed_array(self._zeroed(_unordered(kind, self._take()), mask), mask, kind)
-        if pa.types.is_struct(kind):
-            children = [self.column(kind.field(i).type) for i in range(kind.num_fields)]
-            return struct_array(children, self._n, mask, kind)
-        starts, stops = self._at, self._string_ends()
-        self._at = stops
-        self._next_run()
-        check_ranges(self._take() == 0, "keys", self._schema)
-        content, offsets = gather_ranges(self._content, starts, stops)
-        if not content.all():
-            escaped = binary_array(content, offsets)
-            content, offsets = binary_content(pc.replace_substring(escaped, b"\x00\xff", b"\x00"))
-        return binary_array(content, offsets, mask, kind)
-
-    @staticmethod
-    def _zeroed(values: npt.NDArray[Any], mask: Mask) -> npt.NDArray[Any]:
-        if mask.any():
-            values[mask] = np.zeros((), values.dtype)
-        return values
-
-    def _string_ends(self) -> Offsets:
-        """Where the string beginning at the current position of each row ends: the first 0x00 without 0xFF behind."""
-        if self._ends is None:
-            zeros = np.flatnonzero(self._content == 0)
-            followed = np.append(self._content, np.uint8(0))[zeros + 1]
-            self._ends = zeros[followed != 0xFF]
-        found = np.searchsorted(self._ends, self._at)
-        check_ranges(found < len(self._ends), "keys", self._schema)
-        return self._ends[found]
+    def next_column(self, kind: pa.DataType) -> pa.Array:
+        """The next column of all keys."""
+        column, self._at = self._column(kind, self._at, self._rows)
+        return column
 
     def check_end(self) -> None:
         """Raise unless every key has been read to its end."""
-        check_ranges(self._at == self._offsets[1:], "keys", self._schema)
+        self._check(self._at == self._ends, self._rows)
 
+    def _check(self, ok: npt.NDArray[np.bool_], rows: Offsets) -> None:
+        check_ranges(ok, "keys", self._schema, rows)
 
-def _runs(kinds: list[pa.DataType]) -> Iterator[np.dtype[Any]]:
-    """The fixed-width runs of a key, each up to the next string's bytes."""
-    run: list[Any] = [">u2"]
+    def _fixed(self, at: Offsets, rows: Offsets, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Offsets]:
+        """Records of one width, and the positions behind them."""
+        ends = at + dtype.itemsize
+        self._check(ends <= self._ends[rows], rows)
+        return gather_fixed(self._content, at, dtype), ends
 
-    def walk(kind: pa.DataType) -> Iterator[np.dtype[Any]]:
-        nonlocal run
-        run.append("u1")
+    def _flags(self, at: Offsets, rows: Offsets) -> tuple[npt.NDArray[np.bool_], Offsets]:
+        """Bytes that can only be 0 or 1, and the positions behind them."""
+        flags, ends = self._fixed(at, rows, np.dtype(np.uint8))
+        self._check(flags <= 1, rows)
+        return flags.view(np.bool_), ends
+
+    def _column(self, kind: pa.DataType, at: Offsets, rows: Offsets) -> tuple[pa.Array, Offsets]:
+        """Values and the positions behind them."""
+        present, at = self._flags(at, rows)
+        mask: Mask = ~present
         stored = _stored_dtype(kind)
         if stored is not None:
-            run.append(stored)
-        elif pa.types.is_struct(kind):
+            found, at = self._fixed(at, rows, stored)
+            values = _unordered(kind, found)
+            if mask.any():
+                values[mask] = np.zeros((), values.dtype)
+            return fixed_array(values, mask, kind), at
+        if pa.types.is_struct(kind):
+            children = []
             for i in range(kind.num_fields):
-                yield from walk(kind.field(i).type)
-        else:
-            yield np.dtype([(f"f{i}", t) for i, t in enumerate(run)])
-            run = ["<u2"]
+                child, at = self._column(kind.field(i).type, at, rows)
+                children.append(child)
+            return struct_array(children, len(rows), mask, kind), at
+        if pa.types.is_map(kind):
+            raise UnsupportedTypeError(f"The type {kind} cannot be in a key: a map has no order.")
+        if is_list_like(kind):
+            starts, offsets, at = self._elements(kind.value_type, at, rows)
+            elements, _ = self._column(kind.value_type, starts, np.repeat(rows, np.diff(offsets)))
+            return list_array(elements, offsets, mask, kind), at
+        stops = self._string_ends(at, rows)
+        content, offsets = self._unescape(*gather_ranges(self._content, at, stops), rows)
+        return binary_array(content, offsets, mask, kind), stops + len(_END)
 
-    for kind in kinds:
-        yield from walk(kind)
-    yield np.dtype([(f"f{i}", t) for i, t in enumerate(run)])
+    def _skip(self, kind: pa.DataType, at: Offsets, rows: Offsets) -> Offsets:
+        """The positions behind values."""
+        at = at + 1
+        stored = _stored_dtype(kind)
+        if stored is not None:
+            return at + stored.itemsize
+        if pa.types.is_struct(kind):
+            for i in range(kind.num_fields):
+                at = self._skip(kind.field(i).type, at, rows)
+            return at
+        if is_list_like(kind):
+            return self._elements(kind.value_type, at, rows)[2]
+        return self._string_ends(at, rows) + len(_END)
 
+    def _elements(self, kind: pa.DataType, at: Offsets, rows: Offsets) -> tuple[Offsets, Offsets, Offsets]:
+        """Where arrays' elements begin, their n+1 offsets, and the positions behind the arrays.
 
-def _decode_by_row(keys: pa.BinaryArray, kinds: list[pa.DataType], schema: object) -> list[pa.Array]:
-    """Keys with arrays in them: their shape differs from row to row."""
-    columns: list[list[Any]] = [[] for _ in kinds]
-    for row, key in enumerate(to_bytes_list(keys)):
-        assert key is not None
-        at = GROUP_BYTES
-        try:
-            for column, kind in zip(columns, kinds, strict=True):
-                value, at = _decode_one(kind, key, at)
-                column.append(value)
-        except (IndexError, ValueError, struct.error) as error:
-            raise SchemaMismatchError(f"Stored key {row} is not of the schema [{schema}]: {error}") from error
-        check_ranges(at == len(key), "keys", schema)
-    return [pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)]
+        As many steps as the longest array has elements, each for all arrays that are that long.
+        """
+        ends = np.empty(len(at), np.int64)
+        counts = np.zeros(len(at), np.int64)
+        reached: list[tuple[Offsets, Offsets]] = []
+        arrays = np.arange(len(at))
+        while len(arrays):
+            more, at = self._flags(at, rows[arrays])
+            ends[arrays[~more]] = at[~more]
+            arrays, at = arrays[more], at[more]
+            counts[arrays] += 1
+            reached.append((arrays, at))
+            at = self._skip(kind, at, rows[arrays])
+        offsets = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        starts = np.empty(offsets[-1], np.int64)
+        for i, (arrays, begun) in enumerate(reached):
+            starts[offsets[arrays] + i] = begun
+        return starts, offsets, ends
 
+    def _string_ends(self, at: Offsets, rows: Offsets) -> Offsets:
+        """Where the strings that begin at ``at`` end: the first two zero bytes, for inside one 0xFF follows a zero."""
+        ends = self._ends[rows]
+        self._check(at <= ends, rows)
+        onwards = binary_array(self._content, np.append(at, len(self._content)))
+        lengths = np.asarray(pc.find_substring(onwards, _END)).astype(np.int64)
+        stops = at + lengths
+        self._check((lengths >= 0) & (stops + len(_END) <= ends), rows)
+        return stops
 
-def _decode_one(kind: pa.DataType, key: bytes, at: int) -> tuple[Any, int]:
-    """One value and the position behind it, as Python objects that ``pa.array`` takes for ``kind``."""
-    present, at = key[at] == 1, at + 1
-    stored = _stored_dtype(kind)
-    if stored is not None:
-        end = at + stored.itemsize
-        value = _unordered(kind, np.frombuffer(key[at:end], stored, count=1))
-        if not present:
-            return None, end
-        if pa.types.is_decimal(kind):
-            digits = int.from_bytes(value.tobytes(), "little", signed=True)
-            return Decimal((digits < 0, tuple(map(int, str(abs(digits)))), -kind.scale)), end
-        return (bool(value[0]) if pa.types.is_boolean(kind) else value[0].item()), end
-    if pa.types.is_struct(kind):
-        fields = {}
-        for i in range(kind.num_fields):
-            fields[kind.field(i).name], at = _decode_one(kind.field(i).type, key, at)
-        return (fields if present else None), at
-    if is_list_like(kind):
-        elements = []
-        while key[at] == 1:
-            element, at = _decode_one(kind.value_type, key, at + 1)
-            elements.append(element)
-        return (elements if present else None), at + 1
-    end = at
-    while True:
-        end = key.index(b"\x00", end)
-        if key[end + 1] == 0:
-            break
-        end += 2
-    content = key[at:end].replace(b"\x00\xff", b"\x00")
-    if not present:
-        return None, end + 2
-    return (content.decode() if pa.types.is_string(kind) else content), end + 2
+    def _unescape(self, content: Bytes, offsets: Offsets, rows: Offsets) -> tuple[Bytes, Offsets]:
+        zeros = np.flatnonzero(content == 0)
+        if not len(zeros):
+            return content, offsets
+        is_escape = content[zeros + 1] == 0xFF  # a string's last byte is never zero: it would be part of the end
+        if not is_escape.all():
+            self._check(is_escape, rows[np.searchsorted(offsets, zeros, "right") - 1])
+        return np.delete(content, zeros + 1), offsets - np.searchsorted(zeros, offsets)

@@ -67,6 +67,15 @@ class LocalFiles:
             raise
         self._sync_directories(target.parent)
 
+    def unfinished(self, directory: str) -> list[str]:
+        """What processes have left in a directory and below that died while they wrote it; or are writing it now."""
+        found = (self._root / directory).rglob("*#*")
+        return sorted(str(p.relative_to(self._root)) for p in found if p.name.rpartition("#")[2].isdecimal())
+
+    def remove_unfinished(self, path: str) -> None:
+        """Remove what ``unfinished`` has named."""
+        (self._root / path).unlink(missing_ok=True)
+
     def _open(self, staged: Path) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:

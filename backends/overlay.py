@@ -107,12 +107,14 @@ class WriteBuffer:
 
 
 class OverlayStateStore(StateStore):
-    """A store over one version; ``commit_changes(changes)`` makes the next one and returns its number.
+    """A store over one version; ``commit_changes(changes)`` makes the next one and returns its number and figures.
 
     Without ``commit_changes`` the store is read-only.
     """
 
-    def __init__(self, reader: VersionReader, commit_changes: Callable[[Changes], int] | None) -> None:
+    def __init__(
+        self, reader: VersionReader, commit_changes: Callable[[Changes], tuple[int, StateStoreMetrics]] | None
+    ) -> None:
         self._reader = reader
         self._commit_changes = commit_changes
         self._buffers: dict[str, WriteBuffer] = {}
@@ -320,8 +322,9 @@ class OverlayStateStore(StateStore):
         assert self._commit_changes is not None
         with self._timed("commit_ms"):
             changes = Changes({name: buffer.merged() for name, buffer in self._buffers.items()})
-            version = self._commit_changes(changes)
+            version, figures = self._commit_changes(changes)
         self._has_committed = True
+        self._last_metrics = replace(figures, custom={**figures.custom, **self._times})
         self._end("committed")
         return version
 
@@ -331,7 +334,10 @@ class OverlayStateStore(StateStore):
             self._end("aborted")
 
     def _end(self, how: str) -> None:
-        self._last_metrics = self.metrics
+        try:
+            self._last_metrics = self.metrics  # those of the commit, if there was one
+        except StoreClosedError:  # the provider was closed first, and has no figures any more
+            self._last_metrics = StateStoreMetrics(0, 0, dict(self._times))
         self._closed = how
         self._buffers.clear()
         self._reader.close()
@@ -355,10 +361,12 @@ class OverlayStateStore(StateStore):
         return self._buffers.setdefault(self._stored(column_family), WriteBuffer())
 
     def _is_list(self, column_family: str) -> bool:
-        return lists.stored_name(column_family) in self._families
+        return isinstance(column_family, str) and lists.stored_name(column_family) in self._families
 
     def _stored(self, column_family: str) -> str:
         """What a column family is stored as."""
+        if not isinstance(column_family, str):
+            raise InvalidStateStoreArgument(f"{column_family!r} is no column family's name: give a string.")
         if self._is_list(column_family):
             return lists.stored_name(column_family)
         if column_family not in self._families or lists.is_list(column_family):

@@ -79,6 +79,7 @@ class _Undo:
     head: str | None
     changes: Changes
     families: frozenset[str]
+    num_keys: int | None
 
     @property
     def nbytes(self) -> int:
@@ -353,7 +354,10 @@ class PartitionState:
         before = self._before_images(delta)
         growth = _growth(delta.changes, before) if before and self._conf.track_total_number_of_rows else None
         state = self._next_state(delta.meta.version, delta.file.path, growth)
-        undo = None if before is None else _Undo(self._version, self._head, before, self._engine.column_families)
+        num_keys = self._engine.state.num_keys
+        undo = (
+            None if before is None else _Undo(self._version, self._head, before, self._engine.column_families, num_keys)
+        )
         held = self._version, self._head, self._undos
         with self._changed:
             self._applying = delta
@@ -651,14 +655,18 @@ class PartitionState:
 
     # -- life ----------------------------------------------------------------------------------
 
-    def metrics(self) -> StateStoreMetrics:
-        """Figures of this partition: times in ms are those of the last call of each kind."""
-        with self._changed:
-            self._check_open()
+    def metrics(self, version: int | None = None, *, head: str | None = None) -> StateStoreMetrics:
+        """Figures of this partition: times in ms are those of the last call of each kind.
+
+        The number of keys is that of a version that is held (None: the last completed one); ``VersionNotFoundError``.
+        """
+        with self._reading(version, head) as view, self._changed:
+            undo = view.layers[-1] if view.layers and isinstance(view.layers[-1], _Undo) else None
+            num_keys = undo.num_keys if undo is not None and undo.num_keys is not None else self._engine.num_keys()
             custom = {**self._custom, "files": float(self._engine.num_files())}
             layers: tuple[_Delta | _Undo, ...] = (*self._staged.values(), *self._accepted.values(), *self._undos)
             held = sum(pairs.nbytes for layer in layers for pairs in layer.changes.families.values())
-            return StateStoreMetrics(self._engine.num_keys(), self._engine.memory_bytes() + held, custom)
+            return StateStoreMetrics(num_keys, self._engine.memory_bytes() + held, custom)
 
     def close(self) -> None:
         """Close the engine once the reads under way have ended; scans under way end with an error. Files stay."""

@@ -21,12 +21,15 @@ from typing import ClassVar, TypeVar
 import pyarrow as pa
 
 from backends import change_feed, fault_points, snapshot
+from backends.chain import Retention
 from backends.changelog import ChangelogMeta, Changes
 from backends.conf import StateStoreConf
 from backends.engine import StateEngine
 from backends.exceptions import (
     ConcurrentCommitError,
+    DamagedFileError,
     InvalidStateStoreArgument,
+    MissingFileError,
     StoreClosedError,
     VersionNotFoundError,
 )
@@ -77,6 +80,8 @@ class LocalStateStoreProvider(StateStoreProvider):
             self._remove_local.detach()
         try:
             self._main = self._partition("current")
+            for left in self._local_dir.glob("at-*"):  # copies of a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
         except BaseException:
             self._remove_local()
             raise
@@ -136,7 +141,9 @@ class LocalStateStoreProvider(StateStoreProvider):
         log.info("Retrieved version %d of %s for readonly", version, self)
         return OverlayStateStore(reader, None)
 
-    def _commit(self, lineage: Lineage, newest: str | None, attempt: str, changes: Changes) -> int:
+    def _commit(
+        self, lineage: Lineage, newest: str | None, attempt: str, changes: Changes
+    ) -> tuple[int, StateStoreMetrics]:
         version = lineage.version + 1
         with self._lock:
             self._check_open()
@@ -167,8 +174,9 @@ class LocalStateStoreProvider(StateStoreProvider):
                 raise
             self._main.accept(version, attempt)
             self._main.complete(version, file.path)
+            figures = self.metrics()
         log.info("Committed version %d for %s to file %s", version, self, self._storage.full_location(file.path))
-        return version
+        return version, figures
 
     def change_feed(self, from_version: int, to_version: int) -> Iterator[pa.RecordBatch]:
         """What changed from one version to a later one; see ``StateStoreProvider.change_feed``."""
@@ -184,6 +192,7 @@ class LocalStateStoreProvider(StateStoreProvider):
                     f"What changed in {self._id} since version {from_version} is no longer kept: the oldest version is {oldest}."
                 )
             reader = self._reader(base, stays=True)
+            reader.keeps = from_version  # and the changelogs behind it
         return change_feed.read(self._storage, reader, lineage)
 
     def _reader(self, lineage: Lineage, *, stays: bool) -> _Reader:
@@ -212,15 +221,28 @@ class LocalStateStoreProvider(StateStoreProvider):
             with self._lock:
                 self._check_open()
                 kept = self._log.record_maintenance(made, newest, self._oldest_to_keep)
-                garbage = self._log.garbage(kept, self._files_of)
+                self._descriptors = {
+                    s.file.path: self._descriptors[s.file.path]
+                    for s in self._log.snapshots()
+                    if s.file.path in self._descriptors
+                }
+                garbage = self._garbage(kept)
             for path in garbage:
                 fault_points.reached("maintenance:delete")
                 self._storage.delete(path)
             if garbage:
                 log.info("Deleted files older than %d for %s: %s", kept.oldest, self, ", ".join(garbage))
 
+    def _garbage(self, kept: Retention) -> list[str]:
+        try:
+            return self._log.garbage(kept, self._files_of)
+        except (DamagedFileError, MissingFileError) as error:
+            # Until the snapshot is no longer kept, nobody can tell which files are its own.
+            log.warning("Nothing of %s is removed: %s", self, error)
+            return []
+
     def _oldest_to_keep(self, latest: int) -> int:
-        read = [reader.version for reader in self._readers if reader.version]
+        read = [reader.keeps for reader in self._readers if reader.keeps is not None]
         return max(0, min(latest - self._conf.min_versions_to_retain - 1, *read, latest))
 
     def _files_of(self, ref: SnapshotRef) -> frozenset[str]:
@@ -274,8 +296,11 @@ class LocalStateStoreProvider(StateStoreProvider):
             self._readers.discard(reader)
 
     def metrics(self) -> StateStoreMetrics:
-        """Figures of the main copy."""
-        figures = self._main.metrics()
+        """Figures at the version that was opened or committed last."""
+        return self.with_own_figures(self._main.metrics())
+
+    def with_own_figures(self, figures: StateStoreMetrics) -> StateStoreMetrics:
+        """Figures of a copy, and the provider's own."""
         return replace(figures, custom={**figures.custom, "manifest_ms": self._manifest_ms})
 
     def close(self) -> None:
@@ -323,6 +348,7 @@ class _Reader:
         self._unpin = weakref.finalize(self, pins.close)
         self.id = provider.id
         self.version = lineage.version
+        self.keeps = lineage.version or None
         self._provider = provider
         self._lineage = lineage
         self._copy: PartitionState | None = None
@@ -351,7 +377,8 @@ class _Reader:
         return self._read(lambda state: state.column_families(self.version, head=head))
 
     def metrics(self) -> StateStoreMetrics:
-        return self._provider.metrics() if self._copy is None else self._copy.metrics()
+        head = self._lineage.head
+        return self._provider.with_own_figures(self._read(lambda state: state.metrics(self.version, head=head)))
 
     def close(self) -> None:
         self._provider.forget(self)

@@ -62,6 +62,7 @@ class LoadedProviders:
         self._host = host or socket.gethostname()
         self._executor_id = executor_id
         self._providers: dict[StateStoreProviderId, StateStoreProvider] = {}
+        self._reported: set[StateStoreProviderId] = set()
         self._maintained: dict[StateStoreProviderId, Future[None]] = {}
         self._lock = threading.RLock()
         self._stop: threading.Event | None = None
@@ -122,6 +123,8 @@ class LoadedProviders:
         if coordinator is None:
             return
         report = coordinator.report_active_instance(provider_id, self._host, self._executor_id, tuple(others))
+        with self._lock:
+            self._reported.add(provider_id)
         log.info("Reported that the loaded instance %s is active", provider_id)
         to_unload = report.result()
         log.debug("The loaded instances are going to unload: %s", ", ".join(map(str, to_unload)))
@@ -138,6 +141,7 @@ class LoadedProviders:
         with self._lock:
             provider = self._providers.pop(provider_id, None)
             self._maintained.pop(provider_id, None)
+            self._reported.discard(provider_id)
         if provider is not None:
             provider.close()
             log.info("Unloaded %s", provider)
@@ -219,7 +223,9 @@ class LoadedProviders:
 
     def _is_active(self, provider_id: StateStoreProviderId) -> bool:
         coordinator = self._reference()
-        if coordinator is None:
+        with self._lock:
+            is_reported = provider_id in self._reported
+        if coordinator is None or not is_reported:  # one that is just being loaded is not known yet
             return True
         verified = coordinator.verify_if_instance_active(provider_id, self._executor_id)
         log.debug("Verified whether the loaded instance %s is active: %s", provider_id, verified)

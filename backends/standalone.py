@@ -250,6 +250,11 @@ class StandaloneLog:
         """The files that nothing kept refers to. No commit may be under way in this process: see ``chain.garbage``."""
         with self._lock:
             manifests = f"{self.directory}/manifests/"
-            files = [p for p, _ in self._storage.list(self.directory) if not p.startswith(manifests)]
+            listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)
+            files = [p for p in listed if not p.startswith(manifests)]
             found = chain.garbage(files, self._chain, kept, files_of)
-            return found + [self._path(i) for i in self.manifest_ids() if i < self._newest and i not in self._known]
+            for path in listed:
+                number = path.removeprefix(manifests).partition(".")[0]
+                if path.startswith(manifests) and number.isdecimal() and int(number) < self._newest:
+                    found += [path] if int(number) not in self._known or "#" in path else []
+            return found

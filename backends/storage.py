@@ -7,6 +7,7 @@ read with its size and digest checked.
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 import threading
@@ -32,13 +33,14 @@ from backends.locations import Location, parse_location, store_options
 from backends.manifest import FileRef
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, S3Config
+    from obstore.store import ClientConfig, ObjectStore, S3Config, S3Credential, S3CredentialProvider
 
 T = TypeVar("T")
 
 _MEMORY_STORES: dict[str, MemoryStore] = {}
 _MEMORY_LOCK = threading.Lock()
 _STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
 _CHUNK_BYTES = 4 << 20
 _FIRST_WAIT_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 5.0
@@ -132,11 +134,10 @@ class CheckpointStorage:
             except FileExistsError as error:
                 raise self._exists(path) from error
             return ref
-        attempts = 0
+        unanswered = False
 
         def put() -> bool:
-            nonlocal attempts
-            attempts += 1
+            nonlocal unanswered
             try:
                 obstore.put(self._store, key, data, mode="create")
                 return True
@@ -146,7 +147,10 @@ class CheckpointStorage:
                 held = self._get_or_none(key)
                 if held is None:
                     raise
-                return attempts > 1 and held == data
+                return unanswered and held == data
+            except (BaseError, OSError):
+                unanswered = True
+                raise
 
         if not self._retrying("write", path, put):
             raise self._exists(path)
@@ -171,7 +175,8 @@ class CheckpointStorage:
             hashed = xxhash.xxh3_128()
             try:
                 chunks = obstore.get(self._store, key).stream(min_chunk_size=_CHUNK_BYTES)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                _check_bucket(error)
                 return None
             with target.open("wb") as file:
                 for chunk in chunks:
@@ -231,6 +236,11 @@ class CheckpointStorage:
 
         return self._retrying("look up", path, head)
 
+    def unfinished(self, prefix: str) -> list[str]:
+        """Files that were never finished, which ``list`` does not show: only local ones leave any. May still be written."""
+        files = self._files
+        return [] if files is None else self._retrying("list", prefix, lambda: files.unfinished(prefix))
+
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Path and size of every file in the directory ``prefix`` and below, sorted by path."""
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
@@ -244,21 +254,26 @@ class CheckpointStorage:
         return self._retrying("list", prefix, list_all)
 
     def delete(self, path: str) -> None:
-        """Remove a file; it is no error if there is none."""
+        """Remove a file, finished or not; it is no error if there is none."""
+        if self._files is not None and path.rpartition("#")[2].isdecimal():
+            files = self._files
+            self._retrying("delete", path, lambda: files.remove_unfinished(path))
+            return
         key = self._key(path)
 
         def delete() -> None:
             try:
                 obstore.delete(self._store, key)
-            except FileNotFoundError:
-                return
+            except FileNotFoundError as error:
+                _check_bucket(error)
 
         self._retrying("delete", path, delete)
 
     def _get_or_none(self, key: str) -> bytes | None:
         try:
             return bytes(obstore.get(self._store, key).bytes())
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _check_bucket(error)
             return None
 
     def _key(self, path: str) -> str:
@@ -293,6 +308,9 @@ class CheckpointStorage:
 
     def _is_transient(self, error: BaseError | OSError) -> bool:
         if isinstance(error, OSError):
+            # A large file's last answer was lost, and obstore tried to take back what is complete already.
+            if _code(error) == "NoSuchUpload":
+                return True
             return error.errno in _TRANSIENT_ERRNOS or isinstance(error, TimeoutError | ConnectionError)
         if self.is_local:
             return False
@@ -301,7 +319,8 @@ class CheckpointStorage:
         status = _STATUS.search(str(error))
         if status is None:
             return isinstance(error, GenericError) and "redirect" not in str(error)
-        return status[1][0] == "5" or status[1] in ("408", "429")
+        # S3 answers 400 to a request that arrived too slowly.
+        return status[1][0] == "5" or status[1] in ("408", "429") or _code(error) == "RequestTimeout"
 
 
 def _make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
@@ -314,8 +333,13 @@ def _make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
     client = cast("ClientConfig", mapped.client)
     # Retries are ours: obstore's know no clock that a test can turn, and repeat no create.
     if location.kind == "s3":
-        config = cast("S3Config", mapped.config)
-        return S3Store(location.container, config=config, client_options=client, retry_config={"max_retries": 0})
+        return S3Store(
+            location.container,
+            config=cast("S3Config", _above_environment(mapped.config)),
+            client_options=client,
+            retry_config={"max_retries": 0},
+            credential_provider=_tokenless_credentials(mapped.config),
+        )
     if location.kind == "gs":
         gcs: GCSStore = GCSStore.from_url(
             f"gs://{location.container}",
@@ -333,5 +357,43 @@ def _make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
     return azure
 
 
+def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool]:
+    """obstore adds what ``AWS_*`` variables say: what they say otherwise than the options must not count."""
+    own: dict[str, str | bool] = {"conditional_put": "etag", **config}
+    if "access_key_id" in config:
+        own.setdefault("skip_signature", False)
+    if "endpoint" in config and "AWS_ENDPOINT_URL_S3" in os.environ:
+        own.setdefault("aws_endpoint_url_s3", config["endpoint"])
+    return own
+
+
+def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProvider | None:
+    """Keys that were given without a token, where the environment has a token, of other keys: obstore would send it."""
+    key, secret = config.get("access_key_id"), config.get("secret_access_key")
+    has_token = not config.keys().isdisjoint(("session_token", "aws_session_token", "token"))
+    if not key or not secret or has_token or "AWS_SESSION_TOKEN" not in os.environ:
+        return None
+    credential: S3Credential = {
+        "access_key_id": str(key),
+        "secret_access_key": str(secret),
+        "token": None,
+        "expires_at": None,
+    }
+    return lambda: credential
+
+
+def _check_bucket(error: FileNotFoundError) -> None:
+    """Raise the error again if it is the bucket that is missing: then nothing is known of the file."""
+    if _code(error) == "NoSuchBucket":
+        raise error
+
+
+def _code(error: BaseException) -> str:
+    """What S3 calls an error, "" if it does not say."""
+    found = _CODE.search(str(error))
+    return found[1] if found else ""
+
+
 def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
+    line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
+    return f"{line}: {_code(error)}" if _code(error) else line

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.columns import (
     Bytes,
@@ -28,6 +27,7 @@ from backends.columns import (
     fixed_array,
     fixed_dtype,
     fixed_values,
+    gather_fixed,
     gather_ranges,
     is_list_like,
     join,
@@ -143,21 +143,16 @@ def _decode_rows(values: pa.BinaryArray, kinds: list[pa.DataType], schema: objec
     has_data = any(part.is_data for part in parts)
     lengths = np.diff(offsets)
     check_ranges(lengths >= dtype.itemsize if has_data else lengths == dtype.itemsize, "values", schema)
-    if has_data:
-        heads, _ = binary_content(pc.binary_slice(values, 0, dtype.itemsize))
-        rest, rest_offsets = gather_ranges(content, offsets[:-1] + dtype.itemsize, offsets[1:])
-    else:
-        heads, rest, rest_offsets = content, np.zeros(0, np.uint8), np.zeros(len(values) + 1, np.int64)
-    rows = np.frombuffer(heads, dtype, count=len(values)) if len(values) else np.zeros(0, dtype)
+    rows = gather_fixed(content, offsets[:-1], dtype)
     if numbered and (rows["number"] != SCHEMA_NUMBER).any():
         raise SchemaMismatchError(
             f"Stored values have the schema number {int(rows['number'].max())}; this release writes {SCHEMA_NUMBER}. "
             "They were written by a newer release, or are not values."
         )
-    reader = _Reader(parts, rows, rest, rest_offsets, schema)
+    reader = _Reader(parts, rows, content, offsets, schema)
     columns = [reader.column(kind) for kind in kinds]
     if has_data:
-        check_ranges(reader.starts == rest_offsets[1:], "values", schema)
+        check_ranges(reader.starts == offsets[1:], "values", schema)
     return columns
 
 
@@ -170,15 +165,15 @@ def _null_row(dtype: np.dtype[Any]) -> bytes:
 class _Reader:
     """Takes the columns out of rows, in the order of their parts."""
 
-    def __init__(self, parts: list[_Part], rows: npt.NDArray[Any], rest: Bytes, offsets: Offsets, schema: object):
+    def __init__(self, parts: list[_Part], rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object):
         self._parts = parts
         self._rows = rows
-        self._rest = rest
-        self._offsets = offsets
+        self._content = content
+        self._data = offsets[:-1] + rows.dtype.itemsize
+        self._ends = offsets[1:]
         self._schema = schema
         self._next = 0
-        self._num_data = sum(part.is_data for part in parts)
-        self.starts = offsets[:-1]
+        self.starts = self._data
         """Where each row's next data begins."""
 
     def column(self, kind: pa.DataType) -> pa.Array:
@@ -192,9 +187,9 @@ class _Reader:
         if not part.is_data:
             children = [self.column(kind.field(c).type) for c in range(kind.num_fields)]
             return struct_array(children, len(self._rows), mask, kind)
-        stops = self._offsets[:-1] + self._rows[f"end{i}"]
-        check_ranges((self.starts <= stops) & (stops <= self._offsets[1:]), "values", self._schema)
-        content, offsets = gather_ranges(self._rest, self.starts, stops)
+        stops = self._data + self._rows[f"end{i}"]
+        check_ranges((self.starts <= stops) & (stops <= self._ends), "values", self._schema)
+        content, offsets = gather_ranges(self._content, self.starts, stops)
         self.starts = stops
         if is_list_like(kind):
             return _decode_lists(content, offsets, mask, kind, self._schema)
@@ -225,7 +220,7 @@ def _decode_lists(content: Bytes, offsets: Offsets, mask: Mask, kind: pa.DataTyp
     check_ranges(absent | (stops - starts >= width), "values", schema)
     after_count = np.where(absent, starts, starts + width)
     counts = np.zeros(len(starts), np.int64)
-    counts[~absent] = gather_ranges(content, starts, after_count)[0].view(_COUNT)
+    counts[~absent] = gather_fixed(content, starts[~absent], _COUNT)
     after_lengths = after_count + counts * width
     check_ranges(after_lengths <= stops, "values", schema)
     lengths = gather_ranges(content, after_count, after_lengths)[0].view(_COUNT)

@@ -1,19 +1,25 @@
-"""Processes that die in the middle of their work; run as a module by the tests of crashes.
+"""Processes that die in the middle of their work. The tests of crashes run this module as one server of forks.
 
-``commit <provider> <directory> <count>``: for k = 0, 1, ... forks a process that makes three versions in
-``<directory>/<k>`` and dies by ``os._exit`` just before the k-th step of the fourth commit: a call to the
-operating system, or the write to the engine.
-``maintain <provider> <directory> <count>``: the same with a commit, maintenance that takes a snapshot and
-removes files, and the loading of an older version; the steps are the fault points and the naming of files.
-Both print per process how it ended, and at which step.
-``forever <provider> <directory>``: commits version after version, with maintenance, and reports each,
-until it is killed.
+It reads jobs from its input, a line each, and ends every answer with a line ``end``:
+
+``prepare <provider> <directory>``: makes the versions that ``maintain`` begins with.
+``commit <provider> <directory>``: for k = 0, 1, ... forks a process that commits the very first version in
+``<directory>/<k>``, and dies by ``os._exit`` just before the k-th step of it.
+``maintain <provider> <directory>``: the same with a commit, maintenance that takes a snapshot and removes
+files, the loading of an older version into a copy, and going back to it; ``<directory>/before`` is copied first.
+``copies <provider> <directory>``: the same while an older version is read.
+``forever <provider> <directory>``: says its process id, commits version after version, with maintenance,
+and reports each, until it is killed.
+
+A step is a fault point, or a call to the operating system through ``os``. Within ``shutil.rmtree`` only a few count,
+and once version and directories are durable, only calls that change files.
 """
 
 import os
 import random
 import shutil
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,19 +27,22 @@ import pyarrow as pa
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
 
-KILLED, DONE = 9, 7
+KILLED, DONE, MOST_STEPS = 9, 7, 400
 SAY = os.write
+CALLS = ("open", "write", "fsync", "link", "unlink", "rename", "mkdir", "rmdir")
+FEW = ("CURRENT", "IDENTITY", "MANIFEST", "engine")
 CLASSES = {"rocksdb": RocksDBStateStoreProvider, "file": FileStateStoreProvider}
 BLOB = random.Random(0).randbytes(70_000)  # too large to be kept in a snapshot's descriptor
 CONF = StateStoreConf(
-    fsync=False, deltas_per_snapshot=3, min_versions_to_retain=3, max_versions_in_memory=0, upload_threads=1
+    fsync=False, deltas_per_snapshot=2, min_versions_to_retain=2, max_versions_in_memory=0, upload_threads=1
 )
-MADE_BEFORE = 8
+SYNCED = replace(CONF, fsync=True)
+MADE_BEFORE = 7
 
 
 def content_of(version):
     """What version ``version`` holds."""
-    pairs = {b"version": str(version).encode() * 500, b"blob": BLOB}
+    pairs = {b"version": str(version).encode() * 500, b"blob": BLOB} if version else {}
     pairs.update({b"k%d" % v: b"x" for v in range(max(1, version - 2), version + 1)})
     return pairs
 
@@ -41,12 +50,11 @@ def content_of(version):
 def make_version(provider, version):
     """Commit ``version`` on top of the one below it."""
     store = provider.get_store(version - 1)
-    new = content_of(version)
-    for key, _ in list(store.iterator()):
-        if key not in new:
-            store.remove(key)
+    old, new = content_of(version - 1), content_of(version)
+    for key in old.keys() - new.keys():
+        store.remove(key)
     for key, value in new.items():
-        if store.get(key) != value:
+        if old.get(key) != value:
             store.put(key, value)
     store.commit()
 
@@ -56,90 +64,137 @@ def provider_in(backend, directory, *, local="local", conf=CONF):
     return CLASSES[backend](StateStoreId(f"{directory}/ck", "op", 3), conf, local_dir=f"{directory}/{local}")
 
 
-def die_before(step, calls, points=False):
-    """Make the ``step``-th of these calls, or fault points, the process's last moment."""
-    seen = [0]
+def die_before(step):
+    """Make the ``step``-th step from now on the process's last moment."""
+    seen, is_committed = 0, False
 
     def reach(name):
-        if seen[0] == step:
+        nonlocal seen, is_committed
+        if seen == step:
             SAY(1, f"{step} killed before {name}\n".encode())
             os._exit(KILLED)
-        seen[0] += 1
+        seen += 1
+        is_committed = is_committed or name == "apply"
 
     def guard(name, real):
         def call(*args, **kwargs):
-            reach(name)
+            in_tree = kwargs.get("dir_fd") is not None
+            is_reading = name == "fsync" or (name == "open" and not args[1] & os.O_CREAT)
+            if not (is_reading and is_committed) and (not in_tree or Path(args[0]).name.startswith(FEW)):
+                reach(name)
             return real(*args, **kwargs)
 
         return call
 
-    for name in calls:
+    os.fsync = lambda descriptor: None  # for who dies, but not the machine, a sync changes nothing
+    for name in CALLS:
         setattr(os, name, guard(name, getattr(os, name)))
-    if points:
-        fault_points.set_hook(reach)
-    else:
-        fault_points.set_hook(lambda name: reach(name) if name == "apply" else None)
+    fault_points.set_hook(reach)
 
 
 def commit(backend, directory, step):
-    """Three versions, then death within the fourth commit, or just behind it."""
-    provider = provider_in(backend, directory, conf=replace(CONF, fsync=True))
-    for version in (1, 2, 3):
-        make_version(provider, version)
-    store = provider.get_store(3)
-    for key, value in content_of(4).items():
-        store.put(key, value)
-    store.remove(b"k1")
-    die_before(step, ("open", "write", "fsync", "link", "unlink"))
-    store.commit()
+    """Death within the first commit of all, which makes the directories as well."""
+    provider = provider_in(backend, directory, conf=SYNCED)
+    die_before(step)
+    make_version(provider, 1)
+    SAY(1, b"acknowledged ")
+
+
+def copy(source, target):
+    """What never changes may be shared."""
+    if Path(source).suffix in (".changelog", ".json", ".pairs", ".snapshot", ".sst"):
+        os.link(source, target)
+    else:
+        shutil.copyfile(source, target)
 
 
 def maintain(backend, directory, step):
-    """Versions with maintenance, made before, then death within a commit, maintenance or a load."""
-    shutil.copytree(directory.parent / "before", directory)
-    provider = provider_in(backend, directory)
-    die_before(step, ("link", "unlink"), points=True)
+    """Death within a commit, maintenance or a load."""
+    shutil.copytree(directory.parent / "before", directory, copy_function=copy)
+    provider = provider_in(backend, directory, conf=SYNCED)
+    die_before(step)
     make_version(provider, MADE_BEFORE + 1)
     SAY(1, b"acknowledged ")
     provider.do_maintenance()
-    assert dict(provider.get_read_store(MADE_BEFORE - 1).iterator()) == content_of(MADE_BEFORE - 1)
+    assert dict(provider.get_read_store(MADE_BEFORE).iterator()) == content_of(MADE_BEFORE)
+    assert dict(provider.get_store(MADE_BEFORE - 2).iterator()) == content_of(MADE_BEFORE - 2)
+
+
+def copies(backend, directory, step):
+    """Death while an older version is read from a copy."""
+    shutil.copytree(directory.parent / "before", directory, copy_function=copy)
+    provider = provider_in(backend, directory)
+    provider.get_store(MADE_BEFORE)
+    store = provider.get_read_store(MADE_BEFORE - 2)
+    assert dict(store.iterator()) == content_of(MADE_BEFORE - 2)
+    die_before(step)
+    fault_points.reached("read")
 
 
 def prepare(backend, directory):
-    """The versions that ``maintain`` begins with."""
-    with provider_in(backend, directory) as provider:
+    """Versions with a snapshot of every second one, all kept so far."""
+    with provider_in(backend, directory, conf=replace(CONF, min_versions_to_retain=100)) as provider:
         for version in range(1, MADE_BEFORE + 1):
             make_version(provider, version)
-            if version != MADE_BEFORE - 1:
-                provider.do_maintenance()
+            provider.do_maintenance()
+    for log in directory.rglob("LOG*"):
+        log.unlink()
+
+
+def forever(backend, directory):
+    """Until the end of the world."""
+    SAY(1, f"{os.getpid()}\n".encode())
+    provider = provider_in(backend, directory)
+    version = provider.latest_version()
+    while True:
+        version += 1
+        make_version(provider, version)
+        SAY(1, f"{version}\n".encode())
+        provider.do_maintenance()
+
+
+def run_fork(call, *args):
+    """Call in a fork of this process, which has no threads: neither RocksDB nor thread pools live on in a fork."""
+    child = os.fork()
+    if child == 0:
+        try:
+            call(*args)
+            os._exit(DONE)
+        finally:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run_steps(call, backend, directory):
+    """Say how each fork has ended, once it has."""
+    answer = os.dup(1)
+    for step in range(MOST_STEPS):
+        said, into = os.pipe()
+        os.dup2(into, 1)
+        os.close(into)
+        ended = run_fork(call, backend, directory / str(step), step)
+        os.dup2(answer, 1)
+        line = os.read(said, 1000).decode()
+        os.close(said)
+        if ended == KILLED:
+            SAY(1, line.encode())
+            continue
+        SAY(1, f"{line}{step} {'done' if ended == DONE else 'failed'}\n".encode())
+        break
+    os.close(answer)
 
 
 def main():
     """See the module."""
-    mode, backend, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    if mode == "forever":
-        provider = provider_in(backend, directory)
-        version = provider.latest_version()
-        while True:
-            version += 1
-            make_version(provider, version)
-            SAY(1, f"{version}\n".encode())
-            provider.do_maintenance()
-    if mode == "maintain" and os.fork() == 0:  # neither RocksDB nor a thread pool lives on in a fork
-        prepare(backend, directory / "before")
-        os._exit(0)
-    elif mode == "maintain":
-        os.wait()
     pa.array([b""])  # makes Arrow import pandas, once instead of in every fork
-    for step in range(int(sys.argv[4])):
-        child = os.fork()
-        if child == 0:
-            {"commit": commit, "maintain": maintain}[mode](backend, directory / str(step), step)
-            SAY(1, f"{step} done\n".encode())
-            os._exit(DONE)
-        _, status = os.waitpid(child, 0)
-        if os.waitstatus_to_exitcode(status) != KILLED:
-            return
+    for job in sys.stdin:
+        mode, backend, directory = job.split()
+        if mode in ("prepare", "forever"):
+            run_fork(globals()[mode], backend, Path(directory))
+        else:
+            run_steps(globals()[mode], backend, Path(directory))
+        SAY(1, b"end\n")
 
 
 if __name__ == "__main__":

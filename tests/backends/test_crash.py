@@ -1,10 +1,13 @@
-"""Processes die at every step of commits, snapshots and maintenance; what is found afterwards is whole, and goes on."""
+"""Processes die at every step of commits, snapshots, maintenance and loads; what is found afterwards is whole, and goes on."""
 
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,99 +16,205 @@ from backends import chain
 from tests.backends.crash_child import CLASSES, CONF, MADE_BEFORE, content_of, make_version, provider_in
 
 ROOT = Path(__file__).parents[2]
-MOST_STEPS = 80
 BACKENDS = sorted(CLASSES)
+LITTLE_KEPT = replace(CONF, min_versions_to_retain=1, deltas_per_snapshot=1)
+UNFINISHED = re.compile(r"#\d+$")
 
 
-def child(*args):
-    command = [sys.executable, "-m", "tests.backends.crash_child", *map(str, args)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+class Server:
+    """A process that forks those that are to die; see ``crash_child``."""
+
+    def __init__(self):
+        self.process = None
+        self.is_busy = False
+
+    def run(self, mode, backend, directory):
+        """The lines of the answer, as they come."""
+        if self.is_busy:  # a test has failed in the middle of an answer
+            self.process.kill()
+            self.close()
+        if self.process is None:
+            command = [sys.executable, "-m", "tests.backends.crash_child"]
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+        self.is_busy = True
+        print(mode, backend, directory, file=self.process.stdin)
+        for line in self.process.stdout:
+            if line == "end\n":
+                self.is_busy = False
+                return
+            yield line.rstrip("\n")
+        raise AssertionError("the server of forks has died itself")
+
+    def close(self):
+        if self.process is not None:
+            self.process.stdin.close()
+            self.process.wait(30)
+            self.process.stdout.close()
+        self.process, self.is_busy = None, False
 
 
-def deaths(mode, backend, directory):
-    """How each process ended, by the step before which it was to die."""
-    with child(mode, backend, directory, MOST_STEPS) as process:
-        lines = process.communicate(timeout=120)[0].splitlines()
-    assert process.returncode == 0 and lines[-1].endswith(" done"), lines[-3:]
-    return lines
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    if server.is_busy:
+        server.process.kill()
+    server.close()
 
 
-def check(backend, directory, at_least, at_most, *, depth=1):
-    """What is there is whole, from the checkpoint location alone and with the local directory; and it goes on."""
-    with provider_in(backend, directory, local="fresh") as fresh:
-        latest = fresh.latest_version()
+def files_in(directory):
+    return [path for path in Path(directory).rglob("*") if path.is_file()]
+
+
+def traces(directory):
+    """What tells two ends apart: names, but for what is random in them, and sizes."""
+    names = (
+        (re.sub(r"[0-9a-f]{32}|[0-9a-f]{8}$|#\d+", "*", str(p.relative_to(directory))), p) for p in files_in(directory)
+    )
+    return sorted((name, path.stat().st_size) for name, path in names if not re.search(r"/LOG|/OPTIONS", name))
+
+
+def check_durable(backend, directory, at_least, at_most):
+    """From the checkpoint location alone, all that was acknowledged is there, and exactly that; returns the newest version."""
+    with provider_in(backend, directory, local="fresh") as provider:
+        latest = provider.latest_version()
         assert at_least <= latest <= at_most
-        for version in range(max(0, latest - depth), latest + 1):
-            expected = content_of(version) if version else {}
-            assert dict(fresh.get_read_store(version).iterator()) == expected
-    with provider_in(backend, directory) as again:
-        assert dict(again.get_store(latest).iterator()) == content_of(latest)
-        make_version(again, latest + 1)
-        assert dict(again.get_store(latest + 1).iterator()) == content_of(latest + 1)
-        again.do_maintenance()
+        oldest = provider._log.oldest_version()
+        assert oldest <= max(0, latest - CONF.min_versions_to_retain - 1)
+        for version in range(oldest, latest + 1):
+            assert dict(provider.get_read_store(version).iterator()) == content_of(version)
     return latest
 
 
-def check_no_litter(backend, directory):
-    """Some versions later, every file is one that something kept refers to."""
-    with provider_in(backend, directory) as provider:
-        for version in range(provider.latest_version() + 1, MADE_BEFORE + 12):
-            make_version(provider, version)
-            provider.do_maintenance()
-        log = provider._log
-        needed = {log._path(m.id) for m in log._chain.values()}
-        for version in range(log.oldest_version(), log.latest_version() + 1):
-            lineage = log.lineage(version)
-            needed |= {ref.file.path for ref in lineage.changelogs}
-            needed |= {path for s in lineage.snapshots for path in (s.file.path, *provider._files_of(s))}
-        assert {path for path, _ in provider._storage.list(log.directory)} <= needed
-        oldest = log.oldest_version()
-        assert oldest >= MADE_BEFORE, "and what the crash has left is of versions that are no longer kept"
-        assert all(chain.version_in(path) >= oldest for path in needed if not path.endswith((".json", ".sst")))
+def check_goes_on(backend, directory, latest, *, conf=CONF, local="local"):
+    """What the local directory holds is right as well; so are commits and maintenance from there on."""
+    with provider_in(backend, directory, conf=conf, local=local) as provider:
+        for version in range(latest, latest + 3):
+            assert dict(provider.get_store(version).iterator()) == content_of(version)
+            make_version(provider, version + 1)
+            if version != latest + 1:
+                provider.do_maintenance()
+        assert dict(provider.get_store(latest + 3).iterator()) == content_of(latest + 3)
+        if conf is LITTLE_KEPT:
+            check_no_litter(provider, directory, latest + 1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_process_killed_at_any_step_of_a_commit_leaves_the_old_version_or_the_new(tmp_path, backend):
-    lines = deaths("commit", backend, tmp_path)
-    kinds = [line.rsplit(" ", 1)[1] for line in lines[:-1]]
-    # Changelog and manifest are each written, synced, named, and synced by their directory; then the engine is.
+def check_no_litter(provider, directory, oldest):
+    """Every file is one that something kept refers to, and every such file is there."""
+    log = provider._log
+    assert log.oldest_version() >= oldest, "what the dead process left is of versions that are no longer kept"
+    needed = {log._path(m.id) for m in log._chain.values()}
+    for version in range(log.oldest_version(), log.latest_version() + 1):
+        lineage = log.lineage(version)
+        needed |= {ref.file.path for ref in lineage.changelogs if ref.version > log.oldest_version()}
+        needed |= {path for s in lineage.snapshots for path in (s.file.path, *provider._files_of(s))}
+    root = Path(directory) / "ck" / "statestore"
+    there = {path.relative_to(root).as_posix() for path in files_in(directory / "ck")}
+    assert {path for path in there if not UNFINISHED.search(path)} == needed
+    assert all(chain.version_in(path) >= oldest for path in needed if path.endswith((".changelog", ".snapshot")))
+
+
+def check_ends(server, mode, backend, tmp_path, acknowledged):
+    """After each death, all is well; returns at which step each process died, and the newest version then found."""
+    ends = []
+    seen = None
+    for number, line in enumerate(server.run(mode, backend, tmp_path)):
+        directory = tmp_path / str(number)
+        now = line.startswith("acknowledged"), traces(directory)
+        if now != seen:  # a step that changed no file needs no second look
+            latest = check_durable(backend, directory, acknowledged + now[0], acknowledged + 1)
+            again = "fresh" if number % 5 == 4 else "local"
+            check_goes_on(backend, directory, latest, conf=LITTLE_KEPT, local=again)
+            print(number, line)
+        seen = now
+        ends.append((line.rsplit(" ", 1)[1], latest))
+    assert ends[-1] == ("done", acknowledged + 1)
+    return ends
+
+
+def check_commit(ends, before):
+    """Changelog and manifest are each written, synced, named, and synced by their directory; then the engine is."""
+    kinds = [kind for kind, _ in ends]
     assert kinds.count("link") == 2 and kinds.count("write") == 2 and kinds.count("fsync") >= 4
     assert kinds.count("apply") == 1
-    found = [check(backend, tmp_path / str(i), 4 if line.endswith("done") else 3, 4) for i, line in enumerate(lines)]
-    assert found == sorted(found), "once a commit is durable, dying later must not undo it"
-    named = [i for i, line in enumerate(lines) if line.endswith("before link")]
-    assert found[named[1]] == 3 and found[named[1] + 1] == 4, "the manifest's name is the commit"
+    named = [i for i, kind in enumerate(kinds) if kind == "link"]
+    expected = [before] * (named[1] + 1) + [before + 1] * (len(ends) - named[1] - 1)
+    assert [latest for _, latest in ends] == expected, "the manifest's name is the commit, and nothing undoes it"
+
+
+def test_a_process_killed_at_any_step_of_the_first_commit_leaves_nothing_or_the_version(server, tmp_path):
+    check_commit(check_ends(server, "commit", "file", tmp_path, 0), 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_process_killed_at_any_step_of_maintenance_loses_and_leaves_nothing(tmp_path, backend):
-    lines = deaths("maintain", backend, tmp_path)
-    source = "".join(p.read_text() for p in (ROOT / "backends").glob("*.py"))
-    points = set(re.findall(r'fault_points\.reached\("([a-z:]+)"\)', source))
-    reached = {line.rsplit(" ", 1)[1] for line in lines}
-    assert len(points) >= 10 and points <= reached, f"never reached: {points - reached}"
-    for i, line in enumerate(lines):
-        acknowledged = line.startswith("acknowledged")
-        directory = tmp_path / str(i)
-        is_sample = i % 4 == 0 or line.endswith("done")
-        depth = CONF.min_versions_to_retain if is_sample else 0
-        check(backend, directory, MADE_BEFORE + acknowledged, MADE_BEFORE + 1, depth=depth)
-        if is_sample:
-            check_no_litter(backend, directory)
+def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, tmp_path, backend):
+    assert not list(server.run("prepare", backend, tmp_path / "before"))
+    ends = check_ends(server, "maintain", backend, tmp_path, MADE_BEFORE)
+    kinds = [kind for kind, _ in ends]
+    last = kinds.index("apply")
+    check_commit(ends[: last + 1], MADE_BEFORE)
+    assert {latest for _, latest in ends[last:]} == {MADE_BEFORE + 1}
+    others = {f"{other}.py" for other in BACKENDS if other != backend}
+    source = "".join(p.read_text() for p in (ROOT / "backends").glob("*.py") if p.name not in others)
+    calls = re.findall(r'fault_points\.reached\((?:"([a-z:]+)")?', source)
+    assert len(calls) >= 13 and "" not in calls
+    assert set(calls) <= set(kinds), f"never reached: {set(calls) - set(kinds)}"
+    assert kinds.count("snapshot:file") == (4 if backend == "rocksdb" else 1)
+    assert kinds.count("link") == 4 + kinds.count("snapshot:file"), "of two commits' files, descriptor, and manifest"
+    assert kinds.count("maintenance:delete") >= 8 and kinds.count("load:downloaded") >= 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_process_killed_at_any_moment_loses_nothing_it_reported(tmp_path, backend):
+def test_a_process_killed_at_any_moment_loses_nothing_it_reported(server, tmp_path, backend):
     moments = random.Random(backend)
-    reported = 0
-    for _ in range(2):
-        process = child("forever", backend, tmp_path)
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        time.sleep(moments.uniform(0.0, 0.4))
-        process.kill()
-        lines = [first, *process.stdout.read().splitlines()]
-        process.wait()
-        process.stdout.close()
-        reported = int([line for line in lines if line.strip()][-1])
-        reported = check(backend, tmp_path, reported, reported + 1) + 1
+    reached = 0
+    for _ in range(5):
+        answer = server.run("forever", backend, tmp_path)
+        process = int(next(answer))
+        reported = int(next(answer))
+        assert reported == reached + 1
+        time.sleep(moments.uniform(0.0, 0.15))
+        os.kill(process, signal.SIGKILL)
+        reported = int([reported, *answer][-1])
+        latest = check_durable(backend, tmp_path, reported, reported + 1)
+        check_goes_on(backend, tmp_path, latest)
+        reached = latest + 3
+    with provider_in(backend, tmp_path, conf=LITTLE_KEPT) as provider:
+        for version in range(reached + 1, reached + 4):
+            make_version(provider, version)
+            provider.do_maintenance()
+        check_no_litter(provider, tmp_path, reached + 1)
+
+
+def dead_between_write_and_link(files, path):
+    """What a process leaves that dies while it writes a file."""
+    child = os.fork()
+    if child == 0:
+        os.link = lambda *names: os._exit(9)
+        files.put_new(path, b"unfinished")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def test_unfinished_files_are_removed_as_well(tmp_path):
+    with provider_in("file", tmp_path, conf=LITTLE_KEPT) as provider:
+        make_version(provider, 1)
+        log = provider._log
+        for name in ("2-0.changelog", "2-1.pairs", "manifests/00000000000000000002.json"):
+            dead_between_write_and_link(provider._storage._files, f"{log.directory}/{name}")
+        for version in range(2, 6):
+            make_version(provider, version)
+            provider.do_maintenance()
+        assert log.oldest_version() > 2
+        assert not [path for path in files_in(tmp_path / "ck") if UNFINISHED.search(path.name)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_next_process_removes_copies_that_a_dead_one_has_left(server, tmp_path, backend):
+    assert not list(server.run("prepare", backend, tmp_path / "before"))
+    list(server.run("copies", backend, tmp_path))
+    assert len(list((tmp_path / "0/local").glob("at-*"))) == 1
+    with provider_in(backend, tmp_path / "0") as provider:
+        make_version(provider, provider.latest_version() + 1)
+        provider.do_maintenance()
+        assert [path.name for path in (tmp_path / "0/local").iterdir()] == ["current"]

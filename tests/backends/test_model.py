@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,6 +28,11 @@ def binary(values):
     return pa.array(list(values), pa.binary())
 
 
+def elements_of(version):
+    """How often each element is in each list."""
+    return Counter((key, element) for key, elements in (version["list"] or {}).items() for element in elements)
+
+
 class Model(RuleBasedStateMachine):
     """``versions[v]`` is what version v holds: a dict per column family, None for one that does not exist."""
 
@@ -39,11 +45,12 @@ class Model(RuleBasedStateMachine):
         self.provider = None
         self.versions = [{"default": {}, "other": None, "list": None}]
         self.readers = []
+        self.removed_below = 0
         self.reopen(self.root / "0")
         self.open(0)
 
     def reopen(self, directory, *, local="local"):
-        self.directory = directory
+        self.directory, self.local = directory, local
         store_id = StateStoreId(str(directory / "ck"), "op", 0)
         self.provider = self.provider_class(store_id, CONF, local_dir=directory / local)
         assert self.provider.latest_version() == len(self.versions) - 1
@@ -54,7 +61,7 @@ class Model(RuleBasedStateMachine):
 
     def oldest(self):
         """The oldest version that must be there."""
-        return max(1, len(self.versions) - 2 - CONF.min_versions_to_retain)
+        return max(1, self.removed_below, len(self.versions) - 2 - CONF.min_versions_to_retain)
 
     def family(self, name):
         if self.expected[name] is None:
@@ -91,10 +98,38 @@ class Model(RuleBasedStateMachine):
             family[key] = (*family.get(key, ()), value)
         self.store.merge_many(binary(k for k, _ in pairs), binary(v for _, v in pairs), "list")
 
+    @rule(key=KEYS, value=VALUES)
+    def merge_one(self, key, value):
+        family = self.family("list")
+        family[key] = (*family.get(key, ()), value)
+        self.store.merge(key, value, "list")
+
+    @rule(key=KEYS, value=VALUES)
+    def put_list(self, key, value):
+        self.family("list")[key] = (value,)
+        self.store.put(key, value, "list")
+
     @rule(key=KEYS)
     def remove_list(self, key):
         self.family("list").pop(key, None)
         self.store.remove(key, "list")
+
+    @rule(keys=st.lists(KEYS, max_size=3))
+    def remove_lists(self, keys):
+        for key in keys:
+            self.family("list").pop(key, None)
+        self.family("list")
+        self.store.remove_many(binary(keys), "list")
+
+    @rule(keys=st.lists(KEYS, max_size=3))
+    def values_of_lists(self, keys):
+        family = self.family("list")
+        for key in keys:
+            assert tuple(self.store.values_iterator(key, "list")) == family.get(key, ())
+
+    @rule(name=st.sampled_from(["other", "list"]))
+    def create_column_family(self, name):
+        self.family(name)
 
     @rule(keys=st.lists(KEYS, max_size=4), name=FAMILY)
     def get(self, keys, name):
@@ -119,6 +154,8 @@ class Model(RuleBasedStateMachine):
     def commit(self):
         version = self.store.commit()
         self.versions[version:] = [self.expected]
+        if version == 1:
+            self.removed_below = 0
         for v, reader, _ in self.readers:
             if v >= version:
                 reader.abort()  # of a version that has been made again
@@ -167,6 +204,13 @@ class Model(RuleBasedStateMachine):
             keys = [b"a", b"", b"\xff", b"a\x00"]
             assert reader.get_many(binary(keys)).to_pylist() == [expected["default"].get(k) for k in keys]
 
+    @rule(back=st.integers(0, 5), keys=st.lists(KEYS, min_size=5, max_size=8))
+    def read_late(self, back, keys):
+        """What was opened is read for the first time when much has been committed and removed since."""
+        self.begin_to_read(back)
+        self.run_batches(keys, maintained=True)
+        self.read()
+
     @rule()
     def end_reading(self):
         for _, reader, _ in self.readers:
@@ -176,27 +220,39 @@ class Model(RuleBasedStateMachine):
     @rule()
     def maintain(self):
         self.provider.do_maintenance()
+        # Going back does not bring back what is no longer kept.
+        self.removed_below = self.oldest()
 
-    @rule(back=st.integers(1, 3))
-    def change_feed(self, back):
-        last = len(self.versions) - 1
-        first = max(last - back, 0)
-        state = {n: dict(f or {}) for n, f in self.versions[first].items() if n != "list"}
-        if first and first < self.oldest():
+    @rule(back=st.integers(0, 3), steps=st.integers(0, 4))
+    def change_feed(self, back, steps):
+        last = max(len(self.versions) - 1 - back, 0)
+        first = max(last - steps, 0)
+        if any(0 < version < self.oldest() for version in (first, last)):
             return
+        state = {n: dict(f or {}) for n, f in self.versions[first].items() if n != "list"}
+        elements = elements_of(self.versions[first])
         try:
             batches = list(self.provider.change_feed(first, last))
         except VersionNotFoundError:
-            assert first == 0 and last > CONF.min_versions_to_retain
+            assert first == 0 and self.oldest() > 1
             return
+        versions = [batch["version"][0].as_py() for batch in batches]
+        assert versions == sorted(versions)
+        assert all(first < version <= last for version in versions)
         for row in (row for batch in batches for row in batch.to_pylist()):
-            if row["column_family"] != "list":
+            key, before, after = row["key"], row["before"], row["after"]
+            if row["column_family"] == "list":
+                elements[key, before] -= before is not None
+                elements[key, after] += after is not None
+                assert elements[key, before] >= 0
+            else:
                 family = state[row["column_family"]]
-                assert family.get(row["key"]) == row["before"]
-                family[row["key"]] = row["after"]
-                if row["after"] is None:
-                    del family[row["key"]]
+                assert family.get(key) == before
+                family[key] = after
+                if after is None:
+                    del family[key]
         assert state == {n: f or {} for n, f in self.versions[last].items() if n != "list"}
+        assert +elements == elements_of(self.versions[last])
 
     @rule(fresh=st.booleans())
     def reload(self, fresh):
@@ -204,6 +260,18 @@ class Model(RuleBasedStateMachine):
         self.provider.close()
         self.lives += 1
         self.reopen(self.directory, local=f"local{self.lives}" if fresh else "local")
+        self.open(len(self.versions) - 1)
+
+    @rule(back=st.integers(0, 3), keys=st.lists(KEYS, min_size=1, max_size=4), maintained=st.booleans())
+    def come_back(self, back, keys, maintained):
+        """A local directory is used again when others have gone back and made its version anew."""
+        left = self.local
+        self.reload(fresh=True)
+        self.go_back(back)
+        self.run_batches(keys, maintained)
+        self.end_reading()
+        self.provider.close()
+        self.reopen(self.directory, local=left)
         self.open(len(self.versions) - 1)
 
     @rule()
@@ -215,7 +283,7 @@ class Model(RuleBasedStateMachine):
         shutil.copytree(self.directory, there)
         self.provider.close()
         shutil.rmtree(self.directory)
-        self.reopen(there)
+        self.reopen(there, local=self.local)
         self.open(len(self.versions) - 1)
 
     @invariant()
@@ -243,5 +311,5 @@ class Model(RuleBasedStateMachine):
 def test_a_model_of_dicts(provider_class):
     model = type(f"{provider_class.backend}Model", (Model,), {"provider_class": provider_class})
     run_state_machine_as_test(
-        model, settings=settings(deadline=None, derandomize=True, max_examples=25, stateful_step_count=40)
+        model, settings=settings(deadline=None, derandomize=True, max_examples=10, stateful_step_count=30)
     )

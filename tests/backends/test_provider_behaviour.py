@@ -31,8 +31,12 @@ A new provider joins by being added to ``PROVIDERS``.
 """
 
 import os
+import random
+import subprocess
+import sys
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -41,6 +45,7 @@ import pytest
 from backends import (
     FileStateStoreProvider,
     RocksDBStateStoreProvider,
+    StateStore,
     StateStoreConf,
     StateStoreId,
     StateStoreMetrics,
@@ -159,6 +164,117 @@ def test_bulk_and_single_writes_keep_their_order(provider):
     assert content(provider.get_store(1)) == {"b": "single"}
 
 
+def test_own_writes_are_seen_by_every_read_in_order(provider):
+    rng = random.Random(7)
+    keys = [b"", *(bytes([a, b]) for a in b"\x00a\xff" for b in b"\x00b\xff"), b"a", b"\xff"]
+    store = provider.get_store(0)
+    state = dict.fromkeys(keys[::2], b"below")
+    store.put_many(pa.array(list(state), pa.binary()), pa.array(list(state.values())))
+    store.commit()
+    store = provider.get_store(1)
+    for i in range(60):
+        some, value = rng.choices(keys, k=rng.randint(0, 4)), b"%d" % i
+        kind = rng.randrange(4)
+        if kind == 0:
+            for key in some:
+                store.put(key, value)
+        elif kind == 1:
+            for key in some:
+                store.remove(key)
+        elif kind == 2:
+            store.put_many(pa.array(some, pa.binary()), pa.array([value] * len(some), pa.binary()))
+        else:
+            store.remove_many(pa.array(some, pa.binary()))
+        for key in some:
+            state.pop(key, None)
+            if kind in (0, 2):
+                state[key] = value
+        pairs = sorted(state.items())
+        assert list(store.iterator()) == pairs
+        assert [
+            p for b in store.scan() for p in zip(b["key"].to_pylist(), b["value"].to_pylist(), strict=True)
+        ] == pairs
+        asked = rng.choices(keys, k=5)
+        assert [store.get(k) for k in asked] == [state.get(k) for k in asked]
+        assert store.get_many(pa.array(asked)).to_pylist() == [state.get(k) for k in asked]
+        start, end = rng.choice([None, *keys]), rng.choice([None, *keys])
+        inside = [p for p in pairs if (start is None or p[0] >= start) and (end is None or p[0] < end)]
+        assert list(store.get_range(start, end)) == inside
+        prefix = rng.choice(keys)[:1]
+        assert list(store.prefix_scan(prefix)) == [p for p in pairs if p[0].startswith(prefix)]
+    store.commit()
+    assert list(provider.get_read_store(2).iterator()) == pairs
+
+
+def test_an_iterator_shows_what_there_was_when_it_was_made(provider):
+    commit(provider, 0, a="1", b="1")
+    store = provider.get_store(1)
+    before = store.iterator()
+    store.put(b"a", b"2")
+    store.put(b"c", b"1")
+    between = store.iterator()
+    store.remove(b"b")
+    store.put(b"c", b"2")
+    assert list(before) == [(b"a", b"1"), (b"b", b"1")]
+    assert list(between) == [(b"a", b"2"), (b"b", b"1"), (b"c", b"1")]
+    assert content(store) == {"a": "2", "c": "2"}
+
+
+def test_arrow_arrays_of_every_shape(provider):
+    keys = [b"%03d" % i for i in range(40)]
+    shuffled = random.Random(3).sample(keys, len(keys))
+    store = provider.get_store(0)
+    store.put_many(pa.array([b"xxx", *shuffled, b"yyy"]).slice(1, 40), pa.chunked_array([keys[:7], [], keys[7:]]))
+    written = dict(zip(shuffled, keys, strict=True))
+    for _ in range(2):  # uncommitted, then committed
+        asked = [b"039", b"000", b"none", b"007", b"000", b"039"]
+        expected = [written.get(k) for k in asked]
+        for array in (
+            pa.array(asked),
+            pa.array([b"zzz", *asked, b"zzz"]).slice(1, 6),
+            pa.chunked_array([asked[:2], [], asked[2:]], pa.binary()),
+            pa.chunked_array([asked]),
+            pa.array(asked, pa.large_binary()),
+        ):
+            found = store.get_many(array)
+            assert found.to_pylist() == expected and found.type == pa.binary()
+        assert store.get_many(pa.array([b"001", b"002"], pa.binary(3))).to_pylist() == [
+            written[b"001"],
+            written[b"002"],
+        ]
+        for empty in (pa.array([], pa.binary()), pa.chunked_array([], pa.binary()), pa.array(asked).slice(3, 0)):
+            assert store.get_many(empty).to_pylist() == []
+        if not store.version:
+            store.commit()
+            store = provider.get_store(1)
+    store.put_many(pa.chunked_array([[b"a", b"b"], [b"a"]]), pa.chunked_array([[b"1"], [b"2", b"3"]]))
+    store.remove_many(pa.array([b"000", *keys[3:], b"000"]).slice(1, 37))
+    assert [k for k, _ in store.iterator()] == [*keys[:3], b"a", b"b"]
+    assert store.get_many(pa.array([b"b", b"a"])).to_pylist() == [b"2", b"3"]
+    store.put_many(pa.array([], pa.binary()), pa.chunked_array([], pa.binary()))
+    store.commit()
+    assert store.metrics.num_keys == 5
+
+
+def test_abort_leaves_nothing_behind(provider, location):
+    commit(provider, 0, a="1")
+    there = sorted(Path(location).rglob("*"))
+    store = provider.get_store(1)
+    store.put(b"a", b"2")
+    store.create_column_family("new")
+    store.put(b"a", b"1", "new")
+    store.abort()
+    assert sorted(Path(location).rglob("*")) == there
+    store = provider.get_store(1)
+    with pytest.raises(InvalidStateStoreArgument, match="'new'"):
+        store.get(b"a", "new")
+    assert content(store) == {"a": "1"}
+    store.create_column_family("new", use_multiple_values_per_key=True)
+    assert store.commit() == 2
+    store.abort()
+    assert store.has_committed and content(provider.get_read_store(2), "new") == {}
+
+
 def test_ranges_and_prefixes(provider):
     keys = [b"", b"a", b"a\x00", b"a\xff", b"a\xff\xff", b"b", b"\xff", b"\xff\xff", b"\xff\xff\x01"]
     store = provider.get_store(0)
@@ -173,6 +289,11 @@ def test_ranges_and_prefixes(provider):
         assert [k for k, _ in store.prefix_scan(prefix)] == sorted(k for k in keys if k.startswith(prefix))
     assert [k for k, _ in store.get_range(None, b"b")] == [b"", b"a", b"a\x00", b"a\xff", b"a\xff\xff"]
     assert list(store.get_range(b"b", b"b")) == list(store.get_range(b"c", b"b")) == []
+    for limits in ((None, b""), (b"", b""), (b"\xff\xff\x02", None)):
+        assert list(store.get_range(*limits)) == []
+    for limits in ((), (None, None), (b"", None)):
+        assert [k for k, _ in store.get_range(*limits)] == sorted(keys)
+    assert [k for k, _ in store.get_range(b"a\xff", b"\xff\xff")] == [b"a\xff", b"a\xff\xff", b"b", b"\xff"]
     assert successor(b"a\xff") == b"b" and successor(b"\xff\xff") is None and successor(b"") is None
 
 
@@ -206,47 +327,105 @@ def test_an_ended_store_cannot_be_used(provider, end):
     store.put(b"a", b"1")
     pending = store.iterator()
     getattr(store, end)()
-    assert store.has_committed == (end == "commit") and store.version == 0
+    store.abort()
+    assert store.has_committed == (end == "commit") and store.version == 0 and store.id == provider.id
     assert isinstance(store.metrics, StateStoreMetrics)
-    uses = (
-        lambda: store.get(b"a"),
-        lambda: store.put(b"a", b"1"),
-        lambda: store.remove(b"a"),
-        store.iterator,
-        lambda: store.prefix_scan(b"a"),
-        lambda: store.get_many(pa.array([b"a"])),
-        lambda: store.put_many(pa.array([b"a"]), pa.array([b"a"])),
-        lambda: store.create_column_family("x"),
-        store.commit,
-        lambda: next(pending),
-    )
-    for use in uses:
+    for use in (*uses(store).values(), lambda: next(pending)):
         with pytest.raises(StoreClosedError, match=f"version 0 was {end}"):
             use()
 
 
+CHANGES = {"put", "remove", "put_many", "remove_many", "merge", "merge_many", "create_column_family", "commit"}
+
+
+def uses(store):
+    """A call of every method that an ended store must refuse."""
+    key, keys = b"a", pa.array([b"a"])
+    calls = {
+        "get": lambda: store.get(key),
+        "put": lambda: store.put(key, b"1"),
+        "remove": lambda: store.remove(key),
+        "get_range": lambda: store.get_range(key, None),
+        "prefix_scan": lambda: store.prefix_scan(key),
+        "iterator": store.iterator,
+        "get_many": lambda: store.get_many(keys),
+        "put_many": lambda: store.put_many(keys, keys),
+        "remove_many": lambda: store.remove_many(keys),
+        "scan": store.scan,
+        "create_column_family": lambda: store.create_column_family("x"),
+        "merge": lambda: store.merge(key, b"1", "list"),
+        "merge_many": lambda: store.merge_many(keys, keys, "list"),
+        "values_iterator": lambda: store.values_iterator(key, "list"),
+        "commit": store.commit,
+    }
+    assert calls.keys() == StateStore.__abstractmethods__ - {"id", "version", "has_committed", "metrics", "abort"}
+    return calls
+
+
+def test_a_read_store_refuses_every_change(with_list):
+    store = with_list.get_read_store(1)
+    calls = uses(store)
+    for name in CHANGES:
+        with pytest.raises(StoreClosedError, match="read-only"):
+            calls[name]()
+    for name in calls.keys() - CHANGES:
+        calls[name]()
+    store.abort()
+    assert with_list.latest_version() == 1
+
+
 @pytest.mark.parametrize("wrong", [None, "text", 1, bytearray(b"x")])
-def test_keys_and_values_are_bytes(provider, wrong):
-    store = provider.get_store(0)
+def test_keys_and_values_are_bytes(with_list, wrong):
+    store = with_list.get_store(1)
     for use in (
         lambda: store.get(wrong),
         lambda: store.put(wrong, b"v"),
         lambda: store.put(b"k", wrong),
         lambda: store.remove(wrong),
         lambda: store.prefix_scan(wrong),
+        lambda: store.values_iterator(wrong, "list"),
+        lambda: store.merge(wrong, b"v", "list"),
+        lambda: store.merge(b"k", wrong, "list"),
+        lambda: store.put(b"k", wrong, "list"),
+        lambda: store.remove(wrong, "list"),
     ):
         with pytest.raises(InvalidStateStoreArgument, match="bytes"):
             use()
+    if wrong is not None:
+        for use in (
+            lambda: store.get_range(wrong, None),
+            lambda: store.get_range(None, wrong, "list"),
+            lambda: store.scan(None, wrong),
+        ):
+            with pytest.raises(InvalidStateStoreArgument, match="bytes"):
+                use()
     for use in (
         lambda: store.put_many(pa.array([b"a", None]), pa.array([b"a", b"b"])),
         lambda: store.put_many(pa.array([b"a", b"b"]), pa.array([b"a", None])),
         lambda: store.get_many(pa.array([None], pa.binary())),
         lambda: store.remove_many(pa.array(["text"])),
         lambda: store.put_many(pa.array([b"a"]), pa.array([], pa.binary())),
+        lambda: store.get_many([b"a"]),
+        lambda: store.get_many(None),
+        lambda: store.get_many(pa.array([None])),
+        lambda: store.put_many(pa.array([b"a"]), pa.array([1])),
+        lambda: store.merge_many(pa.array([b"a", None]), pa.array([b"a", b"b"]), "list"),
+        lambda: store.merge_many(pa.array([b"a", b"b"]), pa.array([b"a", None]), "list"),
+        lambda: store.merge_many(pa.array([b"a"]), pa.array([], pa.binary()), "list"),
+        lambda: store.put_many(pa.array([b"a", b"b"]), pa.array([b"a", None]), "list"),
+        lambda: store.remove_many(pa.array([None], pa.binary()), "list"),
     ):
         with pytest.raises(InvalidStateStoreArgument):
             use()
-    assert list(store.iterator()) == []
+    assert list(store.iterator()) == list(store.iterator("list")) == []
+
+
+def test_a_column_family_is_named_by_a_string(provider):
+    store = provider.get_store(0)
+    for wrong in (None, b"default", 1):
+        for use in (store.iterator, lambda w: store.get(b"a", w), lambda w: store.put(b"a", b"1", w)):
+            with pytest.raises(InvalidStateStoreArgument):
+                use(wrong)
 
 
 @pytest.mark.parametrize("version", [3, -1, 2**70, True, "1", None, 1.0])
@@ -287,6 +466,59 @@ def test_read_stores_stay_at_their_version_while_others_write(provider):
                 change()
     for store in stores.values():
         store.abort()
+
+
+def test_readers_of_many_versions_see_each_exactly_while_a_writer_commits(provider):
+    def expected(version):
+        families = {
+            "default": {b"all": b"%d" % version, **{b"k%d" % v: b"1" for v in range(max(version - 2, 1), version + 1)}}
+        }
+        return families | {f"f{v}": {b"all": b"%d" % version} for v in range(1, min(version, 3) + 1)}
+
+    def write(version):
+        store = provider.get_store(version - 1)
+        if version <= 3:
+            store.create_column_family(f"f{version}")
+        store.remove(b"k%d" % (version - 3))
+        store.put(b"k%d" % version, b"1")
+        for family in expected(version):
+            store.put(b"all", b"%d" % version, family)
+        store.commit()
+
+    def read(store):
+        families = expected(store.version)
+        for name, pairs in families.items():
+            assert list(store.iterator(name)) == sorted(pairs.items())
+            assert list(store.get_range(b"k", b"l", name)) == [p for p in sorted(pairs.items()) if p[0] >= b"k"]
+            assert list(store.prefix_scan(b"al", name)) == [(b"all", b"%d" % store.version)]
+            keys = [b"all", *(b"k%d" % v for v in range(15))]
+            assert store.get_many(pa.array(keys), name).to_pylist() == [pairs.get(k) for k in keys]
+        for name in {"f1", "f2", "f3"} - families.keys():
+            with pytest.raises(InvalidStateStoreArgument, match=name):
+                store.iterator(name)
+
+    def keep_reading(stores):
+        while not done.is_set():
+            for store in stores:
+                read(store)
+
+    done = threading.Event()
+    for version in range(1, 6):
+        write(version)
+    with ThreadPoolExecutor(2) as pool:
+        reads = [
+            pool.submit(keep_reading, [provider.get_read_store(v) for v in versions])
+            for versions in ((5, 1), (4, 2, 5))
+        ]
+        try:
+            for version in range(6, 12):
+                write(version)
+        finally:
+            done.set()
+        for each in reads:
+            each.result()
+    for version in (11, 3, 10):
+        read(provider.get_read_store(version))
 
 
 def test_a_second_commit_from_the_same_version_is_refused(provider):
@@ -346,10 +578,92 @@ def test_racing_providers_never_mix(location, open_provider):
         p.close()
 
 
+OTHER_PROCESS = """
+import sys
+from backends import StateStoreConf, StateStoreId
+stores = []
+for path, location in zip(sys.argv[1::2], sys.argv[2::2]):
+    conf = StateStoreConf(provider=path, fsync=False)
+    store = conf.provider_class()(StateStoreId(location, "op", 0), conf).get_store(1)
+    store.put(b"other", b"1")
+    stores.append(store)
+for store in stores:
+    print("opened", flush=True)
+    sys.stdin.readline()
+    try:
+        print(store.commit(), flush=True)
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+def test_of_two_processes_one_is_refused(tmp_path):
+    """One process for all providers, for starting it takes longest."""
+    locations = {p: str(tmp_path / p.backend) for p in PROVIDERS}
+    ours = {p: p(StateStoreId(at, "op", 0), CONF) for p, at in locations.items()}
+    for provider in ours.values():
+        commit(provider, 0, a="0")
+    args = [arg for p, at in locations.items() for arg in (f"{p.__module__}.{p.__name__}", at)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER_PROCESS, *args], cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+
+        def let_commit():
+            other.stdin.write("\n")
+            other.stdin.flush()
+            return other.stdout.readline().strip()
+
+        for i, provider in enumerate(ours.values()):
+            store = provider.get_store(1)
+            store.put(b"ours", b"1")
+            assert other.stdout.readline() == "opened\n"
+            if i % 2 == 0:
+                assert store.commit() == 2
+                assert let_commit() == "ConcurrentCommitError"
+            else:
+                assert let_commit() == "2"
+                with pytest.raises(ConcurrentCommitError, match="was not committed"):
+                    store.commit()
+            assert content(provider.get_store(2)) == {"a": "0", ("ours", "other")[i % 2]: "1"}
+            provider.close()
+    assert other.returncode == 0
+
+
 def test_two_providers_in_one_local_directory_are_refused(location, tmp_path, open_provider):
     with open_provider(location, local_dir=tmp_path / "local"), pytest.raises(ConcurrentCommitError, match="local"):
         open_provider(location, local_dir=tmp_path / "local")
     open_provider(location, local_dir=tmp_path / "local").close()
+
+
+def test_a_local_directory_of_another_past_is_not_believed(location, tmp_path, open_provider):
+    local = tmp_path / "local"
+    with open_provider(local_dir=local) as first:
+        for version in range(3):
+            commit(first, version, a=str(version), **{f"k{version}": "1"})
+    assert local.is_dir()
+    with open_provider(local_dir=local) as again:
+        assert content(again.get_store(3)) == {"a": "2", "k0": "1", "k1": "1", "k2": "1"}
+    with open_provider() as other:
+        commit(other, 1, a="other")
+        commit(other, 2, b="1")
+    with open_provider(local_dir=local) as again:
+        assert content(again.get_store(3)) == {"a": "other", "k0": "1", "b": "1"}
+        assert commit(again, 3, c="1") == 4
+    assert content(open_provider().get_store(4)) == {"a": "other", "k0": "1", "b": "1", "c": "1"}
+
+
+def test_a_local_directory_is_cleared_of_what_a_killed_process_left(location, tmp_path, open_provider):
+    with open_provider(local_dir=tmp_path / "local") as first:
+        for version in range(5):
+            commit(first, version, a=str(version))
+        reader = first.get_read_store(1)
+        assert content(reader) == {"a": "0"}
+        (copy,) = (tmp_path / "local").glob("at-*")
+    copy.mkdir()
+    (copy / "left").write_bytes(b"behind")
+    with open_provider(local_dir=tmp_path / "local"):
+        assert [d.name for d in (tmp_path / "local").iterdir()] == ["current"]
 
 
 def test_a_failed_commit_changes_nothing(provider, location, monkeypatch):
@@ -381,11 +695,52 @@ def test_metrics(provider):
     store.commit()
     assert store.metrics.num_keys == 3 and store.metrics.memory_bytes > 0
     assert store.metrics.custom["bytes_written"] > 0
+    counts = {"bytes_written", "snapshot_bytes_written", "snapshots", "files"}
+    assert all(name.endswith(("_ms", "_bytes")) or name in counts for name in store.metrics.custom)
+    assert {"load_ms", "get_ms", "put_ms", "commit_ms"} <= store.metrics.custom.keys()
+    assert all(store.metrics.custom[name] > 0 for name in ("put_ms", "commit_ms", "changelog_ms", "apply_ms"))
     store = provider.get_store(1)
     store.remove(b"a")
     store.put(b"b", b"2")
     store.commit()
     assert store.metrics.num_keys == 2
+
+
+def test_metrics_of_loading_reading_and_snapshots(provider, location, open_provider):
+    commit(provider, 0, a="1", b="1")
+    fresh = open_provider(conf=StateStoreConf(fsync=False, deltas_per_snapshot=1))
+    store = fresh.get_store(1)
+    assert (store.metrics.num_keys, store.metrics.custom["snapshots"]) == (2, 0)
+    store.get_many(pa.array([b"a"]))
+    assert store.metrics.custom["load_ms"] > 0 and store.metrics.custom["get_ms"] > 0
+    fresh.do_maintenance()
+    custom = fresh.get_read_store(1).metrics.custom
+    assert custom["snapshots"] == 1 and custom["snapshot_ms"] > 0 and custom["snapshot_bytes_written"] > 0
+    small = store.metrics.memory_bytes
+    store.put_many(pa.array([b"%05d" % i for i in range(2000)]), pa.array([bytes(100)] * 2000))
+    store.commit()
+    assert store.metrics.num_keys == 2002 and store.metrics.memory_bytes > small + 100_000
+
+
+def test_metrics_are_those_of_the_version_opened(provider):
+    commit(provider, 0, a="1")
+    reader = provider.get_read_store(1)
+    commit(provider, 1, b="1")
+    assert content(reader) == {"a": "1"} and reader.metrics.num_keys == 1
+
+
+@pytest.mark.xfail(strict=True, reason="the figures of a version that is not held are had by loading a copy of it")
+def test_ending_a_store_loads_nothing(open_provider, tmp_path):
+    provider = open_provider(conf=StateStoreConf(fsync=False, max_versions_in_memory=0), local_dir=tmp_path / "local")
+    commit(provider, 0, a="1")
+    reader = provider.get_read_store(1)
+    made = []
+    partition = provider._partition
+    provider._partition = lambda name: made.append(name) or partition(name)
+    for version in range(1, 4):
+        commit(provider, version, a=str(version))
+    reader.abort()
+    assert made == []
 
 
 def test_close_removes_temporary_files_and_is_final(location, open_provider):
@@ -399,9 +754,27 @@ def test_close_removes_temporary_files_and_is_final(location, open_provider):
     provider.close()
     provider.close()
     assert not local.exists()
-    for use in (lambda: provider.get_store(1), provider.latest_version, lambda: store.get(b"a"), lambda: old.get(b"a")):
+    for use in (
+        lambda: provider.get_store(1),
+        lambda: provider.get_read_store(1),
+        lambda: provider.change_feed(0, 1),
+        provider.latest_version,
+        provider.do_maintenance,
+        lambda: store.get(b"a"),
+        store.commit,
+        lambda: list(store.iterator()),
+        lambda: old.get(b"a"),
+    ):
         with pytest.raises(StoreClosedError):
             use()
+    assert provider.id == store.id == StateStoreId(location, "op", 0)
+
+
+def test_a_store_may_be_aborted_after_its_provider_was_closed(provider):
+    for store in (provider.get_store(0), provider.get_read_store(0)):
+        provider.close()
+        store.abort()
+        assert not store.has_committed
 
 
 def test_a_dropped_provider_leaves_no_directory(location, open_provider):
@@ -570,6 +943,44 @@ def test_lists_are_replaced_removed_and_rolled_back(with_list):
     assert elements(with_list.get_store(3)) == {b"a": [b"1", b"2", b"3"]}
 
 
+def test_lists_under_keys_with_zero_bytes_are_scanned_in_order(with_list):
+    keys = [
+        b"",
+        b"\x00",
+        b"\x00\x00",
+        b"\x00\xff",
+        b"a",
+        b"a\x00",
+        b"a\x00\x00",
+        b"a\x00\x01",
+        b"a\x01",
+        b"a\xff",
+        b"\xff",
+    ]
+    for version in (1, 2):
+        store = with_list.get_store(version)
+        store.merge_many(pa.array(keys[::-1]), pa.array([b"%d" % version] * len(keys)), "list")
+        values = [b"%d" % v for v in range(1, version + 1)]
+        pairs = [(k, v) for k in keys for v in values]
+        assert list(store.iterator("list")) == pairs
+        for key in keys:
+            assert list(store.values_iterator(key, "list")) == values
+            assert list(store.prefix_scan(key, "list")) == [p for p in pairs if p[0].startswith(key)]
+            for end in (None, *keys):
+                inside = [p for p in pairs if p[0] >= key and (end is None or p[0] < end)]
+                assert list(store.get_range(key, end, "list")) == inside
+        store.commit()
+        assert store.metrics.num_keys == len(pairs)
+    store = with_list.get_store(3)
+    store.remove(b"a", "list")
+    store.put_many(pa.array([b"\x00", b"b", b"\x00"]), pa.array([b"x", b"y", b"z"]), "list")
+    left = {k: [b"1", b"2"] for k in keys if k != b"a"} | {b"\x00": [b"z"], b"b": [b"y"]}
+    assert elements(store) == left
+    store.commit()
+    assert elements(with_list.get_read_store(4)) == left
+    assert elements(with_list.get_read_store(3)) == {k: [b"1", b"2"] for k in keys}
+
+
 def test_lists_and_single_values_are_not_mixed_up(with_list):
     store = with_list.get_store(1)
     for use in (
@@ -626,6 +1037,55 @@ def test_change_feed_has_before_and_after_in_order(with_list):
         with_list.change_feed(4, 9)
 
 
+def test_a_feed_applied_to_a_version_gives_the_other(with_list):
+    versions = [None, {"default": {}, "list": {}}]
+    rng = random.Random(5)
+    for version in range(1, 7):
+        store = with_list.get_store(version)
+        for key in rng.sample([b"a", b"b", b"c", b"d"], 3):
+            if rng.random() < 0.5:
+                store.remove(key)
+            else:
+                store.put(key, b"%d" % version)
+            store.merge(key, b"%d" % version, "list")
+            store.merge(key, b"again", "list")
+            if rng.random() < 0.5:
+                store.remove(rng.choice([b"a", b"b"]), "list")
+        versions.append({"default": dict(store.iterator()), "list": elements(store)})
+        store.commit()
+    for first, last in ((1, 7), (1, 4), (4, 7), (6, 7), (5, 6)):
+        default, lists = dict(versions[first]["default"]), {k: list(v) for k, v in versions[first]["list"].items()}
+        for _, family, key, before, after in changes(with_list, first, last):
+            if family == "default":
+                assert default.pop(key, None) == before
+                default |= {} if after is None else {key: after}
+            elif after is not None:
+                lists.setdefault(key, []).append(after)
+            elif before is not None:  # else it was appended and removed in one version
+                lists[key].remove(before)
+        assert {"default": default, "list": {k: v for k, v in lists.items() if v}} == versions[last]
+
+
+def test_a_feed_under_way_keeps_what_it_needs(open_provider):
+    provider = open_provider(conf=SOON)
+    for version in range(12):
+        commit(provider, version, a=str(version))
+        if version == 3:
+            feed = provider.change_feed(3, 4)
+        provider.do_maintenance()
+    assert [row["after"] for batch in feed for row in batch.to_pylist()] == [b"3"]
+
+
+def test_a_feed_of_all_keeps_what_it_needs(open_provider):
+    provider = open_provider(conf=SOON)
+    for version in range(12):
+        commit(provider, version, a=str(version))
+        if version == 3:
+            feed = provider.change_feed(0, 4)
+        provider.do_maintenance()
+    assert [row["after"] for batch in feed for row in batch.to_pylist()] == [b"0", b"1", b"2", b"3"]
+
+
 # -- maintenance -------------------------------------------------------------------------------
 
 SOON = StateStoreConf(fsync=False, deltas_per_snapshot=3, min_versions_to_retain=4)
@@ -664,8 +1124,9 @@ def test_maintenance_keeps_what_it_should_and_removes_the_rest(open_provider, lo
             last = {f"k{v % 5}": str(v) for v in range(version)}
             assert content(one.get_read_store(version)) == last
         for version in (1, 14):
-            with pytest.raises(VersionNotFoundError, match=r"versions 15 to 20 .*min_versions_to_retain"):
-                one.get_read_store(version)
+            for open_store in (one.get_store, one.get_read_store):
+                with pytest.raises(VersionNotFoundError, match=r"versions 15 to 20 .*min_versions_to_retain"):
+                    open_store(version)
         assert content(one.get_store(0)) == {}
         with pytest.raises(VersionNotFoundError, match="no longer kept"):
             one.change_feed(0, 16)
@@ -695,7 +1156,7 @@ def test_going_back_after_maintenance(open_provider, location):
         commit(provider, version, **{f"k{version}": "v"})
         provider.do_maintenance()
     assert commit(provider, 16, other="1") == 17
-    for version in range(17, 30):
+    for version in range(17, 24):
         expected = {**{f"k{v}": "v" for v in range(16)}, "other": str(version - 16)}
         assert content(open_provider(conf=SOON).get_store(version)) == expected
         commit(provider, version, other=str(version - 15))
@@ -758,10 +1219,10 @@ def test_a_snapshot_uploads_only_what_is_new(open_provider, location):
         store.put(b"%04d" % i, os.urandom(320))
     store.commit()
     provider.do_maintenance()
-    first = provider.metrics().custom["snapshot_bytes_written"]
+    first = provider.get_read_store(1).metrics.custom["snapshot_bytes_written"]
     commit(provider, 1, zzz="1")
     provider.do_maintenance()
-    second = provider.metrics().custom["snapshot_bytes_written"] - first
+    second = provider.get_read_store(2).metrics.custom["snapshot_bytes_written"] - first
     assert first > 150_000
     if provider.backend == "rocksdb":
         assert second < first / 10
@@ -777,6 +1238,18 @@ def test_backends_are_not_mixed_up(provider_class, open_provider, location):
     said = f"written by the provider '{provider.backend}'"
     with other(StateStoreId(location, "op", 0), SOON) as wrong, pytest.raises(InvalidStateStoreArgument, match=said):
         wrong.get_store(3)
+
+
+def test_without_a_snapshot_another_backend_goes_on(provider_class, provider, location):
+    """Changelogs are the same for all."""
+    commit(provider, 0, a="1", b="1")
+    provider.close()
+    other = next(p for p in PROVIDERS if p is not provider_class)
+    with other(StateStoreId(location, "op", 0), CONF) as second:
+        assert content(second.get_store(1)) == {"a": "1", "b": "1"}
+        assert commit(second, 1, a="2") == 2
+    with provider_class(StateStoreId(location, "op", 0), CONF) as third:
+        assert content(third.get_store(2)) == {"a": "2", "b": "1"}
 
 
 def test_a_provider_is_named_by_its_import_path(location):
