@@ -100,9 +100,9 @@ class StateStoreCoordinator:
         """See ``Coordinator``."""
         self._coordinator.register_host(info, report)
 
-    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
+    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
         """See ``Coordinator``."""
-        return self._coordinator.heartbeat_host(host_id, incarnation)
+        return self._coordinator.heartbeat_host(host_id, incarnation, held)
 
     def unregister_session(self, session_id: str) -> bool:
         """See ``Coordinator``."""

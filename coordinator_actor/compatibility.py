@@ -83,7 +83,7 @@ def _schema_refusal(run: QueryState, spec: OperatorSpec, stored_id: str) -> str:
 
 def _missing_version(run: QueryState) -> str | None:
     versions = sorted(run.chain)
-    lacking, total = run.unrecoverable(run.completed), len(list(run.partitions()))
+    lacking, total = run.unrecoverable(run.completed, run.log.runs()), len(list(run.partitions()))
     if not lacking:
         return None
     if len(lacking) < total:

@@ -99,30 +99,43 @@ class Coordinator:
         log.info("Registered host %s at %s", info.host_id, info.address)
         for registration in report.registrations:
             if registration.run_id not in self._over:
-                self.register_query(registration)
+                self._register_again(registration)
             run = self._runs.get(registration.run_id)
             if run is not None:
                 with run.lock:
                     self._take_report(run, report)
 
-    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
-        """Renew a host's lease, and tell it what has been completed and what is over since."""
+    def _register_again(self, registration: QueryRegistration) -> None:
+        """A host holds a run that this coordinator, which was restarted, does not know."""
+        try:
+            refusal = self.register_query(registration).refusal
+        except (StorageError, CoordinatorError):
+            # The storage of one query must not keep the others from being taken up; the host reports again.
+            log.warning("Run %s was reported, but cannot be registered now", registration.run_id, exc_info=True)
+            return
+        if refusal is not None:
+            self._remember_over(registration.run_id, refusal)
+
+    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
+        """Renew a host's lease, and answer what is to be done about the runs it holds.
+
+        ``held`` is the lowest version it has of each run. The answer follows from that alone, so it does not
+        matter whether an earlier one arrived. Waits for no query's storage.
+        """
+        held = held or {}
         with self._lock:
             lease = self._hosts.renew(host_id, incarnation, self._clock())
             if lease is None:
                 return HostOrders(known=False)
             self._last_needed = self._clock()
-            unload, lease.unload = tuple(lease.unload), []
-            runs = [r for r in self._runs.values() if r.registration.session_id == lease.info.session_id]
-        completed = []
-        for run in runs:
-            if run.ended or run.retired_by or run.completed == 0 or lease.told.get(run.run_id) == run.completed:
-                continue
-            with run.lock:
-                if run.completed in run.chain:
-                    completed.append(run_heads := run.heads(run.completed))
-                    lease.told[run.run_id] = run_heads.version
-        return HostOrders(True, tuple(completed), unload)
+            runs = {run_id: self._runs.get(run_id) for run_id in held}
+            over = [
+                r for r, run in runs.items() if (run is None and r in self._over) or (run is not None and run.ended)
+            ]
+            is_known = all(run is not None for r, run in runs.items() if r not in over)
+        announced = [run.announced for r, run in runs.items() if run is not None and r not in over]
+        completed = tuple(a for a in announced if a is not None and held[a.run_id] < a.version)
+        return HostOrders(is_known, completed, tuple(over))
 
     def unregister_session(self, session_id: str) -> bool:
         """A driver's session ends: its hosts are gone. Returns whether other hosts are left."""
@@ -167,13 +180,11 @@ class Coordinator:
             manifest_log = ManifestLog(storage, self.id)
             if manifest_log.superseded(registration.run_id):
                 return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
-            newest = manifest_log.newest_epoch()
             manifest_log.refresh()
             commits = SparkCommits(spark)
             run = QueryState(registration, manifest_log, commits, driver_seen=self._clock(), maintained=self._clock())
             run.completed = commits.next_batch()
             run.chain = manifest_log.chain()
-            run.previous_run_id = newest.run_id if newest else None
             refusal = refusal_of(run)
             if refusal is not None:
                 return RegisteredQuery(refusal, 0, run.completed)
@@ -189,16 +200,22 @@ class Coordinator:
             run.log.ensure(schema_path(schema_id), operator.schema.encode())
         run.log.claim(registration.run_id)
         run.chain = run.log.chain()
-        with run.lock:
-            with self._lock:
-                for other in list(self._runs.values()):
-                    if other.registration.state_location == registration.state_location:
-                        other.retired_by = registration.run_id
-                        self._end(other)
-                self._runs[registration.run_id] = run
-            if run.completed > 0 and run.completed not in run.chain:
-                run.recover(run.completed, self._now_ms())
-            run.carry_snapshots()
+        # Nobody knows the run before all of this has succeeded.
+        if run.completed > 0:
+            if run.completed not in run.chain:
+                run.recover(run.completed, self._now_ms(), run.log.runs())
+            run.announced = run.heads(run.completed)
+        following = run.chain.get(run.completed + 1)
+        if following is not None and following.run_id == registration.run_id:
+            # Prepared before this coordinator was restarted: it knows better than the hosts which attempts were last.
+            run.pending[following.version] = dict(chains.partitions(following))
+        run.carry_snapshots()
+        with self._lock:
+            for other in list(self._runs.values()):
+                if other.registration.state_location == registration.state_location:
+                    other.retired_by = registration.run_id
+                    other.ended = True
+            self._runs[registration.run_id] = run
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,
@@ -306,7 +323,7 @@ class Coordinator:
             keys = [f"{o}/{p}" for o, p in run.partitions()]
             run.owners = assign(keys, hosts, run.owners, rebalance=rebalance)
             owner = self._hosts.leases[run.owners[f"{operator}/{partition}"]].info
-        return OpenGrant(owner, version, run.head(version, operator, partition), run.registration)
+        return OpenGrant(owner, version, run.head(version, operator, partition), run.registration, run.log.epoch)
 
     @staticmethod
     def _require_partition(run: QueryState, operator: str, partition: int) -> None:
@@ -422,8 +439,10 @@ class Coordinator:
             if recorded is None or recorded.oldest == 0:
                 return []
             refs = [s for key in recorded.bases for s in chains.snapshots(run.chain, key)]
+        kept = {s.file.path for s in (*refs, *unnamed)}
+        run.descriptors = {path: files for path, files in run.descriptors.items() if path in kept}
         self._read_descriptors(run, [*refs, *unnamed])
-        files = [path for path, _ in run.log.storage.list("operators")]
+        files = [path for path, _ in run.log.storage.list("operators")] + run.log.storage.unfinished("operators")
         with run.lock:
             self._require_current(run)
             run.log.check_epoch()
@@ -520,19 +539,18 @@ class Coordinator:
             self._instances.deactivate(run_id)
             run = self._runs.get(run_id)
             if run is not None:
-                self._end(run)
+                run.ended = True
                 del self._runs[run_id]
-            self._over[run_id] = (
-                "its query ended" if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
+            self._remember_over(
+                run_id, "its query ended" if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
             )
-            while len(self._over) > REMEMBERED_RUNS:
-                del self._over[next(iter(self._over))]
         return True
 
-    def _end(self, run: QueryState) -> None:
-        run.ended = True
-        for host_id in self._hosts.of_session(run.registration.session_id):
-            self._hosts.leases[host_id].unload.append(run.run_id)
+    def _remember_over(self, run_id: str, why: str) -> None:
+        with self._lock:
+            self._over[run_id] = why
+            while len(self._over) > REMEMBERED_RUNS:
+                del self._over[next(iter(self._over))]
 
     # -- for people ----------------------------------------------------------------------------
 

@@ -78,6 +78,12 @@ class ManifestLog:
             files = pool.map(lambda k: self._read(epoch_path(k), EpochFile), self._ids("epochs"))
             return any(f.run_id == run_id for f in files)
 
+    def runs(self) -> tuple[str, ...]:
+        """The runs that have claimed an epoch, the last one first."""
+        with ThreadPoolExecutor(READERS) as pool:
+            files = list(pool.map(lambda k: self._read(epoch_path(k), EpochFile), self._ids("epochs")))
+        return tuple(dict.fromkeys(f.run_id for f in reversed(files)))
+
     def claim(self, run_id: str) -> None:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
         while True:

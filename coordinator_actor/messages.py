@@ -86,13 +86,14 @@ class OpenGrant(Struct, frozen=True):
 
     ``head`` is the path of the changelog that made ``version`` (None for the empty version 0);
     since files are unique and never overwritten, it identifies the whole lineage.
-    ``registration`` lets the owner report the query again to a coordinator that has lost it.
+    ``epoch`` tells a grant of an older run from one of a newer. ``registration`` lets the owner report the query again to a coordinator that has lost it.
     """
 
     owner: HostInfo
     version: int
     head: str | None
     registration: QueryRegistration
+    epoch: int = 0
 
 
 class Acknowledge(Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,7 +42,7 @@ class QueryState:
     busy: dict[PartitionKey, float] = field(default_factory=dict)
     maintained: float = 0.0
     owners: dict[str, str] = field(default_factory=dict)
-    previous_run_id: str | None = None
+    announced: Completed | None = None
     retired_by: str | None = None
     ended: bool = False
     driver_seen: float = 0.0
@@ -192,9 +192,10 @@ class QueryState:
         for key, entry in chains.partitions(self.chain[version]):
             if key in self.unnamed:
                 self.unnamed[key] = tuple(s for s in self.unnamed[key] if s not in entry.snapshots)
-        return self.heads(version)
+        self.announced = self.heads(version)
+        return self.announced
 
-    def recover(self, version: int, now_ms: int) -> None:
+    def recover(self, version: int, now_ms: int, earlier_runs: Sequence[str] = ()) -> None:
         """Prepare a version that Spark has committed although this coordinator saw no manifest of it.
 
         Hosts may have died together with an earlier coordinator after their acknowledgements; the
@@ -204,20 +205,27 @@ class QueryState:
         self.chain = self.log.chain()
         if version in self.chain and self.chain[version].run_id == self.run_id:
             return
-        lacking = self.unrecoverable(version)
+        lacking = self.unrecoverable(version, earlier_runs)
         if lacking:
             raise IncompleteBatchError(incomplete_message(version - 1, lacking, len(list(self.partitions()))))
         self.prepare(version, now_ms)
 
-    def unrecoverable(self, version: int) -> list[PartitionKey]:
-        """Partitions of which neither a host nor the storage has changes for a version; the others are taken up."""
-        for operator, partition in self.missing(version):
-            found = self._stored_changelog(operator, partition, version)
-            if found is not None:
-                self.pending.setdefault(version, {})[(operator, partition)] = found
+    def unrecoverable(self, version: int, earlier_runs: Sequence[str] = ()) -> list[PartitionKey]:
+        """Partitions of which neither a host nor the storage has changes for a version; the others are taken up.
+
+        ``earlier_runs``, the last one first, may be looked into for a version that Spark has committed before this run
+        began. Changes of two runs never make one version: each may have seen other rows.
+        """
+        for run_id in (self.run_id, *earlier_runs):
+            for operator, partition in self.missing(version):
+                found = self._stored_changelog(operator, partition, version, run_id)
+                if found is not None:
+                    self.pending.setdefault(version, {})[(operator, partition)] = found
+            if self.pending.get(version):
+                break
         return self.missing(version)
 
-    def _stored_changelog(self, operator: str, partition: int, version: int) -> PartitionEntry | None:
+    def _stored_changelog(self, operator: str, partition: int, version: int, run_id: str) -> PartitionEntry | None:
         spec = self.operator(operator)
         n = spec.num_partitions if spec else 0
         base = self.head(version - 1, operator, partition)
@@ -228,8 +236,7 @@ class QueryState:
                 continue
             data = self.log.storage.get(path)
             meta = read_changelog_meta(data)
-            ours = meta.query_run_id in (self.run_id, self.previous_run_id)
-            if ours and (meta.version, meta.base) == (version, base):
+            if (meta.query_run_id, meta.version, meta.base) == (run_id, version, base):
                 return PartitionEntry(meta.attempt, FileRef(path, size, digest(data)))
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from backends.ids import StateStoreProviderId
 from coordinator_actor.exceptions import UnknownHostError
@@ -18,8 +18,6 @@ class HostLease:
 
     info: HostInfo
     seen: float
-    told: dict[str, int] = field(default_factory=dict)
-    unload: list[str] = field(default_factory=list)
 
 
 class HostRegistry:

@@ -30,7 +30,14 @@ from backends.manifest import FileRef, Lineage
 from backends.partition_state import PartitionState
 from backends.provider import provider_class
 from backends.storage import CheckpointStorage
-from coordinator_actor.exceptions import CoordinatorError, StaleOwnerError, UnknownHostError, UnknownRunError
+from coordinator_actor.exceptions import (
+    CoordinatorError,
+    RetiredRunError,
+    StaleBatchError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownRunError,
+)
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
@@ -61,8 +68,8 @@ class CoordinatorPort(Protocol):
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         """Make the host known, with all it holds."""
 
-    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
-        """Still here; what is to be done?"""
+    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
+        """Still here, with these runs at these versions; what is to be done?"""
 
     def open(self, request: OpenRequest) -> OpenGrant:
         """Ask who owns a partition for a batch, and what its state is."""
@@ -92,7 +99,9 @@ class Instance:
     partition: int
     state: PartitionState
     commit_lock: threading.Lock = field(default_factory=threading.Lock)
+    epoch: int = 0
     invocations: dict[str, str] = field(default_factory=dict)
+    invocations_of: int = -1
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
     last_commit: dict[str, float] = field(default_factory=dict)
     snapshot_version: int = 0
@@ -151,10 +160,13 @@ class Host:
 
     def heartbeat(self) -> None:
         """Renew the lease and carry out what the coordinator answers."""
-        orders = self._coordinator.heartbeat_host(self.info.host_id, self.info.incarnation)
+        held: dict[str, int] = {}
+        with self._lock:
+            for i in self._instances.values():
+                held[i.registration.run_id] = min(i.state.version, held.get(i.registration.run_id, i.state.version))
+        orders = self._coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, held)
         if not orders.known:
             self.register()
-            return
         for completed in orders.completed:
             self.on_completed(completed)
         for run_id in orders.unload_runs:
@@ -168,10 +180,16 @@ class Host:
             head = completed.heads.get(instance.operator, {}).get(instance.partition)
             if head is None:
                 continue
-            with instance.commit_lock:
+            if not instance.commit_lock.acquire(blocking=False):
+                continue  # a commit is under way, which may wait for long; the next heartbeat brings this again
+            try:
                 stale = instance.state.version < completed.version and not self._complete(
                     instance, completed.version, head
                 )
+            except StoreClosedError:
+                continue  # it was unloaded meanwhile
+            finally:
+                instance.commit_lock.release()
             if stale:
                 # Another host has made this version, or an earlier incarnation of this one; if the
                 # partition is still ours, the next open loads it.
@@ -238,10 +256,15 @@ class Host:
         grant = self._with_registration(lambda: self._coordinator.open(request))
         if (grant.owner.host_id, grant.owner.incarnation) != (self.info.host_id, self.info.incarnation):
             return Opened(grant.owner.address, grant.version)
+        with self._lock:
+            # Before the state is loaded, which may take long: a coordinator that is restarted meanwhile must know.
+            self._registrations[task.run_id] = grant.registration
+            self._opened[task.run_id] = max(task.batch_id, self._opened.get(task.run_id, 0))
         instance = self._load(grant, task.operator, task.partition)
         with self._lock:
             self._counters["opens"] += 1
-            self._opened[task.run_id] = max(task.batch_id, self._opened.get(task.run_id, 0))
+            if instance.invocations_of != task.batch_id:
+                instance.invocations, instance.invocations_of = {}, task.batch_id
             earlier = instance.invocations.setdefault(task.attempt, task.invocation)
         if earlier != task.invocation:
             raise PartitionMismatchError(
@@ -251,7 +274,7 @@ class Host:
             )
         return Opened(None, grant.version)
 
-    def _load(self, grant: OpenGrant, operator: str, partition: int) -> Instance:
+    def _load(self, grant: OpenGrant, operator: str, partition: int, *, for_read: bool = False) -> Instance:
         """The instance, at exactly the version and lineage of the grant."""
         registration = grant.registration
         key = (registration.query_id, operator, partition)
@@ -262,6 +285,11 @@ class Host:
             spec = next(o for o in registration.operators if o.name == operator)
             layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
             if instance is not None and instance.registration.run_id != registration.run_id:
+                if grant.epoch < instance.epoch:
+                    raise RetiredRunError(
+                        f"Run {registration.run_id} has been replaced by run {instance.registration.run_id}; only the newer "
+                        "one may go on."
+                    )
                 with self._lock:
                     del self._instances[key]
                     retired = instance.registration.run_id
@@ -275,6 +303,13 @@ class Host:
                 conf = with_changes(self._conf, provider=spec.backend)
                 state = self._partition_state(registration, storage, layout, conf)
                 instance = Instance(registration, operator, partition, state)
+            elif grant.version < instance.state.version:
+                if for_read:
+                    return instance  # what is completed since is as good
+                raise StaleBatchError(
+                    f"A task of batch {grant.version} is too late: version {instance.state.version} is completed."
+                )
+            instance.epoch = grant.epoch
             try:
                 with instance.commit_lock:
                     self._advance(instance, grant)
@@ -304,7 +339,6 @@ class Host:
         state = instance.state
         if (state.version, state.head) == (grant.version, grant.head):
             return
-        instance.invocations.clear()
         if (
             grant.head is not None
             and grant.version == state.version + 1
@@ -373,7 +407,7 @@ class Host:
                 f"Partition {partition} of operator {operator!r} belongs to host {grant.owner.host_id} "
                 f"at {grant.owner.address}, not to {self.info.host_id}; locate it again."
             )
-        return self._load(grant, operator, partition)
+        return self._load(grant, operator, partition, for_read=True)
 
     def commit(self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float]) -> Acknowledged:
         """Make a task's changes durable and acknowledge them; returns when the coordinator has accepted.

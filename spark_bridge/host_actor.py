@@ -12,7 +12,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,9 @@ class RayCoordinatorPort:
         """See ``CoordinatorPort``."""
         self.call("register_host", info, report)
 
-    def heartbeat_host(self, host_id: str, incarnation: str) -> HostOrders:
+    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
         """See ``CoordinatorPort``."""
-        orders: HostOrders = self.call("heartbeat_host", host_id, incarnation)
+        orders: HostOrders = self.call("heartbeat_host", host_id, incarnation, held)
         return orders
 
     def open(self, request: OpenRequest) -> OpenGrant:
@@ -184,7 +184,7 @@ class StateStoreHost:
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             try:
                 self._host.heartbeat()
-            except (HostUnavailableError, CoordinatorError, StateStoreError, RayError):
+            except Exception:  # the thread must go on
                 log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
 
     def _run_maintenance(self, interval: float) -> None:

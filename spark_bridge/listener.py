@@ -199,7 +199,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 try:
                     if not self._cluster.coordinator.call("driver_heartbeat", registration.run_id):
                         self._cluster.coordinator.call("register_query", registration)
-                except (CoordinatorError, StateStoreError, SparkBridgeError):
+                except Exception:  # the thread must go on
                     log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)
 
     def close(self) -> None:
