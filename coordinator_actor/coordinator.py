@@ -86,6 +86,7 @@ class Coordinator:
         self._runs: dict[str, QueryState] = {}
         self._registering: dict[str, threading.Lock] = {}
         self._over: dict[str, str] = {}
+        self._ended_sessions: dict[str, None] = {}
         self._lock = threading.RLock()
         self._last_needed = clock()
 
@@ -94,10 +95,13 @@ class Coordinator:
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         """A host is there, or there again, with all it holds: runs, and acknowledgements of running batches."""
         with self._lock:
+            if info.session_id in self._ended_sessions:
+                return
             self._hosts.register(info, self._clock())
             self._last_needed = self._clock()
         log.info("Registered host %s at %s", info.host_id, info.address)
-        for registration in report.registrations:
+        # Runs that are known need no storage, and must not wait for one that hangs.
+        for registration in sorted(report.registrations, key=lambda r: r.run_id not in self._runs):
             if registration.run_id not in self._over:
                 self._register_again(registration)
             run = self._runs.get(registration.run_id)
@@ -140,6 +144,10 @@ class Coordinator:
     def unregister_session(self, session_id: str) -> bool:
         """A driver's session ends: its hosts are gone. Returns whether other hosts are left."""
         with self._lock:
+            # Its hosts are told to stop only afterwards, and must not bring it back meanwhile.
+            self._ended_sessions[session_id] = None
+            while len(self._ended_sessions) > REMEMBERED_RUNS:
+                del self._ended_sessions[next(iter(self._ended_sessions))]
             for host_id in self._hosts.of_session(session_id):
                 del self._hosts.leases[host_id]
             for run in [r for r in self._runs.values() if r.registration.session_id == session_id]:
@@ -156,8 +164,12 @@ class Coordinator:
                 )
             gone = [r for r in self._runs.values() if now - r.driver_seen > self._conf.driver_timeout]
         for run in gone:
-            log.warning("The driver of run %s has not been heard of; the run is over", run.run_id)
-            self.deactivate_instances(run.run_id)
+            # Not for good: a machine may have slept, and all of it go on.
+            log.warning("The driver of run %s has not been heard of; the run is forgotten", run.run_id)
+            with self._lock:
+                self._instances.deactivate(run.run_id)
+                self._runs.pop(run.run_id, None)
+            run.ended = True
 
     def is_idle(self) -> bool:
         """Whether nobody has needed this coordinator for ``idle_timeout``."""
@@ -241,8 +253,10 @@ class Coordinator:
         """The driver of a run is alive. False asks it to register the run again."""
         with self._lock:
             run = self._runs.get(run_id)
-            if run is None or run.ended:
-                return run is not None
+            if run_id in self._over or (run is not None and run.ended):
+                return True
+            if run is None:
+                return False
             run.driver_seen = self._last_needed = self._clock()
         with run.lock:
             # The progress event of a batch may have met a coordinator that was just being restarted.

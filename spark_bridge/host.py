@@ -7,6 +7,7 @@ Spark's executor-side ``StateStore`` object (loaded providers) and Flink's ``KvS
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -58,6 +59,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NOTHING_HELD = 1 << 62
+"""The version reported of a run that a host knows, but has no partition of: no version is newer."""
 InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
 
@@ -140,6 +143,7 @@ class Host:
         self._instances: dict[InstanceKey, Instance] = {}
         self._opened: dict[str, int] = {}
         self._registrations: dict[str, QueryRegistration] = {}
+        self._registering: threading.Thread | None = None
         self._lock = threading.RLock()
         self._loading: dict[InstanceKey, threading.Lock] = {}
         self._counters = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0, "snapshots": 0}
@@ -152,6 +156,12 @@ class Host:
         """Make this host known to the coordinator, reporting all it holds."""
         self._coordinator.register_host(self.info, self.report())
 
+    def _register_again(self) -> None:
+        try:
+            self.register()
+        except Exception:  # the next heartbeat tries again
+            log.warning("Host %s could not be registered", self.info.host_id, exc_info=True)
+
     def report(self) -> HostReport:
         """What a coordinator that starts anew must know from this host."""
         with self._lock:
@@ -160,13 +170,19 @@ class Host:
 
     def heartbeat(self) -> None:
         """Renew the lease and carry out what the coordinator answers."""
-        held: dict[str, int] = {}
         with self._lock:
+            held = dict.fromkeys(self._registrations, NOTHING_HELD)
             for i in self._instances.values():
                 held[i.registration.run_id] = min(i.state.version, held.get(i.registration.run_id, i.state.version))
         orders = self._coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, held)
         if not orders.known:
-            self.register()
+            # Apart, for one query's storage may hang, and the lease must be renewed meanwhile.
+            if self._registering is None or not self._registering.is_alive():
+                self._registering = threading.Thread(
+                    target=self._register_again, name="statestore-register", daemon=True
+                )
+                self._registering.start()
+            self._registering.join(timeout=1.0)
         for completed in orders.completed:
             self.on_completed(completed)
         for run_id in orders.unload_runs:
@@ -212,6 +228,8 @@ class Host:
             self._opened.pop(run_id, None)
         for instance in gone:
             self._unload(instance)
+        for left in self._local_dir.glob(f"*/{run_id}"):  # of an incarnation that was killed
+            shutil.rmtree(left, ignore_errors=True)
 
     def _unload(self, instance: Instance) -> None:
         key = instance.key
@@ -326,7 +344,13 @@ class Host:
         self, registration: QueryRegistration, storage: CheckpointStorage, layout: str, conf: StateStoreConf
     ) -> PartitionState:
         """In the directory that an earlier incarnation of this host may have left: what is there is used if it proves right."""
-        local = self._local_dir / registration.query_id / registration.run_id / layout
+        runs = self._local_dir / registration.query_id
+        with self._lock:
+            held = {i.registration.run_id for i in self._instances.values()}
+        for left in runs.iterdir() if runs.exists() else ():
+            if left.name not in held | {registration.run_id}:
+                shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
+        local = runs / registration.run_id / layout
         open_state = provider_class(conf).partition_state
         try:
             return open_state(local, storage, layout, conf)
