@@ -101,16 +101,23 @@ class Retention:
     bases: Mapping[PartitionKey, SnapshotRef | None]
 
 
-def retain(chain: Mapping[int, Manifest], keys: Iterable[PartitionKey], target: int, floor: int) -> Retention:
+def retain(
+    chain: Mapping[int, Manifest],
+    keys: Iterable[PartitionKey],
+    target: int,
+    floor: int,
+    is_sound: Callable[[SnapshotRef], bool],
+) -> Retention:
     """Keep what versions from ``target`` on need. ``floor`` is what a manifest says is kept already.
 
     The oldest version kept is that of a snapshot at or below ``target``: nothing older could be removed anyway.
+    Above the floor it must be a sound one, or what leads past it would be lost.
     """
     target = max(target, floor)  # after going back to an older version, less may be asked for than is kept
-    bases = {
-        key: max((s for s in snapshots(chain, key) if s.version <= target), key=lambda s: s.version, default=None)
-        for key in keys
-    }
+    bases: dict[PartitionKey, SnapshotRef | None] = {}
+    for key in keys:
+        fitting = [s for s in reversed(snapshots(chain, key)) if s.version <= target]
+        bases[key] = next((s for s in fitting if s.version <= floor or is_sound(s)), None)
     versions = [0 if base is None else base.version for base in bases.values()]
     if not versions or not chain:
         return Retention(floor, min(chain, default=1), bases)

@@ -166,7 +166,7 @@ def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Byte
     # Ranges and the gaps between them are elements of one array over the same bytes: Arrow then copies range by range.
     bounds = np.empty(2 * n, np.int64)
     bounds[::2], bounds[1::2] = starts, stops
-    taken = binary_array(content, bounds).take(pa.array(np.arange(0, 2 * n, 2)))
+    taken = binary_array(content, bounds).take(pa.array(np.arange(0, 2 * n, 2, dtype=np.uint32)))
     return binary_content(taken)[0], offsets
 
 

@@ -57,7 +57,7 @@ class StateStoreConf:
     provider: str = "rocksdb"
     storage_options: Mapping[str, str] = field(default_factory=dict, hash=False)
     fsync: bool = True
-    compression: str = "zstd"
+    compression: str = "lz4"
     min_versions_to_retain: int = 100
     deltas_per_snapshot: int = 10
     maintenance_interval: float = 60.0

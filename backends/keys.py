@@ -152,8 +152,9 @@ def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if not pa.types.is_floating(kind):
         flipped: npt.NDArray[Any] = values.view(unsigned) ^ sign
         return flipped.astype(f">u{width}")
-    canonical = np.where(np.isnan(values), np.array(np.nan, values.dtype), values + values.dtype.type(0))
-    bits: npt.NDArray[Any] = canonical.view(unsigned)
+    bits: npt.NDArray[Any] = values.view(unsigned).copy()
+    bits[np.isnan(values)] = np.array(np.nan, values.dtype).view(unsigned)
+    bits[bits == sign] = 0  # -0.0
     ordered: npt.NDArray[Any] = np.where(bits & sign, ~bits, bits ^ sign)
     return ordered.astype(f">u{width}")
 
@@ -187,68 +188,69 @@ def _stored_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
 class _Reader:
     """Takes columns out of keys, one after the other.
 
-    Its methods take the positions where values begin, ascending, and the rows that these lie in.
+    Its methods take the positions where values begin, ascending, and for each the end of the key that it lies in.
     """
 
     def __init__(self, keys: pa.BinaryArray, schema: object) -> None:
         self._content, offsets = binary_content(keys)
         self._ends = offsets[1:]
         self._schema = schema
-        self._rows = np.arange(len(keys))
-        _, self._at = self._fixed(offsets[:-1], self._rows, np.dtype(f"V{GROUP_BYTES}"))
+        self._at = offsets[:-1] + GROUP_BYTES
 
     def next_column(self, kind: pa.DataType) -> pa.Array:
         """The next column of all keys."""
-        column, self._at = self._column(kind, self._at, self._rows)
+        column, self._at = self._column(kind, self._at, self._ends)
         return column
 
     def check_end(self) -> None:
         """Raise unless every key has been read to its end."""
-        self._check(self._at == self._ends, self._rows)
+        self._check(self._at == self._ends, self._ends)
 
-    def _check(self, ok: npt.NDArray[np.bool_], rows: Offsets) -> None:
-        check_ranges(ok, "keys", self._schema, rows)
+    def _check(self, ok: npt.NDArray[np.bool_], ends: Offsets) -> None:
+        if not ok.all():
+            check_ranges(ok, "keys", self._schema, np.searchsorted(self._ends, ends, "right") - 1)
 
-    def _fixed(self, at: Offsets, rows: Offsets, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Offsets]:
-        """Records of one width, and the positions behind them."""
-        ends = at + dtype.itemsize
-        self._check(ends <= self._ends[rows], rows)
-        return gather_fixed(self._content, at, dtype), ends
+    def _fixed(self, at: Offsets, ends: Offsets, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Offsets]:
+        """Values or records of one width, and the positions behind them."""
+        behind = at + dtype.itemsize
+        self._check(behind <= ends, ends)
+        return gather_fixed(self._content, at, dtype), behind
 
-    def _flags(self, at: Offsets, rows: Offsets) -> tuple[npt.NDArray[np.bool_], Offsets]:
-        """Bytes that can only be 0 or 1, and the positions behind them."""
-        flags, ends = self._fixed(at, rows, np.dtype(np.uint8))
-        self._check(flags <= 1, rows)
-        return flags.view(np.bool_), ends
+    def _absent(self, flags: npt.NDArray[np.uint8], ends: Offsets) -> Mask:
+        """Where the bytes, which can only be 0 or 1, are 0."""
+        self._check(flags <= 1, ends)
+        absent: Mask = flags == 0
+        return absent
 
-    def _column(self, kind: pa.DataType, at: Offsets, rows: Offsets) -> tuple[pa.Array, Offsets]:
+    def _column(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[pa.Array, Offsets]:
         """Values and the positions behind them."""
-        present, at = self._flags(at, rows)
-        mask: Mask = ~present
         stored = _stored_dtype(kind)
         if stored is not None:
-            found, at = self._fixed(at, rows, stored)
-            values = _unordered(kind, found)
+            found, at = self._fixed(at, ends, np.dtype([("present", "u1"), ("value", stored)]))
+            mask = self._absent(found["present"], ends)
+            values = _unordered(kind, found["value"])
             if mask.any():
                 values[mask] = np.zeros((), values.dtype)
             return fixed_array(values, mask, kind), at
+        present, at = self._fixed(at, ends, np.dtype("u1"))
+        mask = self._absent(present, ends)
         if pa.types.is_struct(kind):
             children = []
             for i in range(kind.num_fields):
-                child, at = self._column(kind.field(i).type, at, rows)
+                child, at = self._column(kind.field(i).type, at, ends)
                 children.append(child)
-            return struct_array(children, len(rows), mask, kind), at
+            return struct_array(children, len(at), mask, kind), at
         if pa.types.is_map(kind):
             raise UnsupportedTypeError(f"The type {kind} cannot be in a key: a map has no order.")
         if is_list_like(kind):
-            starts, offsets, at = self._elements(kind.value_type, at, rows)
-            elements, _ = self._column(kind.value_type, starts, np.repeat(rows, np.diff(offsets)))
+            starts, offsets, at = self._elements(kind.value_type, at, ends)
+            elements, _ = self._column(kind.value_type, starts, np.repeat(ends, np.diff(offsets)))
             return list_array(elements, offsets, mask, kind), at
-        stops = self._string_ends(at, rows)
-        content, offsets = self._unescape(*gather_ranges(self._content, at, stops), rows)
+        stops = self._string_ends(at, ends)
+        content, offsets = self._unescape(*gather_ranges(self._content, at, stops), ends)
         return binary_array(content, offsets, mask, kind), stops + len(_END)
 
-    def _skip(self, kind: pa.DataType, at: Offsets, rows: Offsets) -> Offsets:
+    def _skip(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> Offsets:
         """The positions behind values."""
         at = at + 1
         stored = _stored_dtype(kind)
@@ -256,50 +258,51 @@ class _Reader:
             return at + stored.itemsize
         if pa.types.is_struct(kind):
             for i in range(kind.num_fields):
-                at = self._skip(kind.field(i).type, at, rows)
+                at = self._skip(kind.field(i).type, at, ends)
             return at
         if is_list_like(kind):
-            return self._elements(kind.value_type, at, rows)[2]
-        return self._string_ends(at, rows) + len(_END)
+            return self._elements(kind.value_type, at, ends)[2]
+        return self._string_ends(at, ends) + len(_END)
 
-    def _elements(self, kind: pa.DataType, at: Offsets, rows: Offsets) -> tuple[Offsets, Offsets, Offsets]:
+    def _elements(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[Offsets, Offsets, Offsets]:
         """Where arrays' elements begin, their n+1 offsets, and the positions behind the arrays.
 
-        As many steps as the longest array has elements, each for all arrays that are that long.
+        Takes as many steps as the longest array has elements, each for all arrays that are that long.
         """
-        ends = np.empty(len(at), np.int64)
+        behind = np.empty(len(at), np.int64)
         counts = np.zeros(len(at), np.int64)
         reached: list[tuple[Offsets, Offsets]] = []
         arrays = np.arange(len(at))
         while len(arrays):
-            more, at = self._flags(at, rows[arrays])
-            ends[arrays[~more]] = at[~more]
-            arrays, at = arrays[more], at[more]
+            flags, at = self._fixed(at, ends, np.dtype("u1"))
+            is_end = self._absent(flags, ends)
+            behind[arrays[is_end]] = at[is_end]
+            more = ~is_end
+            arrays, at, ends = arrays[more], at[more], ends[more]
             counts[arrays] += 1
             reached.append((arrays, at))
-            at = self._skip(kind, at, rows[arrays])
+            at = self._skip(kind, at, ends)
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
         starts = np.empty(offsets[-1], np.int64)
         for i, (arrays, begun) in enumerate(reached):
             starts[offsets[arrays] + i] = begun
-        return starts, offsets, ends
+        return starts, offsets, behind
 
-    def _string_ends(self, at: Offsets, rows: Offsets) -> Offsets:
-        """Where the strings that begin at ``at`` end: the first two zero bytes, for inside one 0xFF follows a zero."""
-        ends = self._ends[rows]
-        self._check(at <= ends, rows)
+    def _string_ends(self, at: Offsets, ends: Offsets) -> Offsets:
+        """Where strings end: at the first two zero bytes, for inside a string 0xFF follows each zero."""
+        self._check(at <= ends, ends)
         onwards = binary_array(self._content, np.append(at, len(self._content)))
         lengths = np.asarray(pc.find_substring(onwards, _END)).astype(np.int64)
         stops = at + lengths
-        self._check((lengths >= 0) & (stops + len(_END) <= ends), rows)
+        self._check((lengths >= 0) & (stops + len(_END) <= ends), ends)
         return stops
 
-    def _unescape(self, content: Bytes, offsets: Offsets, rows: Offsets) -> tuple[Bytes, Offsets]:
+    def _unescape(self, content: Bytes, offsets: Offsets, ends: Offsets) -> tuple[Bytes, Offsets]:
         zeros = np.flatnonzero(content == 0)
         if not len(zeros):
             return content, offsets
         is_escape = content[zeros + 1] == 0xFF  # a string's last byte is never zero: it would be part of the end
         if not is_escape.all():
-            self._check(is_escape, rows[np.searchsorted(offsets, zeros, "right") - 1])
+            self._check(is_escape, ends[np.searchsorted(offsets, zeros, "right") - 1])
         return np.delete(content, zeros + 1), offsets - np.searchsorted(zeros, offsets)

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +79,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         if local_dir:
             self._remove_local.detach()
         try:
-            self._main = self._partition("current")
+            self.main = self._partition("current")
             for left in self._local_dir.glob("at-*"):  # copies of a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
         except BaseException:
@@ -87,9 +87,9 @@ class LocalStateStoreProvider(StateStoreProvider):
             raise
         self._copies: dict[str | None, _Copy] = {}
         self._readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
-        self._descriptors: dict[str, frozenset[str]] = {}
+        self._descriptors: dict[str, snapshot.Snapshot] = {}
         self._lock = threading.RLock()
-        self._maintaining = threading.Lock()
+        self.maintaining = threading.Lock()
 
     @classmethod
     def partition_state(
@@ -122,7 +122,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             self._log.refresh()
             lineage = self._log.lineage(version)
             newest = self._log.head_at(self._log.latest_version())
-            self._main.load(lineage)
+            self.main.load(lineage)
             reader = self._reader(lineage, stays=False)
         log.info("Retrieved version %d of %s for update", version, self)
         attempt = uuid.uuid4().hex
@@ -135,8 +135,8 @@ class LocalStateStoreProvider(StateStoreProvider):
             self._log.refresh()
             lineage = self._log.lineage(version)
             heads = {ref.file.path for ref in lineage.changelogs}
-            if self._main.head is None or self._main.head in heads:
-                self._main.load(lineage)
+            if self.main.head is None or self.main.head in heads:
+                self.main.load(lineage)
             reader = self._reader(lineage, stays=True)
         log.info("Retrieved version %d of %s for readonly", version, self)
         return OverlayStateStore(reader, None)
@@ -148,7 +148,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         with self._lock:
             self._check_open()
             self._log.check_head(version, newest)
-            self._main.load(lineage)
+            self.main.load(lineage)
             meta = ChangelogMeta(
                 query_run_id="",
                 operator=self._id.operator_id,
@@ -159,21 +159,21 @@ class LocalStateStoreProvider(StateStoreProvider):
                 base=lineage.head,
                 store=self._id.store_name,
             )
-            file = self._main.stage(meta, changes)
+            file = self.main.stage(meta, changes)
             started = time.perf_counter()
             try:
                 self._log.append(version, newest, attempt, file)
                 self._manifest_ms = (time.perf_counter() - started) * 1e3
             except ConcurrentCommitError:
-                self._main.discard(version, attempt)
+                self.main.discard(version, attempt)
                 # No manifest names it, and none ever will.
                 self._storage.delete(file.path)
                 raise
             except BaseException:
-                self._main.discard(version, attempt)
+                self.main.discard(version, attempt)
                 raise
-            self._main.accept(version, attempt)
-            self._main.complete(version, file.path)
+            self.main.accept(version, attempt)
+            self.main.complete(version, file.path)
             figures = self.metrics()
         log.info("Committed version %d for %s to file %s", version, self, self._storage.full_location(file.path))
         return version, figures
@@ -198,7 +198,7 @@ class LocalStateStoreProvider(StateStoreProvider):
     def _reader(self, lineage: Lineage, *, stays: bool) -> _Reader:
         pins = ExitStack()
         if stays:
-            pins.enter_context(self._main.pinned())
+            pins.enter_context(self.main.pinned())
         reader = _Reader(self, lineage, pins)
         self._readers.add(reader)
         return reader
@@ -207,20 +207,23 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def do_maintenance(self) -> None:
         """Take a snapshot if one is due, and remove what is no longer kept. Commits and reads go on meanwhile."""
-        with self._maintaining:
+        with self.maintaining:
             with self._lock:
                 self._check_open()
                 self._log.refresh()
                 known = self._log.snapshots()
                 newest = known[-1] if known else None
                 done = newest.version if newest else 0
-                head = self._main.head
-                is_current = head is not None and head == self._log.head_at(self._main.version)
-                due = is_current and self._main.version - done >= self._conf.deltas_per_snapshot
-            made = self._main.snapshot(newest) if due else None
+                head = self.main.head
+                is_current = head is not None and head == self._log.head_at(self.main.version)
+                due = is_current and self.main.version - done >= self._conf.deltas_per_snapshot
+            made = self.main.snapshot(newest) if due else None
             with self._lock:
                 self._check_open()
-                kept = self._log.record_maintenance(made, newest, self._oldest_to_keep)
+                sizes = dict(self._storage.list(self._log.directory))
+                kept = self._log.record_maintenance(
+                    made, newest, self._oldest_to_keep, lambda s: self._is_sound(s, sizes)
+                )
                 self._descriptors = {
                     s.file.path: self._descriptors[s.file.path]
                     for s in self._log.snapshots()
@@ -235,7 +238,13 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def _garbage(self, kept: Retention) -> list[str]:
         try:
-            return self._log.garbage(kept, self._files_of)
+            garbage = self._log.garbage(kept, self._files_of)
+            # What was rolled back is on no chain, but may be open still.
+            rolled_back = [r.lineage for r in self._readers if self._log.head_at(r.version) != r.lineage.head]
+            in_use = {ref.file.path for past in rolled_back for ref in past.changelogs}
+            for ref in (ref for past in rolled_back for ref in past.snapshots):
+                in_use |= {ref.file.path, *self._files_of(ref)}
+            return [path for path in garbage if path not in in_use]
         except (DamagedFileError, MissingFileError) as error:
             # Until the snapshot is no longer kept, nobody can tell which files are its own.
             log.warning("Nothing of %s is removed: %s", self, error)
@@ -246,20 +255,29 @@ class LocalStateStoreProvider(StateStoreProvider):
         return max(0, min(latest - self._conf.min_versions_to_retain - 1, *read, latest))
 
     def _files_of(self, ref: SnapshotRef) -> frozenset[str]:
+        return self._descriptor(ref).paths
+
+    def _descriptor(self, ref: SnapshotRef) -> snapshot.Snapshot:
         held = self._descriptors.get(ref.file.path)
         if held is None:
-            held = snapshot.read_descriptor(self._storage, ref).paths
-            self._descriptors[ref.file.path] = held
+            held = self._descriptors[ref.file.path] = snapshot.read_descriptor(self._storage, ref)
         return held
+
+    def _is_sound(self, ref: SnapshotRef, sizes: Mapping[str, int]) -> bool:
+        try:
+            return sizes.get(ref.file.path) == ref.file.size and self._descriptor(ref).is_complete(sizes)
+        except (DamagedFileError, MissingFileError) as error:
+            log.warning("A snapshot of %s is damaged: %s", self, error)
+            return False
 
     # -- for the stores ------------------------------------------------------------------------
 
     def read(self, lineage: Lineage, call: Callable[[PartitionState], T]) -> T:
         """Call ``call`` with the main copy, if it holds that very version; raises ``VersionNotFoundError``."""
         self._check_open()
-        if lineage.head is None and self._main.head is not None:
-            raise VersionNotFoundError(f"The empty version 0 of {self._id} is not held; held is {self._main.version}.")
-        return call(self._main)
+        if lineage.head is None and self.main.head is not None:
+            raise VersionNotFoundError(f"The empty version 0 of {self._id} is not held; held is {self.main.version}.")
+        return call(self.main)
 
     def copy_at(self, lineage: Lineage) -> PartitionState:
         """A copy of the state at a version that the main one has moved on from, shared by all its readers."""
@@ -297,7 +315,7 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def metrics(self) -> StateStoreMetrics:
         """Figures at the version that was opened or committed last."""
-        return self.with_own_figures(self._main.metrics())
+        return self.with_own_figures(self.main.metrics())
 
     def with_own_figures(self, figures: StateStoreMetrics) -> StateStoreMetrics:
         """Figures of a copy, and the provider's own."""
@@ -312,7 +330,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             for copy in self._copies.values():
                 copy.state.destroy()
             self._copies.clear()
-            self._main.close()
+            self.main.close()
             self._remove_local()
 
     def _check_open(self) -> None:
@@ -350,35 +368,39 @@ class _Reader:
         self.version = lineage.version
         self.keeps = lineage.version or None
         self._provider = provider
-        self._lineage = lineage
+        self.lineage = lineage
         self._copy: PartitionState | None = None
         self._release: weakref.finalize[..., _Reader] | None = None
 
     def _read(self, call: Callable[[PartitionState], T]) -> T:
         if self._copy is None:
             try:
-                return self._provider.read(self._lineage, call)
+                return self._provider.read(self.lineage, call)
             except VersionNotFoundError:
-                self._copy = self._provider.copy_at(self._lineage)
+                self._copy = self._provider.copy_at(self.lineage)
                 # A store that is dropped without abort() leaves no copy behind.
-                self._release = weakref.finalize(self, self._provider.release, self._lineage)
+                self._release = weakref.finalize(self, self._provider.release, self.lineage)
         return call(self._copy)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
-        head = self._lineage.head
+        head = self.lineage.head
         return self._read(lambda state: state.get_many(keys, self.version, column_family, head=head))
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
-        head = self._lineage.head
+        head = self.lineage.head
         return self._read(lambda state: state.scan(self.version, start, end, column_family, head=head))
 
     def column_families(self) -> frozenset[str]:
-        head = self._lineage.head
+        head = self.lineage.head
         return self._read(lambda state: state.column_families(self.version, head=head))
 
     def metrics(self) -> StateStoreMetrics:
-        head = self._lineage.head
-        return self._provider.with_own_figures(self._read(lambda state: state.metrics(self.version, head=head)))
+        state = self._copy or self._provider.main
+        try:
+            figures = state.metrics(self.version, head=self.lineage.head)
+        except VersionNotFoundError:  # a copy is not worth loading for figures: those of what is held
+            figures = state.metrics()
+        return self._provider.with_own_figures(figures)
 
     def close(self) -> None:
         self._provider.forget(self)

@@ -123,10 +123,10 @@ class LoadedProviders:
         if coordinator is None:
             return
         report = coordinator.report_active_instance(provider_id, self._host, self._executor_id, tuple(others))
-        with self._lock:
-            self._reported.add(provider_id)
         log.info("Reported that the loaded instance %s is active", provider_id)
         to_unload = report.result()
+        with self._lock:
+            self._reported.add(provider_id)
         log.debug("The loaded instances are going to unload: %s", ", ".join(map(str, to_unload)))
         for other in to_unload:
             self.unload(other)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +46,10 @@ class Snapshot(Struct, frozen=True):
     def paths(self) -> frozenset[str]:
         """The files that it refers to."""
         return frozenset(f.file.path for f in self.files if f.file is not None)
+
+    def is_complete(self, sizes: Mapping[str, int]) -> bool:
+        """Whether all files it refers to are there, in full size."""
+        return all(sizes.get(f.file.path) == f.file.size for f in self.files if f.file is not None)
 
 
 class Digests:

@@ -157,7 +157,11 @@ class StandaloneLog:
                     return
 
     def record_maintenance(
-        self, snapshot: SnapshotRef | None, reused: SnapshotRef | None, target: Callable[[int], int]
+        self,
+        snapshot: SnapshotRef | None,
+        reused: SnapshotRef | None,
+        target: Callable[[int], int],
+        is_sound: Callable[[SnapshotRef], bool],
     ) -> chain.Retention:
         """Name a new snapshot in a manifest, and let go of the versions below ``target(latest version)``.
 
@@ -175,7 +179,7 @@ class StandaloneLog:
                     entry = replace(held, snapshots=(*held.snapshots, snapshot))
                 manifest = self._next(self._head.version, entry, parent=self._head.parent)
                 new_chain = {**self._chain, manifest.version: manifest}
-                kept = chain.retain(new_chain, [self._key], target(self._head.version), self._head.oldest)
+                kept = chain.retain(new_chain, [self._key], target(self._head.version), self._head.oldest, is_sound)
                 if entry is held and kept.oldest == self._head.oldest:
                     return kept
                 manifest = replace(manifest, oldest=kept.oldest, chain_from=kept.chain_from)

@@ -143,7 +143,7 @@ def _decode_rows(values: pa.BinaryArray, kinds: list[pa.DataType], schema: objec
     has_data = any(part.is_data for part in parts)
     lengths = np.diff(offsets)
     check_ranges(lengths >= dtype.itemsize if has_data else lengths == dtype.itemsize, "values", schema)
-    rows = gather_fixed(content, offsets[:-1], dtype)
+    rows = gather_fixed(content, offsets[:-1], dtype) if has_data else content.view(dtype)
     if numbered and (rows["number"] != SCHEMA_NUMBER).any():
         raise SchemaMismatchError(
             f"Stored values have the schema number {int(rows['number'].max())}; this release writes {SCHEMA_NUMBER}. "

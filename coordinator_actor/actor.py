@@ -84,7 +84,10 @@ class StateStoreCoordinator:
         tags = {"namespace": self._namespace}
         while True:
             time.sleep(1.0)
-            self._coordinator.expire()
+            try:
+                self._coordinator.expire()
+            except Exception:  # the thread must go on
+                log.exception("Leases could not be looked at")
             described = self._coordinator.describe()
             self._hosts_gauge.set(len(described["hosts"]), tags)
             self._queries_gauge.set(len(described["queries"]), tags)

@@ -16,7 +16,7 @@ from typing import Any
 
 from backends import chain as chains
 from backends import snapshot
-from backends.exceptions import StorageError
+from backends.exceptions import DamagedFileError, MissingFileError, StorageError
 from backends.ids import StateStoreProviderId
 from backends.manifest import Lineage, PartitionEntry, SnapshotRef
 from backends.schema import StateSchema
@@ -66,6 +66,7 @@ class CoordinatorConf:
 
 
 REMEMBERED_RUNS = 1000
+LEASE_OVER = "its driver was not heard of"
 BUSY_SECONDS = 900.0
 """How long a load or an upload is believed to go on if nothing more is heard of it."""
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
@@ -164,12 +165,13 @@ class Coordinator:
                 )
             gone = [r for r in self._runs.values() if now - r.driver_seen > self._conf.driver_timeout]
         for run in gone:
-            # Not for good: a machine may have slept, and all of it go on.
+            # Not for good: a machine may have slept, and the driver may bring it back. Only the driver.
             log.warning("The driver of run %s has not been heard of; the run is forgotten", run.run_id)
             with self._lock:
                 self._instances.deactivate(run.run_id)
                 self._runs.pop(run.run_id, None)
             run.ended = True
+            self._remember_over(run.run_id, LEASE_OVER)
 
     def is_idle(self) -> bool:
         """Whether nobody has needed this coordinator for ``idle_timeout``."""
@@ -228,6 +230,7 @@ class Coordinator:
                     other.retired_by = registration.run_id
                     other.ended = True
             self._runs[registration.run_id] = run
+            self._over.pop(registration.run_id, None)
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,
@@ -253,7 +256,7 @@ class Coordinator:
         """The driver of a run is alive. False asks it to register the run again."""
         with self._lock:
             run = self._runs.get(run_id)
-            if run_id in self._over or (run is not None and run.ended):
+            if self._over.get(run_id, LEASE_OVER) != LEASE_OVER or (run is not None and run.ended):
                 return True
             if run is None:
                 return False
@@ -268,7 +271,7 @@ class Coordinator:
     def _run(self, run_id: str) -> QueryState:
         with self._lock:
             run = self._runs.get(run_id)
-        if run is None and run_id in self._over:
+        if run is None and self._over.get(run_id, LEASE_OVER) != LEASE_OVER:
             raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
         if run is None:
             raise UnknownRunError(f"Run {run_id} is not registered with this coordinator; it must be registered again.")
@@ -447,39 +450,64 @@ class Coordinator:
 
     def _remove_garbage(self, run: QueryState) -> list[str]:
         """Remove only what the newest manifest, which is durable, says is not kept."""
+        storage = run.log.storage
+        sizes = dict(storage.list("operators"))
         with run.lock:
-            run.plan_retention()
-            recorded, unnamed = run.recorded, [s for refs in run.unnamed.values() for s in refs]
-            if recorded is None or recorded.oldest == 0:
-                return []
-            refs = [s for key in recorded.bases for s in chains.snapshots(run.chain, key)]
-        kept = {s.file.path for s in (*refs, *unnamed)}
-        run.descriptors = {path: files for path, files in run.descriptors.items() if path in kept}
-        self._read_descriptors(run, [*refs, *unnamed])
-        files = [path for path, _ in run.log.storage.list("operators")] + run.log.storage.unfinished("operators")
+            self._require_current(run)
+            below = {v: m for v, m in run.chain.items() if v <= run.completed}
+            refs = [s for key in run.partitions() for s in chains.snapshots(below, key)]
+            refs += [s for unnamed in run.unnamed.values() for s in unnamed]
+        self._read_descriptors(run, refs)
         with run.lock:
             self._require_current(run)
             run.log.check_epoch()
+            run.plan_retention(
+                lambda s: (
+                    sizes.get(s.file.path) == s.file.size
+                    and s.file.path in run.descriptors
+                    and run.descriptors[s.file.path].is_complete(sizes)
+                )
+            )
+            recorded, unnamed = run.recorded, [s for refs in run.unnamed.values() for s in refs]
+            if recorded is None or recorded.oldest == 0:
+                return []
             now = self._clock()
             busy = tuple(
                 f"operators/{o}/{spec.num_partitions}/{p}/"
                 for (o, p), until in run.busy.items()
                 if until > now and (spec := run.operator(o)) is not None
             )
-            unnamed = [s for refs in run.unnamed.values() for s in refs]
-            self._read_descriptors(run, unnamed)
-            removed = chains.garbage(files, run.chain, recorded, lambda s: run.descriptors[s.file.path], unnamed)
+            self._read_descriptors(run, [*refs, *unnamed])
+            try:
+                removed = chains.garbage(
+                    [*sizes, *storage.unfinished("operators")],
+                    run.chain,
+                    recorded,
+                    lambda s: run.descriptors[s.file.path].paths,
+                    unnamed,
+                )
+            except KeyError as error:
+                # Until that snapshot is no longer kept, nobody can tell which files are its own.
+                log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
+                return []
             removed = [path for path in removed if not path.startswith(busy)]
             removed += run.log.forget({m.id for m in run.chain.values()})
         for path in removed:
-            run.log.storage.delete(path)
+            storage.delete(path)
         return removed
 
     @staticmethod
     def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> None:
+        """Remember the descriptors of these snapshots, but for damaged ones, and of no others."""
+        wanted = {s.file.path for s in refs}
+        held = run.descriptors
         for ref in refs:
-            if ref.file.path not in run.descriptors:
-                run.descriptors[ref.file.path] = snapshot.read_descriptor(run.log.storage, ref).paths
+            if ref.file.path not in held:
+                try:
+                    held = {**held, ref.file.path: snapshot.read_descriptor(run.log.storage, ref)}
+                except (DamagedFileError, MissingFileError) as error:
+                    log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
+        run.descriptors = {path: held[path] for path in held if path in wanted}
 
     # -- for query clients ---------------------------------------------------------------------
 

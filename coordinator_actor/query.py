@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +13,7 @@ from backends.chain import PartitionKey, Retention
 from backends.changelog import read_changelog_meta
 from backends.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.schema import StateSchema
+from backends.snapshot import Snapshot
 from backends.storage import digest
 from coordinator_actor.exceptions import IncompleteBatchError
 from coordinator_actor.manifests import ManifestLog, SparkCommits
@@ -38,7 +39,7 @@ class QueryState:
     unnamed: dict[PartitionKey, tuple[SnapshotRef, ...]] = field(default_factory=dict)
     planned: Retention | None = None
     recorded: Retention | None = None
-    descriptors: dict[str, frozenset[str]] = field(default_factory=dict)
+    descriptors: dict[str, Snapshot] = field(default_factory=dict)
     busy: dict[PartitionKey, float] = field(default_factory=dict)
     maintained: float = 0.0
     owners: dict[str, str] = field(default_factory=dict)
@@ -103,11 +104,11 @@ class QueryState:
             if lost := tuple(s for s in found if s.file.path not in named):
                 self.unnamed[key] = lost
 
-    def plan_retention(self) -> None:
+    def plan_retention(self, is_sound: Callable[[SnapshotRef], bool]) -> None:
         """Decide which versions the next manifest keeps."""
         below = {v: m for v, m in self.chain.items() if v <= self.completed}
         target = max(0, self.completed - self.registration.min_versions_to_retain - 1)
-        self.planned = chains.retain(below, self.partitions(), target, self.oldest)
+        self.planned = chains.retain(below, self.partitions(), target, self.oldest, is_sound)
 
     def missing(self, version: int) -> list[PartitionKey]:
         """Declared partitions that have not acknowledged a version."""

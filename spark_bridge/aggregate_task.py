@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from backends.keys import decode_keys, encode_keys
 from backends.values import decode_values, encode_values
 from spark_bridge.aggregation import Aggregator, plain, results
+from spark_bridge.exceptions import StateTooLargeError
 from spark_bridge.protocol import CHANGES_SCHEMA
 from spark_bridge.state_task import KEY_GROUP_COLUMN, StepTimer
 from spark_bridge.task_client import TaskStore
@@ -51,7 +52,8 @@ class AggregateLogic:
 
         def step() -> None:
             nonlocal rows
-            partials.append(self._partial(pa.Table.from_batches(waiting).combine_chunks().to_batches()[0]))
+            # Several, if a column has more than 2 GiB.
+            partials.extend(map(self._partial, pa.Table.from_batches(waiting).combine_chunks().to_batches()))
             waiting.clear()
             rows = 0
             if sum(len(keys) for keys, _ in partials) > PARTIALS_PER_MERGE:
@@ -84,7 +86,7 @@ class AggregateLogic:
         if len(partials) == 1:
             return partials[0]
         encoded = pa.concat_arrays([keys for keys, _ in partials]).dictionary_encode()
-        states = pa.Table.from_batches([s for _, s in partials]).combine_chunks().to_batches()[0]
+        states = one_batch([s for _, s in partials])
         return encoded.dictionary, self.aggregator.merge(encoded.indices, len(encoded.dictionary), states)
 
     def _merge_old(self, old: pa.RecordBatch, present: pa.BooleanArray, new: pa.RecordBatch) -> pa.RecordBatch:
@@ -93,8 +95,21 @@ class AggregateLogic:
             return new
         ids = np.arange(new.num_rows, dtype=np.int32)
         held = ids[present.to_numpy(zero_copy_only=False)]
-        both = pa.Table.from_batches([old.filter(present), new]).combine_chunks().to_batches()[0]
+        both = one_batch([old.filter(present), new])
         return self.aggregator.merge(pa.array(np.concatenate([held, ids])), new.num_rows, both)
+
+
+def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """The rows of all parts; raises ``StateTooLargeError`` if a column of them has more than 2 GiB."""
+    batches = pa.Table.from_batches(parts).combine_chunks().to_batches()
+    if not batches:
+        return parts[0]
+    if len(batches) > 1:
+        raise StateTooLargeError(
+            f"The states of the {sum(map(len, parts))} keys of one partition and batch have more than 2 GiB in one column: use "
+            "more partitions (num_partitions=), or smaller batches."
+        )
+    return batches[0]
 
 
 def empty(schema: pa.Schema) -> pa.RecordBatch:

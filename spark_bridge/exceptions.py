@@ -45,3 +45,7 @@ class QueryableStateError(SparkBridgeError):
 
 class UnknownOperatorError(QueryableStateError):
     """No running query has the operator asked for, or several have it."""
+
+
+class StateTooLargeError(SparkBridgeError):
+    """One partition's part of a batch does not fit into one Arrow array."""

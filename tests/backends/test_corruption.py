@@ -1,5 +1,6 @@
 """Whatever is done to any durable file: the right content, or an error that names the file; never a wrong value."""
 
+import os
 import random
 import shutil
 
@@ -63,7 +64,8 @@ def made(tmp_path_factory):
 
 
 def files_of_kind(directory, kind, partition=0):
-    root = directory / "ck" / "statestore" / "standalone" / "op" / str(partition) / "default"
+    store = partition if isinstance(partition, str) else f"{partition}/default"
+    root = directory / "ck" / "statestore" / "standalone" / "op" / store
     patterns = {
         "manifest": ["manifests/*.json"],
         "changelog": ["*.changelog"],
@@ -74,8 +76,17 @@ def files_of_kind(directory, kind, partition=0):
     return sorted(found, key=lambda p: (int(p.name.partition("-")[0].partition(".")[0]), p.stat().st_size, p.name))
 
 
+def copied(source, directory):
+    """A copy of the checkpoint that shares its files, which never change; ``damage`` makes new ones."""
+    shutil.copytree(source / "ck", directory / "ck", copy_function=os.link)
+
+
 def damage(victim, how, others, foreign, moments):
     good = victim.read_bytes()
+    other = next(
+        (o for o in (foreign if how.startswith("of") else others) if o != victim and o.read_bytes() != good), None
+    )
+    victim.unlink()
     if how.startswith("flip"):
         at = moments.randrange(len(good))
         victim.write_bytes(good[:at] + bytes([good[at] ^ (1 << moments.randrange(8))]) + good[at + 1 :])
@@ -85,24 +96,19 @@ def damage(victim, how, others, foreign, moments):
         victim.write_bytes(good[: len(good) // 2])
     elif how == "emptied":
         victim.write_bytes(b"")
-    elif how == "deleted":
-        victim.unlink()
-    elif how == "exchanged":
-        other = next(o for o in others if o != victim and o.read_bytes() != good)
+    elif how != "deleted":
         shutil.copy(other, victim)
-    else:
-        shutil.copy(next(f for f in foreign if f.read_bytes() != good), victim)
 
 
-def read_all(backend, directory, conf, *, local=None):
+def read_all(backend, directory, conf, *, local=None, versions=range(1, LAST + 1)):
     """Per version what was found: its content, or the error."""
     try:
         provider = opened(backend, directory, conf, local=local)
     except StateStoreError as error:
-        return dict.fromkeys(range(1, LAST + 1), error)
+        return dict.fromkeys(versions, error)
     found = {}
     with provider:
-        for version in range(1, LAST + 1):
+        for version in versions:
             try:
                 found[version] = dict(provider.get_read_store(version).iterator())
             except StateStoreError as error:
@@ -120,11 +126,11 @@ def test_no_damage_gives_a_wrong_value(tmp_path, made, backend, kind, how):
     victims = files_of_kind(source, kind)
     for number in {0, len(victims) // 2, len(victims) - 1}:
         directory = tmp_path / str(number)
-        shutil.copytree(source / "ck", directory / "ck")
+        copied(source, directory)
         files = files_of_kind(directory, kind)
         victim = files[number]
         damage(victim, how, files, files_of_kind(directory, kind, partition=1), moments)
-        found = read_all(backend, directory, conf)
+        found = read_all(backend, directory, conf, versions=(LAST, 8, 7, 2))
         oldest = min(int(f.name.partition("-")[0]) for f in files_of_kind(source, "snapshot"))
         for version, result in found.items():
             if not isinstance(result, StateStoreError):
@@ -141,20 +147,22 @@ def test_a_damaged_snapshot_is_got_round_where_older_files_allow_it(tmp_path, ma
     source = made(backend, conf)
     for victim in files_of_kind(source, kind)[-2:]:
         directory = tmp_path / victim.name
-        shutil.copytree(source / "ck", directory / "ck")
+        copied(source, directory)
         files = files_of_kind(directory, kind)
         same = next(f for f in files if f.name == victim.name)
         damage(same, how, files, files_of_kind(directory, kind, partition=1), random.Random(how))
-        assert read_all(backend, directory, conf) == {v: expected(v) for v in range(1, LAST + 1)}
+        # From above: else what is held leads on, and no snapshot is read but the first.
+        assert read_all(backend, directory, conf, versions=(LAST, 8)) == {v: expected(v) for v in (LAST, 8)}
 
 
 @pytest.mark.parametrize("backend", PROVIDERS)
 def test_damage_of_what_is_not_needed_does_no_harm(tmp_path, made, backend):
     source = made(backend, ALL_KEPT)
     directory = tmp_path / "copy"
-    shutil.copytree(source / "ck", directory / "ck")
+    copied(source, directory)
     for changelog in files_of_kind(directory, "changelog"):
         if int(changelog.name.partition("-")[0]) <= 9:
+            changelog.unlink()
             changelog.write_bytes(b"damaged")
     with opened(backend, directory, ALL_KEPT) as provider:
         assert dict(provider.get_store(LAST).iterator()) == expected(LAST)
@@ -184,30 +192,51 @@ def test_a_snapshot_uploads_again_what_an_earlier_one_has_lost(tmp_path, backend
             provider.get_read_store(3)
 
 
+@pytest.fixture(scope="module")
+def local(made, tmp_path_factory):
+    """Of each partition, the local directory of a process that has ended."""
+    directory = tmp_path_factory.mktemp("local")
+    copied(made("rocksdb", ALL_KEPT), directory)
+    for partition in (0, 1):
+        path = directory / str(partition)
+        with opened("rocksdb", directory, ALL_KEPT, local=path, partition=partition) as provider:
+            for version in (LAST - 2, LAST):
+                provider.get_store(version)
+                provider.main.snapshot(None)  # makes RocksDB write its files
+    return directory
+
+
+def local_files(directory, pattern):
+    return sorted((directory / "current/engine").glob(pattern), key=lambda f: (-f.stat().st_size, f.name))
+
+
 @pytest.mark.parametrize("pattern", ["*.sst", "MANIFEST-*", "CURRENT"])
-@pytest.mark.parametrize("how", ["flip", "cut in half", "emptied", "deleted"])
-def test_a_damaged_local_directory_is_made_anew_or_named(tmp_path, made, pattern, how):
-    source = made("rocksdb", ALL_KEPT)
-    for seed in range(4):
-        directory = tmp_path / str(seed)
-        shutil.copytree(source / "ck", directory / "ck")
-        with opened("rocksdb", directory, ALL_KEPT, local=directory / "local") as provider:
-            provider.get_store(LAST)
-            provider._main.snapshot(None)  # makes RocksDB write its files
-        files = sorted((directory / "local/current/engine").glob(pattern), key=lambda f: f.stat().st_size)
-        damage(files[-1], how, files, files, random.Random(seed))
-        found = read_all("rocksdb", directory, ALL_KEPT, local=directory / "local")
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_local_directory_is_made_anew_or_named(tmp_path, local, pattern, how):
+    if how == "exchanged" and pattern != "*.sst":
+        pytest.skip("there is one")
+    moments = random.Random(f"{pattern}{how}")
+    for number in range(8 if how == "flip" else 2):
+        directory = tmp_path / str(number)
+        shutil.copytree(local / "0", directory)
+        files = local_files(directory, pattern)
+        if how.startswith("of") and pattern == "CURRENT":
+            files[0].unlink()
+            files[0].write_bytes(b"MANIFEST-999999\n")
+        else:
+            damage(files[number % len(files)], how, files, local_files(local / "1", pattern), moments)
+        found = read_all("rocksdb", local, ALL_KEPT, local=directory, versions=(LAST, LAST - 4))
         for version, result in found.items():
             if isinstance(result, StateStoreError):
-                assert isinstance(result, LocalStateDamagedError) and str(directory / "local") in str(result)
+                assert isinstance(result, LocalStateDamagedError) and str(directory) in str(result)
             else:
                 assert result == expected(version)
-        if how != "flip":
+        if "flip" not in how:
             assert not any(isinstance(r, StateStoreError) for r in found.values())
 
 
 def test_a_removed_manifest_is_noticed_by_who_has_seen_it(tmp_path, made):
-    shutil.copytree(made("file", ALL_KEPT) / "ck", tmp_path / "ck")
+    copied(made("file", ALL_KEPT), tmp_path)
     with opened("file", tmp_path, ALL_KEPT) as provider:
         newest = files_of_kind(tmp_path, "manifest")[-1]
         newest.unlink()
@@ -215,3 +244,95 @@ def test_a_removed_manifest_is_noticed_by_who_has_seen_it(tmp_path, made):
             provider.latest_version()
     with opened("file", tmp_path, ALL_KEPT) as provider, pytest.raises(StateStoreError, match=newest.name):
         provider.get_store(LAST)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_what_is_held_locally_is_right_whatever_happens_to_the_files(tmp_path, made, backend, kind, how):
+    source = made(backend, FEW_KEPT)
+    copied(source, tmp_path)
+    local = tmp_path / "local"
+    with opened(backend, tmp_path, FEW_KEPT, local=local) as provider:
+        provider.get_store(LAST)
+    files = files_of_kind(tmp_path, kind)
+    damage(files[0], how, files, files_of_kind(tmp_path, kind, partition=1), random.Random(f"{kind}{how}"))
+    found = read_all(backend, tmp_path, FEW_KEPT, local=local, versions=range(LAST, LAST - 4, -1))
+    for version, result in found.items():
+        if isinstance(result, StateStoreError):
+            assert str(files[0]) in str(result)
+        else:
+            assert result == expected(version)
+    if kind != "manifest":
+        assert found[LAST] == expected(LAST)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("order", ["ascending", "descending"])
+@pytest.mark.parametrize("at", [2, 4, LAST])
+def test_a_damaged_changelog_spoils_no_more_than_the_versions_up_to_the_next_snapshot(
+    tmp_path, made, backend, order, at
+):
+    copied(made(backend, ALL_KEPT), tmp_path)
+    files = files_of_kind(tmp_path, "changelog")
+    damage(files[at - 1], "flip", files, files, random.Random(at))
+    versions = range(1, LAST + 1) if order == "ascending" else range(LAST, 0, -1)
+    found = read_all(backend, tmp_path, ALL_KEPT, versions=versions)
+    spoilt = {2: {2}, 4: {4, 5}, LAST: {LAST}}[at]
+    assert {version for version, result in found.items() if isinstance(result, StateStoreError)} == spoilt
+    for version, result in found.items():
+        if version in spoilt:
+            assert isinstance(result, DamagedFileError) and str(files[at - 1]) in str(result)
+        else:
+            assert result == expected(version)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_another_store_of_the_same_partition_is_told_apart(tmp_path, kind):
+    stores = {}
+    for name in ("left", "right"):
+        provider = FileStateStoreProvider(
+            StateStoreId(str(tmp_path / "ck"), "op", 0, name), FEW_KEPT, local_dir=tmp_path / name
+        )
+        with provider:
+            for version in range(1, 5):
+                store = provider.get_store(version - 1)
+                store.put(b"name", name.encode())
+                store.put(b"blob", BLOB)
+                store.commit()
+                provider.do_maintenance()
+        stores[name] = files_of_kind(tmp_path, kind, partition=f"0/{name}")
+    left, right = stores["left"][-1], stores["right"][-1]
+    left.unlink()
+    shutil.copy(right, left)
+    for changelog in files_of_kind(tmp_path, "changelog", partition="0/left") if kind in ("snapshot", "data") else ():
+        changelog.unlink()
+    with pytest.raises(DamagedFileError) as error:
+        opened_left = FileStateStoreProvider(StateStoreId(str(tmp_path / "ck"), "op", 0, "left"), FEW_KEPT)
+        dict(opened_left.get_read_store(4).iterator())
+    assert str(left) in str(error.value)
+
+
+@pytest.mark.parametrize("backend", PROVIDERS)
+@pytest.mark.parametrize("kind", ["snapshot", "data"])
+@pytest.mark.parametrize("how", ["cut in half", "deleted"])
+def test_maintenance_does_not_make_damage_worse(tmp_path, made, backend, kind, how):
+    copied(made(backend, FEW_KEPT), tmp_path)
+    files = files_of_kind(tmp_path, kind)
+    damage(files[-1], how, files, files, random.Random(0))
+    kept = range(LAST, LAST - 5, -1)
+    assert read_all(backend, tmp_path, FEW_KEPT, versions=kept) == {v: expected(v) for v in kept}, (
+        "an older snapshot and changelogs lead there"
+    )
+    made_since = {}
+    for last in range(LAST + 1, LAST + 7):
+        with opened(backend, tmp_path, FEW_KEPT, local=tmp_path / "local") as provider:
+            store = provider.get_store(last - 1)
+            store.put(b"n", b"%d" % last)
+            store.commit()
+            made_since[last] = {**expected(LAST), b"n": b"%d" % last}
+            provider.do_maintenance()
+        for version in range(last - FEW_KEPT.min_versions_to_retain, last + 1):
+            content = made_since.get(version) or expected(version)
+            with opened(backend, tmp_path, FEW_KEPT) as fresh:
+                assert dict(fresh.get_read_store(version).iterator()) == content

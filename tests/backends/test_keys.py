@@ -1,5 +1,9 @@
 """Encoded keys: the order of bytes is the order of values, and the values come back."""
 
+import datetime as dt
+from decimal import Decimal
+from itertools import pairwise
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -8,7 +12,7 @@ from hypothesis import strategies as st
 
 from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError, UnsupportedTypeError
 from backends.keys import decode_keys, encode_keys
-from tests.backends.strategies import LEAVES, batches, kinds, normal, sort_key, values_of
+from tests.backends.strategies import LADDERS, LEAVES, batches, comparable, hide, kinds, normal, sort_key, values_of
 
 
 def encoded(values, kind, group=0):
@@ -16,7 +20,7 @@ def encoded(values, kind, group=0):
     return encode_keys(batch, np.full(len(values), group, np.int32)).to_pylist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @pytest.mark.parametrize("kind", LEAVES, ids=str)
 @given(data=st.data())
 def test_order_of_bytes_is_order_of_values(kind, data):
@@ -28,7 +32,7 @@ def test_order_of_bytes_is_order_of_values(kind, data):
             assert (sort_key(a) == sort_key(b)) == (key_a == key_b), (a, b)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(kinds(maps=False).flatmap(lambda t: st.tuples(st.just(t), st.lists(values_of(t), min_size=2, max_size=5))))
 def test_order_holds_inside_structs_and_arrays(drawn):
     kind, values = drawn
@@ -37,17 +41,52 @@ def test_order_holds_inside_structs_and_arrays(drawn):
     assert as_values == sorted(as_values)
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(values_of(pa.string()), values_of(pa.int16()), values_of(pa.binary())), max_size=6))
-def test_columns_are_compared_one_after_the_other(rows):
-    columns = list(zip(*rows, strict=True)) or [(), (), ()]
-    arrays = [pa.array(c, t) for c, t in zip(columns, (pa.string(), pa.int16(), pa.binary()), strict=True)]
-    keys = encode_keys(pa.record_batch(arrays, names=list("abc")), np.zeros(len(rows), np.int32)).to_pylist()
-    by_key = [row for _, row in sorted(zip(keys, rows, strict=True), key=lambda pair: pair[0])]
-    assert [tuple(map(sort_key, r)) for r in by_key] == sorted(tuple(map(sort_key, r)) for r in rows)
+@settings(deadline=None, max_examples=60)
+@given(batches())
+def test_columns_are_compared_one_after_the_other(batch):
+    keys = encode_keys(batch, np.zeros(batch.num_rows, np.int32)).to_pylist()
+    rows = list(map(sort_key, batch.to_pylist()))
+    for row_a, key_a in zip(rows, keys, strict=True):
+        for row_b, key_b in zip(rows, keys, strict=True):
+            assert (row_a < row_b, row_a == row_b) == (key_a < key_b, key_a == key_b), (row_a, row_b)
 
 
-@settings(deadline=None, max_examples=80)
+@pytest.mark.parametrize("kind", LADDERS, ids=str)
+def test_every_type_has_its_order_whatever_comes_behind(kind):
+    ladder = [None, *LADDERS[kind]]
+    behind = pa.array([-128, None, 127] * len(ladder), pa.int8())
+    steps = pa.array([value for value in ladder for _ in range(3)], kind)
+    batch = pa.record_batch([steps, behind, steps], names=["a", "b", "c"])
+    keys = encode_keys(batch, np.zeros(len(behind), np.int32))
+    triples = list(zip(*[iter(keys.to_pylist())] * 3, strict=True))
+    expected = [key for low, null, high in triples for key in (null, low, high)]
+    assert all(a < b for a, b in pairwise(expected))
+    decoded = decode_keys(keys, batch.schema)
+    decoded.validate(full=True)
+    assert comparable(decoded.to_pylist()) == comparable(batch.to_pylist())
+
+
+@pytest.mark.parametrize("kind", LADDERS, ids=str)
+def test_what_lies_under_a_null_is_not_in_the_key(kind):
+    values = LADDERS[kind][-2:]
+    hidden = pa.record_batch([hide(values, kind, [True, False])], names=["k"])
+    assert encode_keys(hidden, np.zeros(2, np.int32)).to_pylist() == encoded([None, values[1]], kind)
+
+
+def test_arrays_of_many_lengths_come_back():
+    rng = np.random.default_rng(3)
+    rows = [
+        None if i % 7 == 0 else [[f"{i}\0{k}" for k in range(rng.integers(0, 40))] for _ in range(rng.integers(0, 5))]
+        for i in range(200)
+    ]
+    kind = pa.list_(pa.list_(pa.string()))
+    batch = pa.record_batch([pa.array(rows, kind), pa.array(range(200)), pa.array(rows, kind)], names=list("abc"))
+    decoded = decode_keys(encode_keys(batch, np.zeros(200, np.int32)), batch.schema)
+    decoded.validate(full=True)
+    assert decoded.to_pylist() == batch.to_pylist()
+
+
+@settings(deadline=None, max_examples=60)
 @given(batches())
 def test_keys_come_back(batch):
     groups = np.arange(batch.num_rows, dtype=np.int32) * 7
@@ -55,11 +94,11 @@ def test_keys_come_back(batch):
     decoded = decode_keys(keys, batch.schema)
     decoded.validate(full=True)
     assert decoded.schema.types == batch.schema.types
-    assert normal(decoded.to_pylist()) == normal(batch.to_pylist())
+    assert comparable(decoded.to_pylist()) == comparable(normal(batch.to_pylist()))
     assert [int.from_bytes(k[:2], "big") for k in keys.to_pylist()] == groups.tolist()
     doubled = pa.chunked_array([keys, keys.slice(1)]) if len(keys) else pa.chunked_array([], pa.binary())
     again = decode_keys(doubled, batch.schema).to_pylist()
-    assert normal(again) == normal(batch.to_pylist() + batch.to_pylist()[1:])
+    assert comparable(again) == comparable(normal(batch.to_pylist() + batch.to_pylist()[1:]))
 
 
 def test_the_key_group_comes_first():
@@ -67,12 +106,41 @@ def test_the_key_group_comes_first():
     assert encoded([7], pa.int8(), group=65535) == [b"\xff\xff\x01\x87"]
 
 
-def test_zeros_and_nans_are_one_key_each():
-    negative_nan = np.array([0xFFF8000000000001], np.uint64).view(np.float64)
-    values = pa.array(np.concatenate([[0.0, -0.0, np.nan], negative_nan]))
-    keys = encode_keys(pa.record_batch([values], names=["f"]), np.zeros(4, np.int32)).to_pylist()
-    assert keys[0] == keys[1] and keys[2] == keys[3]
-    assert keys[3] > encoded([float("inf")], pa.float64())[0]
+@pytest.mark.parametrize(
+    ("bits", "values"),
+    [
+        (np.array([0xFFF8000000000001, 0x7FF0000000000123, 0x7FFFFFFFFFFFFFFF], np.uint64), np.float64),
+        (np.array([0xFFC00001, 0x7F800123, 0x7FFFFFFF], np.uint32), np.float32),
+    ],
+    ids=["double", "float"],
+)
+def test_zeros_and_nans_are_one_key_each(bits, values):
+    floats = pa.array(np.concatenate([np.array([0.0, -0.0, np.nan, np.inf], values), bits.view(values)]))
+    keys = encode_keys(pa.record_batch([floats], names=["f"]), np.zeros(len(floats), np.int32)).to_pylist()
+    assert keys[0] == keys[1]
+    assert set(keys[4:]) == {keys[2]} and keys[2] > keys[3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "content"),
+    [
+        (pa.bool_(), True, "01"),
+        (pa.int16(), -2, "7ffe"),
+        (pa.int64(), 5, "8000000000000005"),
+        (pa.float32(), 1.5, "bfc00000"),
+        (pa.float64(), -1.5, "4007ffffffffffff"),
+        (pa.date32(), dt.date(1969, 12, 31), "7fffffff"),
+        (pa.timestamp("us"), dt.datetime(1970, 1, 1, 0, 0, 1), "80000000000f4240"),
+        (pa.decimal128(9, 2), Decimal("-0.02"), "7ffffffffffffffffffffffffffffffe"),
+        (pa.string(), "a\0ÿ", "6100ffc3bf0000"),
+        (pa.binary(), b"\0", "00ff0000"),
+        (pa.struct([("a", pa.int8()), ("b", pa.string())]), {"a": None, "b": "x"}, "000001780000"),
+        (pa.list_(pa.string()), ["x", None], "01017800000100000000"),
+    ],
+    ids=str,
+)
+def test_the_bytes_stay_as_checkpoints_have_them(kind, value, content):
+    assert [key.hex() for key in encoded([value], kind, group=258)] == ["010201" + content]
 
 
 @pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
@@ -109,3 +177,26 @@ def test_wrong_groups_are_refused():
 def test_bytes_of_another_schema_are_refused(kind, key):
     with pytest.raises(SchemaMismatchError, match="not of the schema"):
         decode_keys(pa.array([key]), pa.schema([("k", kind)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (pa.int8(), "0180", "0780"),
+        (pa.string(), "010000", "0161000162 0000"),
+        (pa.string(), "010000", "0161"),
+        (pa.list_(pa.int8()), "0101018100", "01010181010100"),
+        (pa.list_(pa.int8()), "0101018100", "0101018102"),
+        (pa.list_(pa.string()), "01010161000000", "010101610001620000 00"),
+        (pa.list_(pa.string()), "01010161000000", "0101"),
+        (pa.list_(pa.list_(pa.string())), "010101010161000000 00", "0101010101610000"),
+    ],
+    ids=str,
+)
+def test_the_broken_key_is_named(kind, good, bad):
+    keys = pa.array([bytes.fromhex("0000" + key) for key in (good, good, bad, good)])
+    schema = pa.schema([("k", kind)])
+    assert decode_keys(keys.take([0, 1, 3]), schema).num_rows == 3
+    for given_keys in (keys, keys.slice(0, 3)):
+        with pytest.raises(SchemaMismatchError, match=r"Row 2 of the stored keys is not of the schema \[k: "):
+            decode_keys(given_keys, schema)

@@ -1,4 +1,4 @@
-"""The providers loaded in a process: loading, maintenance, what a coordinator is told (Spark: the object ``StateStore``)."""
+"""Providers loaded in a process: loading, maintenance, what a coordinator is told (Spark: object ``StateStore``)."""
 
 import logging
 import tempfile
@@ -365,11 +365,6 @@ def test_maintenance_does_not_unload_what_is_being_loaded(loaded, provider_id, c
     assert list(loaded.get(provider_id(), 0, CONF).iterator()) == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=StoreClosedError,
-    reason="a report counts as made when it is sent, not when the coordinator has answered",
-)
 def test_maintenance_does_not_unload_what_the_coordinator_is_being_told_of(
     loaded, provider_id, coordinator, monkeypatch
 ):

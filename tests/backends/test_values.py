@@ -1,8 +1,5 @@
 """Encoded values: every type comes back exactly."""
 
-import math
-import struct
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,21 +7,10 @@ from hypothesis import given, settings
 
 from backends.exceptions import SchemaMismatchError, UnsupportedTypeError
 from backends.values import decode_values, encode_values
-from tests.backends.strategies import batches
+from tests.backends.strategies import LADDERS, batches, comparable, hide
 
 
-def comparable(value):
-    """Like ``normal``, but telling -0.0 from 0.0: values keep their bits."""
-    if isinstance(value, float):
-        return "nan" if math.isnan(value) else struct.pack("<d", value)
-    if isinstance(value, dict):
-        return {k: comparable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [comparable(v) for v in value]
-    return value
-
-
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(batches(maps=True))
 def test_values_come_back(batch):
     values = encode_values(batch)
@@ -36,7 +22,7 @@ def test_values_come_back(batch):
     assert comparable(again.to_pylist()) == comparable(batch.to_pylist()[1:] + batch.to_pylist())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(batches(maps=True))
 def test_a_missing_value_is_a_row_of_nulls(batch):
     values = encode_values(batch)
@@ -48,7 +34,7 @@ def test_a_missing_value_is_a_row_of_nulls(batch):
     assert comparable(decoded.to_pylist()) == comparable(expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(batches(maps=True))
 def test_equal_rows_give_equal_bytes(batch):
     """Whatever lies under a null in Arrow's buffers does not matter."""
@@ -56,6 +42,34 @@ def test_equal_rows_give_equal_bytes(batch):
         [pa.array(column.to_pylist(), column.type) for column in batch.columns], names=batch.schema.names
     )
     assert encode_values(batch).equals(encode_values(again))
+
+
+@pytest.mark.parametrize("kind", LADDERS, ids=str)
+def test_every_type_comes_back(kind):
+    values = [None, *LADDERS[kind], None]
+    entries = [None, [], [("a\0", x) for x in values], [("", None)]]
+    arrays = [pa.array(values, kind), pa.array([values, None, [], values[:2]], pa.list_(kind))]
+    arrays.append(pa.array(entries, pa.map_(pa.string(), kind)))
+    for array in arrays:
+        batch = pa.record_batch([array, array], names=["a", "b"])
+        decoded = decode_values(encode_values(batch), batch.schema)
+        decoded.validate(full=True)
+        assert comparable(decoded.to_pylist()) == comparable(batch.to_pylist())
+
+
+def test_values_keep_the_bits_of_floats():
+    bits = np.array([0xFFF8000000000001, 0x7FF0000000000123, 1 << 63, 0], np.uint64)
+    batch = pa.record_batch([pa.array(bits.view(np.float64))], names=["v"])
+    decoded = decode_values(encode_values(batch), batch.schema).column(0)
+    assert decoded.to_numpy().view(np.uint64).tolist() == bits.tolist()
+
+
+@pytest.mark.parametrize("kind", LADDERS, ids=str)
+def test_what_lies_under_a_null_is_not_stored(kind):
+    values = LADDERS[kind][-2:]
+    hidden, plain = hide(values, kind, [True, False]), pa.array([None, values[1]], kind)
+    batches = [pa.record_batch([column], names=["v"]) for column in (hidden, plain)]
+    assert encode_values(batches[0]).to_pylist() == encode_values(batches[1]).to_pylist()
 
 
 def test_garbage_under_nulls_is_not_stored():

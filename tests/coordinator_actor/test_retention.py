@@ -59,7 +59,12 @@ def upload(
     data = storage.put_new(f"{directory}/{version}-{uuid.uuid4().hex}.sst", b"x")
     files = [SnapshotFile("new.sst", file=data)]
     if reused is not None:
-        old = next(iter(c._runs[run].descriptors.get(reused.file.path, ())), None)
+        old = next(
+            iter(
+                c._runs[run].descriptors[reused.file.path].paths if reused.file.path in c._runs[run].descriptors else ()
+            ),
+            None,
+        )
         if old:
             files.append(SnapshotFile("old.sst", file=FileRef(old, 1, data.digest)))
     path = f"{directory}/{version}-{uuid.uuid4().hex}.snapshot"
