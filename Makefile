@@ -66,8 +66,10 @@ format: $(STAMP) ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(STAMP) ## Measure encoding and the RocksDB store against raw rocksdict, in one run
-	@$(BIN)/python benchmarks/encoding_and_store.py $(ARGS)
+bench: $(STAMP) ## Measure encoding, the providers against raw rocksdict, and the map of the file provider; some minutes
+	@$(BIN)/python benchmarks/encoding.py
+	@$(BIN)/python benchmarks/store.py $(ARGS)
+	@$(BIN)/python benchmarks/sorted_map.py
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build products

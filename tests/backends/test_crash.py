@@ -171,7 +171,7 @@ def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, tmp_path,
 def test_a_process_killed_at_any_moment_loses_nothing_it_reported(server, tmp_path, backend):
     moments = random.Random(backend)
     reached = 0
-    for _ in range(5):
+    for _ in range(3):
         answer = server.run("forever", backend, tmp_path)
         process = int(next(answer))
         reported = int(next(answer))

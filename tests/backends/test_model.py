@@ -312,7 +312,7 @@ class Model(RuleBasedStateMachine):
 def test_a_model_of_dicts(provider_class):
     model = type(f"{provider_class.backend}Model", (Model,), {"provider_class": provider_class})
     # RocksDB's files take most of its time.
-    examples = 6 if provider_class.backend == "rocksdb" else 25
+    examples = {"rocksdb": 5, "file": 15}.get(provider_class.backend, 8)
     run_state_machine_as_test(
         model, settings=settings(deadline=None, derandomize=True, max_examples=examples, stateful_step_count=30)
     )
