@@ -76,13 +76,13 @@ def test_closing_ends_children_and_whatever_they_started(child_module: str, tmp_
     log_path = tmp_path / "log"
     children = Children(log_path, {"DEMO_EXTRA": "1"})
     children.start("child", child_module, Options)
-    event = children.messages.get(timeout=20)
+    event = children.messages.get(timeout=60)
     assert isinstance(event, Progress)
     grandchild = int(event.text)
     assert psutil.Process(grandchild).environ()["DEMO_EXTRA"] == "1"
     children.close()
     wait_until_gone(grandchild)
-    name, code = children.messages.get(timeout=5)
+    name, code = children.messages.get(timeout=30)
     assert name == "child"
     assert code == 128 + 15  # it ended by itself, through SystemExit
     children.close()
@@ -97,7 +97,7 @@ def test_a_child_ends_when_its_parent_is_killed(child_module: str, tmp_path: Pat
             events_fd: int
         children = Children(Path({str(tmp_path / "log")!r}), {{}})
         children.start("child", {child_module!r}, Options)
-        children.messages.get(timeout=20)
+        children.messages.get(timeout=60)
         print(children._processes["child"].pid, flush=True)
         time.sleep(600)
     """
