@@ -51,8 +51,8 @@ test: $(STAMP) $(STAMP42) ## Run all tests: without a cluster, on Ray and Spark 
 	$(BIN)/python -m pytest -m "ray or spark" $(ARGS)
 	$(BIN42)/python -m pytest -m spark42 $(ARGS)
 
-test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark (seconds)
-	$(BIN)/python -m pytest -n 2 -m "not ray and not spark" $(ARGS)
+test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
+	$(BIN)/python -m pytest -n 2 -m "not ray and not spark and not long" $(ARGS)
 
 .PHONY: lint format
 lint: $(STAMP) ## Check style (ruff), types (mypy --strict) and layers (import-linter)

@@ -9,6 +9,8 @@ import pytest
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import DamagedFileError, LocalStateDamagedError, MissingFileError, StateStoreError
 
+pytestmark = pytest.mark.long
+
 PROVIDERS = {"rocksdb": RocksDBStateStoreProvider, "file": FileStateStoreProvider}
 ALL_KEPT = StateStoreConf(fsync=False, deltas_per_snapshot=3, max_versions_in_memory=0)
 FEW_KEPT = StateStoreConf(fsync=False, deltas_per_snapshot=3, min_versions_to_retain=3, max_versions_in_memory=0)

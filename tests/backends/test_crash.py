@@ -15,6 +15,8 @@ import pytest
 from backends import chain
 from tests.backends.crash_child import CLASSES, CONF, MADE_BEFORE, content_of, make_version, provider_in
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 BACKENDS = sorted(CLASSES)
 LITTLE_KEPT = replace(CONF, min_versions_to_retain=1, deltas_per_snapshot=1)

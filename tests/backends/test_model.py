@@ -16,6 +16,8 @@ from backends.exceptions import VersionNotFoundError
 
 from .test_provider_behaviour import PROVIDERS
 
+pytestmark = pytest.mark.long
+
 CONF = StateStoreConf(fsync=False, deltas_per_snapshot=2, min_versions_to_retain=3, max_versions_in_memory=1)
 KEYS = st.sampled_from([b"", b"\x00", b"\x00\xff", b"\xff", b"\xff\xff", b"a", b"a\x00", b"ab", b"b"]) | st.binary(
     max_size=2

@@ -1,8 +1,6 @@
-"""Storage and providers on a real S3 protocol, with errors, throttling, lost answers and slowness."""
+"""Providers on a real S3 protocol, with throttling, lost answers and slowness; storage itself: test_s3_faults.py."""
 
-import threading
 import time
-from itertools import pairwise
 
 import boto3
 import pyarrow as pa
@@ -11,9 +9,6 @@ from moto.s3.models import s3_backends
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import (
-    DamagedFileError,
-    FileExistsInStorageError,
-    MissingFileError,
     StorageError,
     VersionNotFoundError,
 )
@@ -88,33 +83,11 @@ def storage(open_storage):
     return open_storage()
 
 
-def test_files_are_written_once_listed_and_removed(storage, open_storage):
-    refs = [storage.put_new(f"a/{i}", b"%d" % i) for i in (2, 1, 3)]
-    storage.put_new("b/1", b"other")
-    assert [storage.read(ref) for ref in refs] == [b"2", b"1", b"3"]
-    assert storage.list("a") == [("a/1", 1), ("a/2", 1), ("a/3", 1)] and len(storage.list()) == 4
-    with pytest.raises(FileExistsInStorageError, match=r"s3://bucket/.*/a/1 exists already"):
-        storage.put_new("a/1", b"1")
-    storage.delete("a/1")
-    storage.delete("a/1")
-    assert not storage.exists("a/1") and storage.exists("a/2")
-    with pytest.raises(MissingFileError, match="a/1"):
-        storage.read(refs[1])
-    assert open_storage("elsewhere").list() == []
-
-
 def test_listing_goes_on_behind_the_first_thousand(storage, boto):
     prefix = storage.location.removeprefix("s3://bucket/")
     for i in range(1005):
         s3_backends["123456789012"]["aws"].put_object("bucket", f"{prefix}/many/{i:05d}", b"x")
     assert [path for path, _ in storage.list("many")] == [f"many/{i:05d}" for i in range(1005)]
-
-
-def test_damage_is_named(storage, boto):
-    ref = storage.put_new("a", b"content")
-    boto.put_object(Bucket="bucket", Key=f"{storage.location.removeprefix('s3://bucket/')}/a", Body=b"contenT")
-    with pytest.raises(DamagedFileError, match=r"s3://bucket/.*/a is damaged"):
-        storage.read(ref)
 
 
 def test_files_larger_than_memory_go_through_in_pieces(storage, tmp_path, s3):
@@ -124,64 +97,6 @@ def test_files_larger_than_memory_go_through_in_pieces(storage, tmp_path, s3):
     s3.fail("cut", "503", method="GET")
     storage.read_to_file(ref, target)
     assert target.read_bytes() == source.read_bytes()
-
-
-def test_of_many_writers_of_one_name_one_succeeds(open_storage):
-    results = []
-
-    def write(i):
-        try:
-            results.append(open_storage().put_new("one", b"%d" % i))
-        except FileExistsInStorageError:
-            results.append(None)
-
-    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    won = [r for r in results if r is not None]
-    assert len(won) == 1 and len(results) == 8
-    assert open_storage().read(won[0])
-
-
-@pytest.mark.parametrize("fault", ["503", "500", "drop", "slow"])
-def test_what_passes_is_tried_again_with_growing_waits(storage, s3, waits, fault):
-    s3.fail(*[fault] * 4)
-    ref = storage.put_new("a", b"content")
-    assert len(waits) == (0 if fault == "slow" else 4)
-    assert all(later > earlier * 0.9 for earlier, later in pairwise(waits))
-    s3.fail(fault, fault)
-    assert storage.read(ref) == b"content"
-    s3.fail(fault, fault)
-    assert storage.list() == [("a", 7)] and storage.exists("a")
-
-
-def test_a_lost_answer_is_not_taken_for_another_writer(storage, s3):
-    s3.fail("lose answer", method="PUT")
-    ref = storage.put_new("a", b"mine")
-    assert storage.read(ref) == b"mine"
-    storage.put_new("b", b"theirs")
-    s3.fail("lose answer", method="PUT")
-    with pytest.raises(FileExistsInStorageError):
-        storage.put_new("b", b"mine")
-    assert storage.get("b") == b"theirs"
-
-
-@pytest.mark.parametrize("method", ["PUT", "GET"])
-def test_what_does_not_pass_is_an_error_that_says_how_long_was_tried(storage, s3, method):
-    ref = storage.put_new("a", b"content")
-    s3.fail_always("503", method)
-    with pytest.raises(StorageError, match=r"s3://bucket/.*, tried for \d\.\d s: "):
-        storage.put_new("b", b"x") if method == "PUT" else storage.read(ref)
-    s3.heal()
-    assert storage.list() == [("a", 7)]
-
-
-def test_what_can_never_work_is_not_tried_again(open_storage, s3, waits):
-    with pytest.raises(StorageError, match="s3://no-such-bucket/"):
-        open_storage(bucket="no-such-bucket").put_new("a", b"x")
-    assert waits == [] and len(s3.requests) == 1
 
 
 @pytest.fixture(params=PROVIDERS, ids=[p.backend for p in PROVIDERS])
