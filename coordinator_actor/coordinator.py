@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from backends import chain as chains
 from backends import snapshot
 from backends.exceptions import DamagedFileError, MissingFileError, StorageError
@@ -412,8 +414,12 @@ class Coordinator:
                     f"Changes of {key} apply to {message.base}, but version {message.version - 1} ends with {base}."
                 )
             run.busy.pop((message.operator, message.partition), None)
-            entries = run.pending.setdefault(message.version, {})
-            entries[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
+            task, entry = (message.operator, message.partition), PartitionEntry(message.attempt, message.file)
+            prepared = run.entry(message.version, *task)
+            if prepared is not None and msgspec.structs.replace(prepared, snapshots=()) == entry:
+                # Its answer was lost: the manifest that names it is there.
+                return Acknowledged(message.version, run.chain[message.version].id)
+            run.pending.setdefault(message.version, {})[task] = entry
             return Acknowledged(message.version, run.prepare(message.version, self._now_ms()))
 
     def batch_committed(self, run_id: str, batch_id: int) -> Completed | None:
