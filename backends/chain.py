@@ -5,14 +5,48 @@ Shared by a provider that keeps its own manifests and by the coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import xxhash
 
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.manifest import ChangelogRef, Lineage, Manifest, PartitionEntry, SnapshotRef
+from backends.key_groups import partition_of, partition_range
+from backends.manifest import (
+    ChangelogRef,
+    Lineage,
+    Manifest,
+    OperatorEntry,
+    PartitionEntry,
+    Rescaled,
+    SnapshotRef,
+    Source,
+)
 
-PartitionKey = tuple[str, int]
-"""Operator and partition."""
+Chain = Mapping[int, Manifest]
+"""Manifest per version."""
+
+
+class Layout(NamedTuple):
+    """How the state of an operator is divided, and what keeps it."""
+
+    operator: str
+    num_partitions: int
+    backend: str
+
+    def directory(self, partition: int) -> str:
+        """Where a partition's files are."""
+        return f"operators/{self.operator}/{self.num_partitions}/{partition}/default"
+
+
+class Segment(NamedTuple):
+    """Versions in a row, from ``first`` to ``last``, of one layout."""
+
+    layout: Layout
+    first: int
+    last: int
 
 
 def walk(
@@ -48,62 +82,144 @@ def walk(
         current = parent
 
 
-def partitions(manifest: Manifest) -> Iterator[tuple[PartitionKey, PartitionEntry]]:
-    """Every partition's entry."""
-    for operator, entry in manifest.operators.items():
-        for partition, held in entry.partitions.items():
-            yield (operator, partition), held
+def layout_of(operator: str, entry: OperatorEntry) -> Layout:
+    """The layout that an entry is in."""
+    return Layout(operator, entry.num_partitions, entry.backend)
 
 
-def entry(chain: Mapping[int, Manifest], version: int, key: PartitionKey) -> PartitionEntry | None:
-    """What a partition contributed to a version."""
+def segments(chain: Chain, operator: str, version: int | None = None) -> list[Segment]:
+    """The layouts that an operator has had in the versions up to one, the last one first."""
+    found: list[Segment] = []
+    for v in sorted(chain, reverse=True):
+        held = chain[v].operators.get(operator)
+        if held is None or (version is not None and v > version):
+            continue
+        layout = layout_of(operator, held)
+        if found and found[-1].layout == layout:
+            found[-1] = found[-1]._replace(first=v)
+        else:
+            found.append(Segment(layout, v, v))
+    return found
+
+
+def entry(chain: Chain, version: int, operator: str, partition: int) -> PartitionEntry | None:
+    """What a partition contributed to a version, in the layout of that version."""
     manifest = chain.get(version)
-    held = manifest.operators.get(key[0]) if manifest else None
-    return held.partitions.get(key[1]) if held else None
-
-
-def head_of(chain: Mapping[int, Manifest], version: int, key: PartitionKey) -> str | None:
-    """The changelog that a partition's state ends with at a version; None for the empty version 0."""
-    held = entry(chain, version, key)
-    return held.changelog.path if held else None
+    held = manifest.operators.get(operator) if manifest else None
+    return held.partitions.get(partition) if held else None
 
 
 def snapshots(
-    chain: Mapping[int, Manifest], key: PartitionKey, manifests: Iterable[Manifest] = ()
-) -> list[SnapshotRef]:
-    """A partition's snapshots of versions on the chain, ascending; those named by ``manifests`` besides count too."""
-    found: dict[str, SnapshotRef] = {}
+    chain: Chain, segment: Segment, manifests: Iterable[Manifest] = (), *, of: int | None = None
+) -> dict[int, list[SnapshotRef]]:
+    """Per partition (or ``of`` one) the snapshots of a segment's versions, ascending.
+
+    Those named by ``manifests`` count besides those that the chain names.
+    """
+    found: dict[int, dict[str, SnapshotRef]] = {}
+    operator = segment.layout.operator
     for manifest in (*chain.values(), *manifests):
-        held = entry({0: manifest}, 0, key)
-        for ref in held.snapshots if held else ():
-            if head_of(chain, ref.version, key) == ref.head:
-                found[ref.file.path] = ref
-    return sorted(found.values(), key=lambda ref: (ref.version, ref.file.path))
+        held = manifest.operators.get(operator)
+        if held is None or layout_of(operator, held) != segment.layout:
+            continue
+        named = held.partitions.snapshots
+        for partition in named if of is None else [of] if of in named else []:
+            for ref in named[partition]:
+                in_segment = segment.first <= ref.version <= segment.last
+                if in_segment and _head(chain, ref.version, operator, partition) == ref.head:
+                    found.setdefault(partition, {})[ref.file.path] = ref
+    return {p: sorted(refs.values(), key=lambda ref: (ref.version, ref.file.path)) for p, refs in found.items()}
 
 
-def lineage(chain: Mapping[int, Manifest], key: PartitionKey, version: int) -> Lineage:
-    """The files that make a partition's state at a version of the chain."""
+def _head(chain: Chain, version: int, operator: str, partition: int) -> str | None:
+    manifest = chain.get(version)
+    held = manifest.operators.get(operator) if manifest else None
+    return held.partitions.head(partition) if held and partition in held.partitions else None
+
+
+def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> str | None:
+    """What made the state of a partition at a version: its changelog, or what stands for one where the layout is new.
+
+    None for the empty version 0, and for a version that is not on the chain.
+    """
+    manifest = chain.get(version)
+    held = manifest.operators.get(layout.operator) if manifest else None
+    if held is None:
+        return None
+    if layout_of(layout.operator, held) == layout:
+        return held.partitions.head(partition) if partition in held.partitions else None
+    return _rescaled_head(held, version, layout, partition, key_groups)
+
+
+def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition: int, key_groups: int) -> str:
+    """Says all that the state follows from: the changelogs of the earlier layout, and the new one."""
+    heads = xxhash.xxh3_128()
+    for p in _sources(below, layout, partition, key_groups):
+        heads.update(below.partitions.head(p).encode() + b"\n")
+    return f"{layout.directory(partition)}/{version}-{heads.hexdigest()}.rescaled-{layout.backend}"
+
+
+def _sources(below: OperatorEntry, layout: Layout, partition: int, key_groups: int) -> range:
+    """The partitions of an earlier layout that have key groups of a partition."""
+    first, end = partition_range(partition, layout.num_partitions, key_groups)
+    n = below.num_partitions
+    return range(partition_of(first, key_groups, n), partition_of(end - 1, key_groups, n) + 1)
+
+
+def lineage(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> Lineage:
+    """The files that make a partition's state at a version of the chain.
+
+    Where the layout of the chain is an earlier one, they are those of its partitions that have some of
+    the key groups, of which there are ``key_groups``.
+    """
+    held = segments(chain, layout.operator, version)
+    own = held.pop(0) if held and held[0].layout == layout else None
+    rescaled = None
+    if held:
+        rescaled = _rescaled(chain, held[0].last, layout, partition, key_groups)
+    if own is None:
+        return Lineage(version, rescaled=rescaled)
     logs = []
-    for v in sorted(chain):
-        held = entry(chain, v, key)
-        if v <= version and held is not None:
-            logs.append(ChangelogRef(v, held.changelog))
-    fitting = tuple(ref for ref in snapshots(chain, key) if ref.version <= version)
-    return Lineage(version, tuple(logs), fitting)
+    for v in range(own.first, min(version, own.last) + 1):
+        one = entry(chain, v, layout.operator, partition)
+        if one is not None:
+            logs.append(ChangelogRef(v, one.changelog))
+    fitting = tuple(s for s in snapshots(chain, own, of=partition).get(partition, ()) if s.version <= version)
+    return Lineage(version, tuple(logs), fitting, rescaled)
+
+
+def _rescaled(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int) -> Rescaled:
+    below = chain[version].operators[layout.operator]
+    earlier = layout_of(layout.operator, below)
+    first, end = partition_range(partition, layout.num_partitions, key_groups)
+    sources = tuple(
+        Source(earlier.directory(p), earlier.backend, lineage(chain, version, earlier, p, key_groups))
+        for p in _sources(below, layout, partition, key_groups)
+    )
+    head = _rescaled_head(below, version, layout, partition, key_groups)
+    return Rescaled(version, head, first.to_bytes(2, "big"), end.to_bytes(2, "big") if end < 1 << 16 else None, sources)
+
+
+class Base(NamedTuple):
+    """From where the versions of a segment are made, for one partition: a snapshot, or None for what lies below it."""
+
+    segment: Segment
+    partition: int
+    snapshot: SnapshotRef | None
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept: versions from ``oldest``, manifests from ``chain_from``, and per partition what is above ``bases``."""
+    """What is kept: versions from ``oldest``, manifests from ``chain_from``, and what is above the ``bases``."""
 
     oldest: int
     chain_from: int
-    bases: Mapping[PartitionKey, SnapshotRef | None]
+    bases: Sequence[Base] = ()
 
 
 def retain(
-    chain: Mapping[int, Manifest],
-    keys: Iterable[PartitionKey],
+    chain: Chain,
+    operators: Iterable[str],
     target: int,
     floor: int,
     is_sound: Callable[[SnapshotRef], bool],
@@ -111,22 +227,47 @@ def retain(
     """Keep what versions from ``target`` on need. ``floor`` is what a manifest says is kept already.
 
     The oldest version kept is that of a snapshot at or below ``target``: nothing older could be removed anyway.
-    Above the floor it must be a sound one, or what leads past it would be lost.
+    Above the floor it must be a sound one, or what leads past it would be lost. An earlier layout is kept until
+    every partition of the present one has a snapshot of its own at or below ``target``.
     """
     target = max(target, floor)  # after going back to an older version, less may be asked for than is kept
-    bases: dict[PartitionKey, SnapshotRef | None] = {}
-    for key in keys:
-        fitting = [s for s in reversed(snapshots(chain, key)) if s.version <= target]
-        bases[key] = next((s for s in fitting if s.version <= floor or is_sound(s)), None)
-    versions = [0 if base is None else base.version for base in bases.values()]
+    bases: list[Base] = []
+    versions: list[int] = []
+    for operator in operators:
+        for segment in segments(chain, operator):
+            if segment.first > target and versions_below(chain, segment):
+                # Versions of the layout below it are asked for as well; all of this one is kept.
+                bases += [Base(segment, p, None) for p in range_of(chain, segment)]
+                continue
+            known = snapshots(chain, segment)
+            found = []
+            for p in range_of(chain, segment):
+                fitting = [s for s in reversed(known.get(p, ())) if s.version <= target]
+                sound = next((s for s in fitting if s.version <= floor or is_sound(s)), None)
+                found.append(Base(segment, p, sound))
+            bases += found
+            if all(b.snapshot is not None for b in found) or not versions_below(chain, segment):
+                versions += [0 if b.snapshot is None else b.snapshot.version for b in found]
+                break
     if not versions or not chain:
         return Retention(floor, min(chain, default=1), bases)
     return Retention(max(versions), max(min(chain), min(versions)), bases)
 
 
+def versions_below(chain: Chain, segment: Segment) -> bool:
+    """Whether a segment lies on top of an earlier layout that is still kept."""
+    below = chain.get(segment.first - 1)
+    return below is not None and segment.layout.operator in below.operators
+
+
+def range_of(chain: Chain, segment: Segment) -> Iterable[int]:
+    """The partitions of a segment."""
+    return chain[segment.last].operators[segment.layout.operator].partitions
+
+
 def garbage(
     files: Iterable[str],
-    chain: Mapping[int, Manifest],
+    chain: Chain,
     retention: Retention,
     files_of: Callable[[SnapshotRef], Collection[str]],
     unnamed: Iterable[SnapshotRef] = (),
@@ -140,17 +281,25 @@ def garbage(
     needed: set[str] = set()
     for ref in unnamed:
         needed.update((ref.file.path, *files_of(ref)))
-    for key, base in retention.bases.items():
-        above = 0 if base is None else base.version
-        for version in chain:
-            held = entry(chain, version, key)
-            if held is not None and version > above:
-                needed.add(held.changelog.path)
-        for ref in snapshots(chain, key):
-            if ref.version >= above:
-                needed.add(ref.file.path)
-                needed.update(files_of(ref))
+    for planned, bases in groupby(retention.bases, lambda base: base.segment):
+        # It may have grown since.
+        segment = next((s for s in segments(chain, planned.layout.operator) if _overlap(s, planned)), None)
+        if segment is None:
+            continue
+        above = {base.partition: 0 if base.snapshot is None else base.snapshot.version for base in bases}
+        for version in range(segment.first, segment.last + 1):
+            held = chain[version].operators[planned.layout.operator].partitions
+            needed.update(held.head(p) for p in held if version > above.get(p, version))
+        for partition, refs in snapshots(chain, segment).items():
+            for ref in refs:
+                if ref.version >= above.get(partition, ref.version + 1):
+                    needed.add(ref.file.path)
+                    needed.update(files_of(ref))
     return [f for f in files if f not in needed and 0 <= version_in(f) <= retention.oldest]
+
+
+def _overlap(one: Segment, other: Segment) -> bool:
+    return one.layout == other.layout and one.first <= other.last and other.first <= one.last
 
 
 def version_in(path: str) -> int:

@@ -7,17 +7,26 @@ highest epoch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct, field
 
+from backends.partition_entries import FileRef, PartitionEntries, PartitionEntry, SnapshotRef
+
+__all__ = [
+    "FORMAT_VERSION",
+    "ChangelogRef",
+    "FileRef",
+    "Lineage",
+    "Manifest",
+    "OperatorEntry",
+    "PartitionEntry",
+    "Rescaled",
+    "SnapshotRef",
+    "Source",
+]
+
 FORMAT_VERSION = 1
-
-
-class FileRef(Struct, frozen=True):
-    """A file below the state location: its relative path, size in bytes, and xxh3-128 hex digest."""
-
-    path: str
-    size: int
-    digest: str
 
 
 class ChangelogRef(Struct, frozen=True):
@@ -27,32 +36,20 @@ class ChangelogRef(Struct, frozen=True):
     file: FileRef
 
 
-class SnapshotRef(Struct, frozen=True):
-    """The state of one partition at ``version``, whose last changelog is ``head``. ``file`` lists the files of it."""
-
-    version: int
-    head: str
-    file: FileRef
-
-
-class PartitionEntry(Struct, frozen=True):
-    """What one partition contributed to a version: the accepted attempt and its changelog.
-
-    ``snapshots`` are those that became known since the parent manifest, of this version or earlier ones.
-    """
-
-    attempt: str
-    changelog: FileRef
-    snapshots: tuple[SnapshotRef, ...] = ()
-
-
 class OperatorEntry(Struct, frozen=True):
     """One operator in a manifest: layout, schema id, backend, and the partitions that changed."""
 
     num_partitions: int
     schema_id: str
     backend: str
-    partitions: dict[int, PartitionEntry]
+    partitions: PartitionEntries
+
+    @classmethod
+    def of(
+        cls, num_partitions: int, schema_id: str, backend: str, partitions: Mapping[int, PartitionEntry]
+    ) -> OperatorEntry:
+        """An entry from what each partition contributed."""
+        return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions))
 
 
 class Manifest(Struct, frozen=True):
@@ -74,18 +71,48 @@ class Manifest(Struct, frozen=True):
     format_version: int = field(default=FORMAT_VERSION)
 
 
+class Source(Struct, frozen=True):
+    """A partition of an earlier layout, below ``directory``, kept by ``backend``: another partition takes a part of it over."""
+
+    directory: str
+    backend: str
+    lineage: Lineage
+
+
+class Rescaled(Struct, frozen=True):
+    """The state of a partition where a new layout begins: the keys from ``start`` to ``end`` of the ``sources``.
+
+    ``head`` stands for the changelog that would have made it. ``end`` None is the end of all keys.
+    """
+
+    version: int
+    head: str
+    start: bytes
+    end: bytes | None
+    sources: tuple[Source, ...]
+
+
 class Lineage(Struct, frozen=True):
     """The files from which one partition can be brought to ``version``.
 
     ``changelogs`` ascend to that version, one per version; ``snapshots`` ascend as well. Loading
-    begins with the empty version 0 if the first changelog makes version 1, else with a snapshot.
+    begins with the empty version 0 if the first changelog makes version 1, else with a snapshot, or
+    with the partitions of an earlier layout (``rescaled``), whose key groups have been divided anew.
     """
 
     version: int
     changelogs: tuple[ChangelogRef, ...] = ()
     snapshots: tuple[SnapshotRef, ...] = ()
+    rescaled: Rescaled | None = None
 
     @property
     def head(self) -> str | None:
         """The path of the changelog that made the version; None for the empty version 0."""
-        return self.changelogs[-1].file.path if self.changelogs else None
+        if self.changelogs:
+            return self.changelogs[-1].file.path
+        return self.rescaled.head if self.rescaled is not None else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is that of the empty version 0."""
+        return self.version == 0 and self.head is None

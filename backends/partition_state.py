@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,7 +37,7 @@ from backends.exceptions import (
     StoreClosedError,
     VersionNotFoundError,
 )
-from backends.manifest import ChangelogRef, FileRef, Lineage, SnapshotRef
+from backends.manifest import ChangelogRef, FileRef, Lineage, Rescaled, SnapshotRef, Source
 from backends.metrics import StateStoreMetrics
 from backends.scans import merged_scan
 from backends.sorted_pairs import SortedPairs, as_binary
@@ -211,6 +211,8 @@ class PartitionState:
                     self._version, self._head = 0, None
                 elif isinstance(start, SnapshotRef):
                     self._restore(start)
+                elif isinstance(start, Rescaled):
+                    self._rescale(start)
                 rest = [ref for ref in lineage.changelogs if ref.version > self._version]
                 if [ref.version for ref in rest] != list(range(self._version + 1, lineage.version + 1)):
                     raise MissingFileError(
@@ -225,13 +227,15 @@ class PartitionState:
         assert first_error is not None
         raise first_error
 
-    def _starts(self, lineage: Lineage) -> list[SnapshotRef | LocalState | None]:
-        """Where loading may begin, the best first: a snapshot, what is held here, or (None) nothing at all."""
+    def _starts(self, lineage: Lineage) -> list[SnapshotRef | LocalState | Rescaled | None]:
+        """Where loading may begin, the best first: a snapshot, what is held here, an earlier layout, or (None) nothing."""
         heads: dict[int, str] = {ref.version: ref.file.path for ref in lineage.changelogs}
+        if lineage.rescaled is not None:
+            heads[lineage.rescaled.version] = lineage.rescaled.head
         held = self._engine.state
         is_held_right = held.head is not None and heads.get(held.version) == held.head
         above = held.version if is_held_right else 0
-        starts: list[SnapshotRef | LocalState | None] = [
+        starts: list[SnapshotRef | LocalState | Rescaled | None] = [
             ref
             for ref in reversed(lineage.snapshots)
             if above < ref.version <= lineage.version and heads.get(ref.version) == ref.head
@@ -240,7 +244,9 @@ class PartitionState:
             # Replaying a few changelogs is cheaper than fetching everything.
             is_near = not starts or lineage.snapshots[-1].version - held.version <= self._conf.deltas_per_snapshot
             starts.insert(0 if is_near else len(starts), held)
-        if lineage.version == 0 or 1 in heads:
+        if lineage.rescaled is not None:
+            starts.append(lineage.rescaled)
+        elif lineage.is_empty or (1 in heads and 0 not in heads):
             starts.append(None)
         if not starts:
             raise MissingFileError(
@@ -265,6 +271,39 @@ class PartitionState:
                 self._engine.clear()
                 raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {found}.")
             self._version, self._head = ref.version, ref.head
+
+    def _rescale(self, rescaled: Rescaled) -> None:
+        """Take over the keys from ``rescaled.start`` to ``end`` of the partitions of an earlier layout."""
+        # Whoever dies meanwhile leaves a state that no lineage knows.
+        unfinished = LocalState(0, f"{rescaled.head}, unfinished", None)
+        self._engine.clear()
+        self._version, self._head = unfinished.version, unfinished.head
+        families: set[str] = set()
+        num_keys = 0
+        for source in rescaled.sources:
+            with self._scratch_directory() as directory, self._opened(source, directory) as state:
+                for family in sorted(state.column_families()):
+                    families.add(family)
+                    for batch in state.scan(None, rescaled.start, rescaled.end, family):
+                        pairs = SortedPairs(batch.column("key"), batch.column("value"))
+                        num_keys += len(pairs)
+                        self._engine.prepare(Changes({family: pairs}))(unfinished)
+                        fault_points.reached("load:rescaling")
+        made = LocalState(rescaled.version, rescaled.head, num_keys if self._conf.track_total_number_of_rows else None)
+        self._engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(made)
+        self._version, self._head = rescaled.version, rescaled.head
+
+    @contextmanager
+    def _opened(self, source: Source, directory: Path) -> Iterator[PartitionState]:
+        from backends.provider import provider_class  # providers are made of partition states
+
+        conf = replace(self._conf, provider=source.backend)
+        state = provider_class(conf).partition_state(directory / "source", self._storage, source.directory, conf)
+        try:
+            state.load(source.lineage)
+            yield state
+        finally:
+            state.close()
 
     @contextmanager
     def _scratch_directory(self) -> Iterator[Path]:

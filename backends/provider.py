@@ -70,7 +70,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         self._conf = conf or StateStoreConf()
         root = f"{store_id.checkpoint_location.rstrip('/')}/statestore"
         self._storage = storage or CheckpointStorage.open(root, self._conf.storage_options, fsync=self._conf.fsync)
-        self._log = StandaloneLog(self._storage, store_id, self.backend, clock)
+        self._log = StandaloneLog(self._storage, store_id, clock)
         self._log.refresh()
         self._closed = False
         self._manifest_ms = 0.0

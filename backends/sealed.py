@@ -6,11 +6,12 @@ of JSON and one line with the xxh3-128 of the first.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from backends.exceptions import DamagedFileError
+from backends.partition_entries import PartitionEntries, StoredEntries
 from backends.storage import digest
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 def seal(record: msgspec.Struct) -> bytes:
     """The bytes of a record and its digest."""
-    content = msgspec.json.encode(record)
+    content = msgspec.json.encode(record, enc_hook=_encode)
     return content + b"\n" + digest(content).encode() + b"\n"
 
 
@@ -31,6 +32,18 @@ def unseal(data: bytes, kind: type[T], name: str) -> T:
             f"{written[:40].decode(errors='replace')!r}. Restore it from a copy."
         )
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content, type=kind, dec_hook=_decode)
     except msgspec.MsgspecError as error:
         raise DamagedFileError(f"{name} is no {kind.__name__} that this release can read: {error}") from error
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, PartitionEntries):
+        return value.stored
+    raise NotImplementedError(f"A {type(value).__name__} cannot be written")
+
+
+def _decode(kind: type[Any], value: Any) -> Any:
+    if kind is PartitionEntries:
+        return PartitionEntries(msgspec.convert(value, StoredEntries, str_keys=True))
+    raise NotImplementedError(f"A {kind.__name__} cannot be read")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -37,14 +37,14 @@ class StandaloneLog:
         self,
         storage: CheckpointStorage,
         store_id: StateStoreId,
-        backend: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
         self._id = store_id
-        self._backend = backend
         self._clock = clock
-        self._key = (store_id.operator_id, store_id.partition_id)
+        # A store on its own is no part of a layout, and each snapshot says which backend made it.
+        self._layout = chain.Layout(store_id.operator_id, 0, "")
+        self._partition = store_id.partition_id
         self.directory = f"standalone/{store_id.operator_id}/{store_id.partition_id}/{store_id.store_name}"
         """Where changelogs, snapshots and manifests are, below the state location."""
         self._known: dict[int, Manifest] = {}
@@ -89,7 +89,7 @@ class StandaloneLog:
             return None
         name = self._storage.full_location(path)
         manifest = unseal(self._storage.get(path), Manifest, name)
-        held = chain.entry({0: manifest}, 0, self._key)
+        held = self._entry({0: manifest}, 0)
         if manifest.id != manifest_id or held is None or not held.changelog.path.startswith(f"{self.directory}/"):
             raise DamagedFileError(
                 f"{name} holds manifest {manifest.id} of {', '.join(manifest.operators)}: files have been exchanged."
@@ -112,7 +112,7 @@ class StandaloneLog:
         """The files that lead to a version; raises ``VersionNotFoundError``."""
         with self._lock:
             self._require(version)
-            return chain.lineage(self._chain, self._key, version) if version else Lineage(0)
+            return chain.lineage(self._chain, version, self._layout, self._partition) if version else Lineage(0)
 
     def _require(self, version: int) -> None:
         oldest, latest = self.oldest_version(), self.latest_version()
@@ -145,8 +145,8 @@ class StandaloneLog:
                 self.check_head(version, expected_head)
                 below = {v: m for v, m in self._chain.items() if v < version}
                 # Going on from an older version must not lose the snapshots that only newer manifests name.
-                snapshots = chain.snapshots(below, self._key, self._chain.values())
-                named = {s.file.path for s in chain.snapshots(below, self._key)}
+                snapshots = self._snapshots(below, self._chain.values())
+                named = {s.file.path for s in self._snapshots(below)}
                 entry = PartitionEntry(attempt, changelog, tuple(s for s in snapshots if s.file.path not in named))
                 manifest = self._next(
                     version, entry, parent=below[version - 1].id if version > 1 else None, is_new_start=version == 1
@@ -171,15 +171,17 @@ class StandaloneLog:
             while True:
                 self.refresh()
                 if self._head is None:
-                    return chain.Retention(0, 1, {})
-                held = chain.entry(self._chain, self._head.version, self._key)
+                    return chain.Retention(0, 1)
+                held = self._entry(self._chain, self._head.version)
                 assert held is not None
                 entry = held
                 if snapshot is not None and self._may_name(snapshot, reused):
                     entry = replace(held, snapshots=(*held.snapshots, snapshot))
                 manifest = self._next(self._head.version, entry, parent=self._head.parent)
                 new_chain = {**self._chain, manifest.version: manifest}
-                kept = chain.retain(new_chain, [self._key], target(self._head.version), self._head.oldest, is_sound)
+                kept = chain.retain(
+                    new_chain, [self._layout.operator], target(self._head.version), self._head.oldest, is_sound
+                )
                 if entry is held and kept.oldest == self._head.oldest:
                     return kept
                 manifest = replace(manifest, oldest=kept.oldest, chain_from=kept.chain_from)
@@ -191,7 +193,7 @@ class StandaloneLog:
     def _may_name(self, snapshot: SnapshotRef, reused: SnapshotRef | None) -> bool:
         known = {s.file.path for s in self.snapshots()}
         return (
-            chain.head_of(self._chain, snapshot.version, self._key) == snapshot.head
+            self.head_at(snapshot.version) == snapshot.head
             and snapshot.version > self.oldest_version()
             and snapshot.file.path not in known
             and (reused is None or reused.file.path in known)
@@ -200,12 +202,19 @@ class StandaloneLog:
     def snapshots(self) -> list[SnapshotRef]:
         """The snapshots that are kept, ascending."""
         with self._lock:
-            return chain.snapshots(self._chain, self._key)
+            return self._snapshots(self._chain)
+
+    def _snapshots(self, versions: chain.Chain, manifests: Iterable[Manifest] = ()) -> list[SnapshotRef]:
+        held = chain.segments(versions, self._layout.operator)
+        return chain.snapshots(versions, held[0], manifests).get(self._partition, []) if held else []
+
+    def _entry(self, versions: chain.Chain, version: int) -> PartitionEntry | None:
+        return chain.entry(versions, version, self._layout.operator, self._partition)
 
     def head_at(self, version: int) -> str | None:
         """The changelog that made a version; None for the empty version 0, and for one that is not known."""
         with self._lock:
-            return chain.head_of(self._chain, version, self._key)
+            return chain.head_of(self._chain, version, self._layout, self._partition)
 
     def check_head(self, version: int, expected_head: str | None) -> None:
         """Raise ``ConcurrentCommitError`` if another commit than ``expected_head`` is known to be the newest."""
@@ -224,13 +233,13 @@ class StandaloneLog:
             epoch=0,
             run_id="",
             created_ms=int(self._clock() * 1000),
-            # A store on its own is no part of a layout, and its bytes have no schema.
+            # Its bytes have no schema.
             operators={
-                self._id.operator_id: OperatorEntry(
-                    num_partitions=0,
+                self._id.operator_id: OperatorEntry.of(
+                    num_partitions=self._layout.num_partitions,
                     schema_id="",
-                    backend=self._backend,
-                    partitions={self._id.partition_id: entry},
+                    backend=self._layout.backend,
+                    partitions={self._partition: entry},
                 )
             },
             oldest=0 if head is None or is_new_start else head.oldest,

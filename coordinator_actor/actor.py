@@ -17,18 +17,22 @@ from backends.ids import StateStoreProviderId
 from backends.manifest import Lineage
 from backends.storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
-    Completed,
+    BatchGrant,
     HostInfo,
     HostOrders,
     HostReport,
+    OpenBatch,
     OpenGrant,
-    OpenRequest,
     OperatorLocation,
     QueryRegistration,
+    Refused,
     RegisteredQuery,
+    SavepointExported,
+    SavepointStatus,
     SnapshotUploaded,
 )
 
@@ -119,9 +123,9 @@ class StateStoreCoordinator:
         """See ``Coordinator``."""
         return self._coordinator.driver_heartbeat(run_id)
 
-    def open(self, request: OpenRequest) -> OpenGrant:
+    def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``Coordinator``."""
-        return self._coordinator.open(request)
+        return self._coordinator.open_batch(request)
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """See ``Coordinator``."""
@@ -135,19 +139,49 @@ class StateStoreCoordinator:
         """See ``Coordinator``."""
         return self._coordinator.snapshot_uploaded(message)
 
-    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+    def acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: tuple[Acknowledge, ...]
+    ) -> tuple[Acknowledged | Refused, ...]:
         """See ``Coordinator``."""
         started = time.perf_counter()
-        answer = self._coordinator.acknowledge(message)
+        answers = self._coordinator.acknowledge_many(run_id, host_id, incarnation, messages)
         tags = {"namespace": self._namespace}
         self._acknowledge_ms.observe((time.perf_counter() - started) * 1e3, tags)
-        if answer.manifest_id is not None:
+        if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
             self._prepared_counter.inc(1, tags)
-        return answer
+        return answers
 
-    def batch_committed(self, run_id: str, batch_id: int) -> Completed | None:
+    def verify_instances(self, host_id: str, incarnation: str, run_ids: tuple[str, ...]) -> dict[str, dict[str, list[int]]]:
+        """See ``Coordinator``."""
+        return self._coordinator.verify_instances(host_id, incarnation, run_ids)
+
+    def batch_committed(self, run_id: str, batch_id: int) -> bool:
         """See ``Coordinator``."""
         return self._coordinator.batch_committed(run_id, batch_id)
+
+    def rebalance(self, query: str | None = None) -> dict[str, int]:
+        """See ``Coordinator``."""
+        return self._coordinator.rebalance(query)
+
+    def trigger_savepoint(self, request_id: str, query: str, path: str | None = None, *, stop: bool = False) -> SavepointStatus:
+        """See ``Coordinator``."""
+        return self._coordinator.trigger_savepoint(request_id, query, path, stop=stop)
+
+    def savepoint_status(self, request_id: str) -> SavepointStatus:
+        """See ``Coordinator``."""
+        return self._coordinator.savepoint_status(request_id)
+
+    def savepoint_exported(self, message: SavepointExported) -> None:
+        """See ``Coordinator``."""
+        self._coordinator.savepoint_exported(message)
+
+    def checkpoint_stats(self, query: str) -> dict[str, Any]:
+        """See ``Coordinator``."""
+        return self._coordinator.checkpoint_stats(query)
+
+    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
+        """See ``Coordinator``."""
+        return self._coordinator.get_kv_state_location_oracle(job_id)
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """See ``Coordinator``."""
@@ -170,6 +204,10 @@ class StateStoreCoordinator:
     def get_location(self, provider_id: StateStoreProviderId) -> str | None:
         """See ``Coordinator``."""
         return self._coordinator.get_location(provider_id)
+
+    def get_locations(self, provider_ids: list[StateStoreProviderId]) -> list[str | None]:
+        """See ``Coordinator``."""
+        return self._coordinator.get_locations(provider_ids)
 
     def deactivate_instances(self, run_id: str) -> bool:
         """See ``Coordinator``."""

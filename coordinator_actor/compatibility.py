@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
+from backends.chain import layout_of
 from backends.manifest import Manifest
 from backends.schema import StateSchema, to_spark_type
 from coordinator_actor.messages import OperatorSpec
@@ -56,16 +57,6 @@ def _program_refusal(run: QueryState, newest: Manifest) -> str | None:
         )
     for name, spec in declared.items():
         entry = newest.operators[name]
-        if entry.num_partitions != spec.num_partitions:
-            return (
-                f"The state of operator {name!r} at {where} has {entry.num_partitions} partitions, and the program asks for "
-                f"{spec.num_partitions}; start it with num_partitions={entry.num_partitions}."
-            )
-        if entry.backend != spec.backend:
-            return (
-                f"The state of operator {name!r} at {where} was written by the backend {entry.backend!r}, and the program asks "
-                f"for {spec.backend!r}; start it with the old one."
-            )
         if entry.schema_id != StateSchema.from_json(spec.schema).id:
             return _schema_refusal(run, spec, entry.schema_id)
     return None
@@ -83,11 +74,22 @@ def _schema_refusal(run: QueryState, spec: OperatorSpec, stored_id: str) -> str:
 
 def _missing_version(run: QueryState) -> str | None:
     versions = sorted(run.chain)
-    lacking, total = run.unrecoverable(run.completed, run.log.runs()), len(list(run.partitions()))
+    found, total = run.stored_changes(run.completed, run.log.runs()), run.num_tasks
+    lacking = [task for task in run.tasks() if task not in found]
     if not lacking:
         return None
     if len(lacking) < total:
         return incomplete_message(run.completed - 1, lacking, total)
+    newest = run.chain[versions[-1]] if versions else None
+    for name, entry in newest.operators.items() if newest is not None else ():
+        layout = run.layouts[name]
+        if layout_of(name, entry) != layout:
+            # What the hosts left of that version is in the old layout.
+            return (
+                f"The last version of the state at {run.registration.state_location} has to be put together first. Start the "
+                f"query once with num_partitions={entry.num_partitions} and the backend {entry.backend!r} for operator {name!r}, "
+                f"and then with {layout.num_partitions} and {layout.backend!r}."
+            )
     exist = f"versions {versions[0]} to {versions[-1]} exist" if versions else "no version exists"
     return (
         f"Spark has committed batch {run.completed - 1} of {run.registration.checkpoint_location}, so the query needs state "

@@ -10,22 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from backends import chain as chains
-from backends import snapshot
-from backends.exceptions import DamagedFileError, MissingFileError, StorageError
-from backends.ids import StateStoreProviderId
-from backends.manifest import Lineage, PartitionEntry, SnapshotRef
+from backends.exceptions import StateStoreError, StorageError
+from backends.ids import StateStoreId, StateStoreProviderId
+from backends.manifest import Lineage, PartitionEntry
 from backends.schema import StateSchema
 from backends.storage import CheckpointStorage
 from coordinator_actor.assignment import assign
+from coordinator_actor.checkpoints import CompletedCheckpoint, TaskKey
 from coordinator_actor.compatibility import refusal_of
 from coordinator_actor.exceptions import (
+    BatchHeldError,
     CoordinatorError,
     InvalidRequestError,
     LineageError,
@@ -34,37 +34,55 @@ from coordinator_actor.exceptions import (
     StaleOwnerError,
     UnknownHostError,
     UnknownOperatorError,
+    UnknownQueryError,
     UnknownRunError,
+    error_from,
 )
+from coordinator_actor.job_status import JobStatus
+from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.manifests import ManifestLog, QueryFile, SparkCommits, schema_path
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
-    Completed,
+    BatchGrant,
     HostInfo,
     HostOrders,
     HostReport,
+    OpenBatch,
     OpenGrant,
-    OpenRequest,
     OperatorLocation,
     QueryRegistration,
+    Refused,
     RegisteredQuery,
+    SavepointExported,
+    SavepointOrder,
+    SavepointStatus,
     SnapshotUploaded,
 )
-from coordinator_actor.query import QueryState
+from coordinator_actor.query import Assignment, QueryState
 from coordinator_actor.registry import HostRegistry, InstanceRegistry
+from coordinator_actor.retention import remove_garbage
+from coordinator_actor.savepoints import InBackground, RunSavepoints
+from coordinator_actor.snapshot_lag import SnapshotLag, SnapshotLagConf
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CoordinatorConf:
-    """Leases in seconds: a host silent for ``host_timeout`` is lost, a driver for ``driver_timeout`` is gone,
-    and a coordinator that nobody has needed for ``idle_timeout`` ends itself."""
+    """Times in seconds.
+
+    A host silent for ``host_timeout`` is lost, a driver for ``driver_timeout`` is gone, and a coordinator that nobody has
+    needed for ``idle_timeout`` ends itself. A savepoint that takes longer than ``savepoint_timeout`` fails; a micro-batch that
+    takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag`` says when a partition's snapshots lag behind.
+    """
 
     host_timeout: float = 10.0
     driver_timeout: float = 60.0
     idle_timeout: float = 600.0
+    savepoint_timeout: float = 600.0
+    slow_checkpoint: float = 600.0
+    snapshot_lag: SnapshotLagConf = field(default_factory=SnapshotLagConf)
 
 
 REMEMBERED_RUNS = 1000
@@ -78,7 +96,11 @@ class Coordinator:
     """One per namespace. Thread-safe: a lock per query for what touches storage, one for the registries."""
 
     def __init__(
-        self, clock: Callable[[], float], open_storage: OpenStorage, conf: CoordinatorConf | None = None
+        self,
+        clock: Callable[[], float],
+        open_storage: OpenStorage,
+        conf: CoordinatorConf | None = None,
+        in_background: InBackground | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self._clock = clock
@@ -90,6 +112,8 @@ class Coordinator:
         self._registering: dict[str, threading.Lock] = {}
         self._over: dict[str, str] = {}
         self._ended_sessions: dict[str, None] = {}
+        self._savepoints: dict[str, RunSavepoints] = {}
+        self._in_background = in_background or _in_thread
         self._lock = threading.RLock()
         self._last_needed = clock()
 
@@ -110,7 +134,7 @@ class Coordinator:
             run = self._runs.get(registration.run_id)
             if run is not None:
                 with run.lock:
-                    self._take_report(run, report)
+                    self._take_report(run, report, info.host_id)
 
     def _register_again(self, registration: QueryRegistration) -> None:
         """A host holds a run that this coordinator, which was restarted, does not know."""
@@ -140,9 +164,24 @@ class Coordinator:
                 r for r, run in runs.items() if (run is None and r in self._over) or (run is not None and run.ended)
             ]
             is_known = all(run is not None for r, run in runs.items() if r not in over)
-        announced = [run.announced for r, run in runs.items() if run is not None and r not in over]
-        completed = tuple(a for a in announced if a is not None and held[a.run_id] < a.version)
-        return HostOrders(is_known, completed, tuple(over))
+        present = [run for r, run in runs.items() if run is not None and r not in over]
+        completed = tuple(
+            run.announced_by_host.get(host_id, run.announced)
+            for run in present
+            if run.announced is not None and held[run.run_id] < run.announced.version
+        )
+        savepoints = tuple(order for run in present for order in self._savepoint_orders(run, host_id))
+        return HostOrders(is_known, completed, tuple(over), savepoints)
+
+    def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
+        savepoints = self._savepoints.get(run.run_id)
+        # The lock may be held by one who waits for the storage; the orders come again with the next heartbeat.
+        if savepoints is None or not savepoints.is_pending() or not run.lock.acquire(blocking=False):
+            return []
+        try:
+            return list(savepoints.orders_for(host_id))
+        finally:
+            run.lock.release()
 
     def unregister_session(self, session_id: str) -> bool:
         """A driver's session ends: its hosts are gone. Returns whether other hosts are left."""
@@ -153,9 +192,13 @@ class Coordinator:
                 del self._ended_sessions[next(iter(self._ended_sessions))]
             for host_id in self._hosts.of_session(session_id):
                 del self._hosts.leases[host_id]
-            for run in [r for r in self._runs.values() if r.registration.session_id == session_id]:
+            gone = [r for r in self._runs.values() if r.registration.session_id == session_id]
+            for run in gone:
                 del self._runs[run.run_id]
-            return bool(self._hosts.leases)
+            others = bool(self._hosts.leases)
+        for run in gone:
+            self._end(run, "its session has ended")
+        return others
 
     def expire(self) -> None:
         """Drop hosts and runs whose lease has run out."""
@@ -170,10 +213,50 @@ class Coordinator:
             # Not for good: a machine may have slept, and the driver may bring it back. Only the driver.
             log.warning("The driver of run %s has not been heard of; the run is forgotten", run.run_id)
             with self._lock:
-                self._instances.deactivate(run.run_id)
                 self._runs.pop(run.run_id, None)
-            run.ended = True
+            self._end(run, LEASE_OVER)
             self._remember_over(run.run_id, LEASE_OVER)
+        for run in self._current_runs():
+            self._look_at(run, now)
+
+    def _look_at(self, run: QueryState, now: float) -> None:
+        """Warn of what is slow, and give up savepoints that are overdue; not if somebody is at work on the run."""
+        if not run.lock.acquire(blocking=False):
+            return
+        try:
+            savepoints = self._savepoints.get(run.run_id)
+            if savepoints is not None:
+                savepoints.settle()
+            batch = run.batch
+            is_slow = batch is not None and now - batch.started > self._conf.slow_checkpoint
+            if batch is not None and is_slow and run.warned_of != batch.id:
+                run.warned_of = batch.id
+                log.warning(
+                    "Batch %d of run %s has not been acknowledged for %.0f s: %s",
+                    batch.properties["version"] - 1,
+                    run.run_id,
+                    now - batch.started,
+                    batch.describe_missing(),
+                )
+            lagging = None if run.lag is None else run.lag.warning(run.completed, now)
+            if lagging is not None:
+                log.warning("%s", lagging)
+        finally:
+            run.lock.release()
+
+    def _current_runs(self) -> list[QueryState]:
+        with self._lock:
+            return [run for run in self._runs.values() if not run.ended and run.retired_by is None]
+
+    def _end(self, run: QueryState, why: str) -> None:
+        """A run is over: nothing of it is active or pending any more."""
+        run.ended = True
+        with self._lock:
+            self._instances.deactivate(run.run_id)
+        run.job_status_changed(JobStatus.FINISHED)
+        savepoints = self._savepoints.get(run.run_id)
+        if savepoints is not None:
+            savepoints.shutdown(why)
 
     def is_idle(self) -> bool:
         """Whether nobody has needed this coordinator for ``idle_timeout``."""
@@ -198,7 +281,9 @@ class Coordinator:
                 return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
             manifest_log.refresh()
             commits = SparkCommits(spark)
-            run = QueryState(registration, manifest_log, commits, driver_seen=self._clock(), maintained=self._clock())
+            run = QueryState(
+                registration, manifest_log, commits, self._clock, driver_seen=self._clock(), maintained=self._clock()
+            )
             run.completed = commits.next_batch()
             run.chain = manifest_log.chain()
             refusal = refusal_of(run)
@@ -215,24 +300,42 @@ class Coordinator:
             schema_id = StateSchema.from_json(operator.schema).id
             run.log.ensure(schema_path(schema_id), operator.schema.encode())
         run.log.claim(registration.run_id)
+        run.counter.ensure_above(run.log.last_id())
         run.chain = run.log.chain()
         # Nobody knows the run before all of this has succeeded.
-        if run.completed > 0:
-            if run.completed not in run.chain:
-                run.recover(run.completed, self._now_ms(), run.log.runs())
-            run.announced = run.heads(run.completed)
+        if run.completed > 0 and run.completed not in run.chain:
+            run.recover(run.completed, run.log.runs())
         following = run.chain.get(run.completed + 1)
         if following is not None and following.run_id == registration.run_id:
             # Prepared before this coordinator was restarted: it knows better than the hosts which attempts were last.
-            run.pending[following.version] = dict(chains.partitions(following))
+            states: dict[TaskKey, Any] = {
+                (name, p): PartitionEntry(e.attempt, e.changelog)
+                for name, operator in following.operators.items()
+                for p, e in operator.partitions.items()
+            }
+            run.last = CompletedCheckpoint(
+                following.id, following.created_ms / 1000, 0.0, states, properties={"version": following.version}
+            )
         run.carry_snapshots()
+        run.announce()
+        conf = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
+        run.lag = SnapshotLag(run.run_id, run.tasks(), self._clock(), run.completed, conf)
         with self._lock:
-            for other in list(self._runs.values()):
-                if other.registration.state_location == registration.state_location:
-                    other.retired_by = registration.run_id
-                    other.ended = True
+            replaced = [
+                other
+                for other in self._runs.values()
+                if other.registration.state_location == registration.state_location
+            ]
+            for other in replaced:
+                other.retired_by = registration.run_id
             self._runs[registration.run_id] = run
+            self._savepoints[registration.run_id] = RunSavepoints(
+                run, self._open_storage, self._in_background, self._clock, self._conf.savepoint_timeout
+            )
             self._over.pop(registration.run_id, None)
+        for other in replaced:
+            self._end(other, f"run {registration.run_id} has replaced it")
+        run.job_status_changed(JobStatus.RUNNING)
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,
@@ -242,17 +345,19 @@ class Coordinator:
         )
 
     @staticmethod
-    def _take_report(run: QueryState, report: HostReport) -> None:
-        """Count what a host has opened and acknowledged, after this coordinator was restarted."""
+    def _take_report(run: QueryState, report: HostReport, host_id: str) -> None:
+        """Count what a host has opened, holds and has acknowledged, after this coordinator was restarted."""
         run.highest_opened = max(run.highest_opened, report.opened.get(run.run_id, -1))
+        for operator, partitions in report.held.get(run.run_id, {}).items():
+            for partition in partitions:
+                run.reported_owners.setdefault((operator, partition), host_id)
         for message in report.pending:
-            if message.run_id != run.run_id:
+            task = (message.operator, message.partition)
+            if message.run_id != run.run_id or message.version <= run.completed:
                 continue
-            same_base = message.base == run.head(message.version - 1, message.operator, message.partition)
-            if message.version > run.completed and same_base:
-                entry = PartitionEntry(message.attempt, message.file)
-                run.pending.setdefault(message.version, {}).setdefault((message.operator, message.partition), entry)
-                run.owners.setdefault(f"{message.operator}/{message.partition}", message.host_id)
+            run.reported_owners[task] = message.host_id
+            if task not in run.acknowledged(message.version) and message.base == run.head(message.version - 1, *task):
+                run.acknowledge(message.version, task, PartitionEntry(message.attempt, message.file))
 
     def driver_heartbeat(self, run_id: str) -> bool:
         """The driver of a run is alive. False asks it to register the run again."""
@@ -267,8 +372,12 @@ class Coordinator:
             # The progress event of a batch may have met a coordinator that was just being restarted.
             following = run.completed + 1
             if following in run.chain and run.chain[following].run_id == run_id and run.commits.has(run.completed):
-                run.complete(following, self._now_ms())
+                self._complete(run, following)
         return True
+
+    def _complete(self, run: QueryState, version: int) -> None:
+        run.complete(version)
+        self._savepoints[run.run_id].on_completed()
 
     def _run(self, run_id: str) -> QueryState:
         with self._lock:
@@ -291,22 +400,38 @@ class Coordinator:
 
     # -- the batch -----------------------------------------------------------------------------
 
-    def open(self, request: OpenRequest) -> OpenGrant:
-        """A task of batch N opens its partition at version N: who owns it, and what is its state?"""
+    def open_batch(self, request: OpenBatch) -> BatchGrant:
+        """The first of a host's tasks of batch N opens its partition at version N: who owns what, and what is its state?
+
+        Raises ``BatchHeldError`` while the batch has to wait.
+        """
         run = self._run(request.run_id)
         with run.lock:
             self._require_current(run)
             with self._lock:
                 self._hosts.require(request.host_id, request.incarnation)
-            self._require_partition(run, request.operator, request.partition)
             if request.batch_id < run.highest_opened:
                 raise StaleBatchError(
                     f"A task of batch {request.batch_id} is too late: batch {run.highest_opened} of run {run.run_id} has begun."
                 )
             self._advance(run, request.batch_id)
-            begins = request.batch_id > run.highest_opened
+            if run.held_from is not None and request.batch_id >= run.held_from:
+                raise BatchHeldError(
+                    f"Batch {request.batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
+                    f"{run.held_from}."
+                )
+            assignment = self._assign(run, rebalance=request.batch_id > run.highest_opened)
             run.highest_opened = request.batch_id
-            return self._grant(run, request.operator, request.partition, request.batch_id, rebalance=begins)
+            is_news = request.assignment != assignment.number
+            return BatchGrant(
+                version=request.batch_id,
+                epoch=run.log.epoch,
+                assignment=assignment.number,
+                registration=run.registration,
+                heads=run.heads(request.batch_id, assignment.of_host.get(request.host_id, ())),
+                hosts=assignment.hosts if is_news else (),
+                owners=dict(assignment.owners) if is_news else {},
+            )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Who owns a partition, and what is its last completed state? Changes nothing."""
@@ -314,7 +439,9 @@ class Coordinator:
         with run.lock:
             self._require_current(run)
             self._require_partition(run, operator, partition)
-            return self._grant(run, operator, partition, run.completed)
+            owner = self._assign(run).owner(operator, partition)
+            head = run.head(run.completed, operator, partition)
+            return OpenGrant(owner, run.completed, head, run.registration, run.log.epoch)
 
     def _advance(self, run: QueryState, batch_id: int) -> None:
         """Make version ``batch_id`` the completed one, as Spark's commits say."""
@@ -329,20 +456,64 @@ class Coordinator:
                 f"Batch {batch_id} begins, but version {run.completed} is the last completed one and Spark's commits/"
                 f"{batch_id - 1} does not exist in {run.registration.checkpoint_location}."
             )
-        run.complete(batch_id, self._now_ms())
+        self._complete(run, batch_id)
 
-    def _grant(
-        self, run: QueryState, operator: str, partition: int, version: int, *, rebalance: bool = False
-    ) -> OpenGrant:
+    def _assign(self, run: QueryState, *, rebalance: bool = False) -> Assignment:
         """Partitions move between hosts only where a batch begins, or where their host is lost."""
         with self._lock:
-            hosts = self._hosts.of_session(run.registration.session_id)
-            if not hosts:
+            current, generation = run.assignment, self._hosts.generation
+            if current is not None and current.generation == generation and not (rebalance and run.unbalanced):
+                return current
+            nodes = self._hosts.nodes_of_session(run.registration.session_id)
+            if not nodes:
                 raise UnknownHostError(f"No state store host of session {run.registration.session_id} is alive.")
-            keys = [f"{o}/{p}" for o, p in run.partitions()]
-            run.owners = assign(keys, hosts, run.owners, rebalance=rebalance)
-            owner = self._hosts.leases[run.owners[f"{operator}/{partition}"]].info
-        return OpenGrant(owner, version, run.head(version, operator, partition), run.registration, run.log.epoch)
+            infos = [self._hosts.leases[host_id].info for host_id in nodes]
+        if current is None:
+            held = run.reported_owners
+        else:
+            held = {task: current.owner(*task).host_id for task in run.tasks()}
+        names = {f"{operator}/{partition}": (operator, partition) for operator, partition in run.tasks()}
+        owners = assign(
+            list(names),
+            nodes,
+            {name: held[task] for name, task in names.items() if task in held},
+            rebalance=rebalance,
+            salt=run.registration.query_id,
+        )
+        # Only where a batch begins may partitions move whose host is still there.
+        run.unbalanced = not rebalance
+        # Another coordinator, or this one restarted, must not give out the same number for something else.
+        number = (run.log.epoch << 20) + 1 if current is None else current.number + 1
+        assignment = Assignment.of(number, generation, infos, {names[name]: owners[name] for name in names})
+        location = run.registration.checkpoint_location
+        with self._lock:
+            for task in names.values():
+                owner = assignment.owner(*task)
+                if current is None or current.owner(*task).host_id != owner.host_id:
+                    instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
+                    self._instances.report(instance, owner.ip, owner.host_id)
+        run.assignment = assignment
+        return assignment
+
+    def rebalance(self, query: str | None = None) -> dict[str, int]:
+        """Give every host its share of the partitions, of one query or of all; returns how many moved, by run.
+
+        A run whose batch is under way does so where its next batch begins, as it would anyway, and counts with 0 here.
+        """
+        moved = {}
+        for run in self._current_runs():
+            if query is not None and query not in (run.registration.name, run.registration.query_id, run.run_id):
+                continue
+            with run.lock:
+                before = run.assignment
+                run.unbalanced = True
+                if before is None or run.highest_opened >= run.completed:
+                    moved[run.run_id] = 0
+                    continue
+                after = self._assign(run, rebalance=True)
+                moved[run.run_id] = sum(after.owner(*task) != before.owner(*task) for task in run.tasks())
+                run.announce()
+        return moved
 
     @staticmethod
     def _require_partition(run: QueryState, operator: str, partition: int) -> None:
@@ -365,8 +536,12 @@ class Coordinator:
                 raise InvalidRequestError(
                     f"Version {version} is not completed; {run.completed} is the last one that is."
                 )
-            run.busy[(operator, partition)] = self._clock() + BUSY_SECONDS
-            return run.lineage(operator, partition, version)
+            until = self._clock() + BUSY_SECONDS
+            run.busy[(operator, partition)] = until
+            found = run.lineage(operator, partition, version)
+            if found.rescaled is not None:
+                run.rescaling[(operator, partition)] = until
+            return found
 
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
         """The owner of a partition has uploaded a snapshot. True if it counts: the next manifest names it."""
@@ -378,9 +553,10 @@ class Coordinator:
             with self._lock:
                 self._hosts.require(message.host_id, message.incarnation)
             run.busy.pop(key, None)
-            new, known = message.snapshot, {s.file.path for s in run.snapshots(key, run.completed)}
+            new, known = message.snapshot, {s.file.path for s in run.snapshots(*key, run.completed)}
             counts = (
-                run.owners.get(f"{message.operator}/{message.partition}") == message.host_id
+                run.assignment is not None
+                and run.assignment.owner(*key).host_id == message.host_id
                 and run.oldest < new.version <= run.completed
                 and run.head(new.version, *key) == new.head
                 and new.file.path not in known
@@ -388,48 +564,93 @@ class Coordinator:
             )
             if counts:
                 run.unnamed[key] = (*run.unnamed.get(key, ()), new)
+                if run.lag is not None:
+                    run.lag.report_uploaded(key, new.version, self._clock())
             return counts
+
+    def verify_instances(self, host_id: str, incarnation: str, run_ids: Sequence[str]) -> dict[str, dict[str, list[int]]]:
+        """Before its maintenance a host asks what it owns of these runs: operator to partitions. It unloads what is not named.
+
+        Runs whose owners are not known (yet) are left out.
+        """
+        with self._lock:
+            self._hosts.require(host_id, incarnation)
+            runs = [run for r in run_ids if (run := self._runs.get(r)) is not None and run.assignment is not None]
+        owned: dict[str, dict[str, list[int]]] = {}
+        for run in runs:
+            assert run.assignment is not None
+            owned[run.run_id] = {name: [] for name in run.layouts}
+            for operator, partition in run.assignment.of_host.get(host_id, ()):
+                owned[run.run_id][operator].append(partition)
+        return owned
 
     def acknowledge(self, message: Acknowledge) -> Acknowledged:
         """A host has made a task's changes durable. The last one is answered when the manifest is durable too."""
-        run = self._run(message.run_id)
+        (answer,) = self.acknowledge_many(message.run_id, message.host_id, message.incarnation, (message,))
+        if isinstance(answer, Refused):
+            raise error_from(answer.error, answer.message)
+        return answer
+
+    def acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
+    ) -> tuple[Acknowledged | Refused, ...]:
+        """Those of several tasks of a run that have reached a host together; an answer for each.
+
+        Raises an error only if it would refuse them all.
+        """
+        run = self._run(run_id)
         with run.lock:
             self._require_current(run)
-            self._require_partition(run, message.operator, message.partition)
-            key = f"{message.operator}/{message.partition}"
             with self._lock:
-                self._hosts.require(message.host_id, message.incarnation)
-                if run.owners.setdefault(key, message.host_id) != message.host_id:
-                    raise StaleOwnerError(
-                        f"Host {message.host_id} does not own {key} of run {run.run_id}; {run.owners[key]} does."
-                    )
-            if message.version != run.highest_opened + 1 or message.version <= run.completed:
-                raise StaleBatchError(
-                    f"Version {message.version} of run {run.run_id} cannot be committed: batch {run.highest_opened} is the "
-                    f"newest one opened, version {run.completed} the last completed one."
-                )
-            base = run.head(message.version - 1, message.operator, message.partition)
-            if message.base != base:
-                raise LineageError(
-                    f"Changes of {key} apply to {message.base}, but version {message.version - 1} ends with {base}."
-                )
-            run.busy.pop((message.operator, message.partition), None)
-            task, entry = (message.operator, message.partition), PartitionEntry(message.attempt, message.file)
-            prepared = run.entry(message.version, *task)
-            if prepared is not None and msgspec.structs.replace(prepared, snapshots=()) == entry:
-                # Its answer was lost: the manifest that names it is there.
-                return Acknowledged(message.version, run.chain[message.version].id)
-            run.pending.setdefault(message.version, {})[task] = entry
-            return Acknowledged(message.version, run.prepare(message.version, self._now_ms()))
+                self._hosts.require(host_id, incarnation)
+            answers: list[Acknowledged | Refused] = []
+            for message in messages:
+                try:
+                    answers.append(self._acknowledge(run, message))
+                except (CoordinatorError, StateStoreError) as error:
+                    answers.append(Refused(type(error).__name__, str(error)))
+            return tuple(answers)
 
-    def batch_committed(self, run_id: str, batch_id: int) -> Completed | None:
-        """Spark reports progress: batch N is committed, so version N + 1 is completed. None if that was known."""
+    def _acknowledge(self, run: QueryState, message: Acknowledge) -> Acknowledged:
+        task = (message.operator, message.partition)
+        self._require_partition(run, *task)
+        if run.assignment is None:
+            run.reported_owners.setdefault(task, message.host_id)
+        owner = self._assign(run).owner(*task)
+        if owner.host_id != message.host_id:
+            raise StaleOwnerError(
+                f"Host {message.host_id} does not own {task[0]}/{task[1]} of run {run.run_id}; {owner.host_id} does."
+            )
+        if message.version != run.highest_opened + 1 or message.version <= run.completed:
+            raise StaleBatchError(
+                f"Version {message.version} of run {run.run_id} cannot be committed: batch {run.highest_opened} is the "
+                f"newest one opened, version {run.completed} the last completed one."
+            )
+        base = run.head(message.version - 1, *task)
+        if message.base != base:
+            raise LineageError(
+                f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with {base}."
+            )
+        run.busy.pop(task, None)
+        run.rescaling.pop(task, None)
+        entry = PartitionEntry(message.attempt, message.file)
+        prepared = run.chain.get(message.version)
+        if prepared is not None and prepared.run_id == run.run_id and run.acknowledged(message.version).get(task) == entry:
+            # Its answer was lost: the manifest that names it is there.
+            return Acknowledged(message.version, prepared.id)
+        return Acknowledged(message.version, run.acknowledge(message.version, task, entry, duration=message.duration))
+
+    def batch_committed(self, run_id: str, batch_id: int) -> bool:
+        """Spark reports progress: batch N is committed, so version N + 1 is completed. False if that was known.
+
+        The hosts learn of it with their next heartbeat.
+        """
         run = self._run(run_id)
         with run.lock:
             if run.ended or run.retired_by or batch_id + 1 <= run.completed:
-                return None
+                return False
             self._advance(run, batch_id + 1)
-            return run.heads(run.completed)
+            return True
 
     # -- maintenance ---------------------------------------------------------------------------
 
@@ -447,73 +668,56 @@ class Coordinator:
         for run in runs:
             run.maintained = now
             try:
-                removed = self._remove_garbage(run)
+                removed = remove_garbage(run, now, self._require_current)
             except (StorageError, CoordinatorError):
                 log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
                 continue
             if removed:
                 log.info("Deleted files older than %d for run %s: %d files", run.oldest, run.run_id, len(removed))
 
-    def _remove_garbage(self, run: QueryState) -> list[str]:
-        """Remove only what the newest manifest, which is durable, says is not kept."""
-        storage = run.log.storage
-        sizes = dict(storage.list("operators"))
-        with run.lock:
-            self._require_current(run)
-            below = {v: m for v, m in run.chain.items() if v <= run.completed}
-            refs = [s for key in run.partitions() for s in chains.snapshots(below, key)]
-            refs += [s for unnamed in run.unnamed.values() for s in unnamed]
-        self._read_descriptors(run, refs)
-        with run.lock:
-            self._require_current(run)
-            run.log.check_epoch()
-            run.plan_retention(
-                lambda s: (
-                    sizes.get(s.file.path) == s.file.size
-                    and s.file.path in run.descriptors
-                    and run.descriptors[s.file.path].is_complete(sizes)
-                )
-            )
-            recorded, unnamed = run.recorded, [s for refs in run.unnamed.values() for s in refs]
-            if recorded is None or recorded.oldest == 0:
-                return []
-            now = self._clock()
-            busy = tuple(
-                f"operators/{o}/{spec.num_partitions}/{p}/"
-                for (o, p), until in run.busy.items()
-                if until > now and (spec := run.operator(o)) is not None
-            )
-            self._read_descriptors(run, [*refs, *unnamed])
-            try:
-                removed = chains.garbage(
-                    [*sizes, *storage.unfinished("operators")],
-                    run.chain,
-                    recorded,
-                    lambda s: run.descriptors[s.file.path].paths,
-                    unnamed,
-                )
-            except KeyError as error:
-                # Until that snapshot is no longer kept, nobody can tell which files are its own.
-                log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
-                return []
-            removed = [path for path in removed if not path.startswith(busy)]
-            removed += run.log.forget({m.id for m in run.chain.values()})
-        for path in removed:
-            storage.delete(path)
-        return removed
+    # -- savepoints ----------------------------------------------------------------------------
 
-    @staticmethod
-    def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> None:
-        """Remember the descriptors of these snapshots, but for damaged ones, and of no others."""
-        wanted = {s.file.path for s in refs}
-        held = run.descriptors
-        for ref in refs:
-            if ref.file.path not in held:
-                try:
-                    held = {**held, ref.file.path: snapshot.read_descriptor(run.log.storage, ref)}
-                except (DamagedFileError, MissingFileError) as error:
-                    log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
-        run.descriptors = {path: held[path] for path in held if path in wanted}
+    def trigger_savepoint(
+        self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
+    ) -> SavepointStatus:
+        """Begin a savepoint of a running query (its name, id or run id) below the directory ``path``.
+
+        ``request_id`` is the asker's own: asked again, nothing else begins. Without ``path`` it goes below the state's own
+        location. With ``stop`` the next batch is held until the query is stopped. Raises ``UnknownQueryError``,
+        ``InvalidRequestError``.
+        """
+        known = self.savepoint_status(request_id)
+        if known.known:
+            return known
+        run = self._find(query)
+        with run.lock:
+            self._require_current(run)
+            base = path if path is not None else f"{run.registration.state_location}/savepoints"
+            self._savepoints[run.run_id].trigger(request_id, base, stop=stop)
+        return self.savepoint_status(request_id)
+
+    def savepoint_status(self, request_id: str) -> SavepointStatus:
+        """How a savepoint stands that was asked for."""
+        with self._lock:
+            held = list(self._savepoints.values())
+        return next((s for savepoints in held if (s := savepoints.status(request_id)) is not None), SavepointStatus(False))
+
+    def savepoint_exported(self, message: SavepointExported) -> None:
+        """A host has exported a partition, or cannot."""
+        with self._lock:
+            self._hosts.require(message.host_id, message.incarnation)
+            savepoints = self._savepoints.get(message.run_id)
+        if savepoints is not None:
+            savepoints.exported(message)
+
+    def _find(self, query: str) -> QueryState:
+        running = self._current_runs()
+        found = [r for r in running if query in (r.registration.name, r.registration.query_id, r.run_id)]
+        if len(found) != 1:
+            exist = ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in running) or "none"
+            how_many = "Several running queries are" if found else "No running query with state is"
+            raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id.")
+        return found[0]
 
     # -- for query clients ---------------------------------------------------------------------
 
@@ -538,7 +742,8 @@ class Coordinator:
         spec = run.operator(operator)
         assert spec is not None
         with run.lock:
-            owners = tuple(self._grant(run, operator, p, run.completed).owner for p in range(spec.num_partitions))
+            assignment = self._assign(run)
+            owners = tuple(assignment.owner(operator, p) for p in range(spec.num_partitions))
             return OperatorLocation(
                 run.registration.query_id,
                 run.run_id,
@@ -548,6 +753,27 @@ class Coordinator:
                 run.completed,
                 owners,
             )
+
+    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
+        """Who owns which key groups of a running query (``job_id`` is its query id); None if it does not run here."""
+        run = next((r for r in self._current_runs() if r.registration.query_id == job_id), None)
+        if run is None:
+            return None
+        with run.lock:
+            assignment = self._assign(run)
+            registration = run.registration
+            owners = {name: [assignment.hosts[i] for i in places] for name, places in assignment.owners.items()}
+            return KvStateLocationOracle.of(
+                registration.query_id, run.run_id, registration.name, registration.key_groups, run.completed, owners
+            )
+
+    def checkpoint_stats(self, query: str) -> dict[str, Any]:
+        """Figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles."""
+        run = self._find(query)
+        return {
+            "checkpoints": run.stats.snapshot(),
+            "savepoints": self._savepoints[run.run_id].coordinator.stats.snapshot(),
+        }
 
     # -- instances (Spark) ---------------------------------------------------------------------
 
@@ -572,6 +798,11 @@ class Coordinator:
         with self._lock:
             return self._instances.location(provider_id)
 
+    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        """Where each of many providers is active."""
+        with self._lock:
+            return self._instances.locations(provider_ids)
+
     def deactivate_instances(self, run_id: str) -> bool:
         """A run is over: its instances are inactive, and hosts unload them."""
         with self._lock:
@@ -579,26 +810,26 @@ class Coordinator:
         if run is not None:
             with run.lock:
                 try:
-                    run.name_snapshots(self._now_ms())
+                    run.name_snapshots()
                 except (StorageError, CoordinatorError):
                     # They only save time: the next run takes new ones.
                     log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
         with self._lock:
             self._instances.deactivate(run_id)
-            run = self._runs.get(run_id)
-            if run is not None:
-                run.ended = True
-                del self._runs[run_id]
-            self._remember_over(
-                run_id, "its query ended" if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
-            )
+            run = self._runs.pop(run_id, None)
+            why = "its query ended" if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
+            self._remember_over(run_id, why)
+        if run is not None:
+            self._end(run, why)
         return True
 
     def _remember_over(self, run_id: str, why: str) -> None:
         with self._lock:
             self._over[run_id] = why
             while len(self._over) > REMEMBERED_RUNS:
-                del self._over[next(iter(self._over))]
+                oldest = next(iter(self._over))
+                del self._over[oldest]
+                self._savepoints.pop(oldest, None)
 
     # -- for people ----------------------------------------------------------------------------
 
@@ -625,7 +856,7 @@ class Coordinator:
 
     @staticmethod
     def _describe(run: QueryState) -> dict[str, Any]:
-        pending = max(run.pending, default=None)
+        batch = run.batch
         return {
             "query_id": run.registration.query_id,
             "run_id": run.run_id,
@@ -634,10 +865,12 @@ class Coordinator:
             "epoch": run.log.epoch,
             "completed_version": run.completed,
             "prepared_version": max(run.chain, default=0),
-            "pending_partitions": len(run.missing(pending)) if pending is not None else 0,
+            "pending_partitions": 0 if batch is None else batch.num_not_yet_acknowledged,
+            "checkpoints": run.stats.counts(),
             "retired_by": run.retired_by,
             "operators": {o.name: o.num_partitions for o in run.registration.operators},
         }
 
-    def _now_ms(self) -> int:
-        return int(self._clock() * 1000)
+
+def _in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="statestore-savepoint", daemon=True).start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import backends.exceptions
+
 
 class CoordinatorError(Exception):
     """Base of all errors that the coordinator raises on purpose."""
@@ -47,13 +49,53 @@ class UnknownOperatorError(CoordinatorError):
     """No running query has the operator, or several have it."""
 
 
+class BatchHeldError(CoordinatorError):
+    """The tasks of a batch have to wait: a savepoint is being made, and the query stops with it."""
+
+
+class UnknownQueryError(CoordinatorError):
+    """No running query has that name or id, or several have it."""
+
+
 class InvalidRequestError(CoordinatorError):
     """A message names a partition or version that cannot be."""
 
 
-def error_from(name: str, message: str) -> CoordinatorError:
-    """The error of that class name, or a ``CoordinatorError`` naming it."""
-    kind = globals().get(name)
-    if isinstance(kind, type) and issubclass(kind, CoordinatorError):
+class CheckpointNotTriggeredError(CoordinatorError):
+    """A checkpoint may not be triggered now, or the tasks could not be told of it."""
+
+
+class CheckpointCoordinatorShutdownError(CoordinatorError):
+    """The checkpoint or savepoint coordinator is shut down."""
+
+
+class CheckpointRestoreError(CoordinatorError):
+    """There is no completed checkpoint, or its state does not fit the tasks."""
+
+
+class SavepointFailedError(CoordinatorError):
+    """A savepoint was not made: it could not be triggered or stored, or was cancelled. Its subclasses say more."""
+
+
+class SavepointExpiredError(SavepointFailedError):
+    """A savepoint was not complete within the timeout."""
+
+
+class SavepointDeclinedError(SavepointFailedError):
+    """A task declined a savepoint."""
+
+
+class SavepointError(CoordinatorError):
+    """There is no savepoint at that place, or one cannot be made or restored there; nothing has been changed."""
+
+
+class SavepointMismatchError(CoordinatorError):
+    """A savepoint does not fit the program; the message lists the differences."""
+
+
+def error_from(name: str, message: str) -> CoordinatorError | backends.exceptions.StateStoreError:
+    """The error of that class name, the coordinator's or the backends', or a ``CoordinatorError`` naming it."""
+    kind = globals().get(name) or getattr(backends.exceptions, name, None)
+    if isinstance(kind, type) and issubclass(kind, (CoordinatorError, backends.exceptions.StateStoreError)):
         return kind(message)
     return CoordinatorError(f"{name}: {message}")

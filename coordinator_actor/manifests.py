@@ -18,6 +18,7 @@ from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.manifest import FORMAT_VERSION, Manifest
 from backends.sealed import seal, unseal
 from backends.storage import CheckpointStorage
+from coordinator_actor.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.exceptions import FencedError
 
 T = TypeVar("T", bound=Struct)
@@ -38,6 +39,20 @@ class EpochFile(Struct, frozen=True):
     epoch: int
     coordinator_id: str
     run_id: str
+
+
+class SavepointRecord(Struct, frozen=True):
+    """``savepoint-ids/<id>.json``: a savepoint was begun. Its own metadata file says whether it was finished."""
+
+    checkpoint_id: int
+    version: int
+    location: str
+    created_ms: int
+
+
+def savepoint_record_path(checkpoint_id: int) -> str:
+    """Where the record of a savepoint is kept."""
+    return f"savepoint-ids/{checkpoint_id:020d}.json"
 
 
 def manifest_path(manifest_id: int) -> str:
@@ -74,14 +89,12 @@ class ManifestLog:
         newest = self.newest_epoch()
         if newest is None or newest.run_id == run_id:
             return False
-        with ThreadPoolExecutor(READERS) as pool:
-            files = pool.map(lambda k: self._read(epoch_path(k), EpochFile), self._ids("epochs"))
-            return any(f.run_id == run_id for f in files)
+        files = self._read_all([epoch_path(k) for k in self._ids("epochs")], EpochFile)
+        return any(f.run_id == run_id for f in files)
 
     def runs(self) -> tuple[str, ...]:
         """The runs that have claimed an epoch, the last one first."""
-        with ThreadPoolExecutor(READERS) as pool:
-            files = list(pool.map(lambda k: self._read(epoch_path(k), EpochFile), self._ids("epochs")))
+        files = self._read_all([epoch_path(k) for k in self._ids("epochs")], EpochFile)
         return tuple(dict.fromkeys(f.run_id for f in reversed(files)))
 
     def claim(self, run_id: str) -> None:
@@ -100,9 +113,26 @@ class ManifestLog:
     def refresh(self) -> None:
         """Read the manifests that are not known yet."""
         missing = [i for i in self._ids("manifests") if i not in self.manifests]
+        for manifest in self._read_all([manifest_path(i) for i in missing], Manifest):
+            self.manifests[manifest.id] = manifest
+
+    def _read_all(self, paths: list[str], kind: type[T]) -> list[T]:
+        if len(paths) < 2:
+            return [self._read(path, kind) for path in paths]
         with ThreadPoolExecutor(READERS) as pool:
-            for manifest in pool.map(lambda i: self._read(manifest_path(i), Manifest), missing):
-                self.manifests[manifest.id] = manifest
+            return list(pool.map(lambda path: self._read(path, kind), paths))
+
+    def last_id(self) -> int:
+        """The highest checkpoint id that was ever given out: to a manifest or to a savepoint."""
+        return max((*self.manifests, *self._ids("savepoint-ids")), default=0)
+
+    def record_savepoint(self, record: SavepointRecord) -> None:
+        """Write down, durably, that a savepoint takes a checkpoint id. Raises ``FileExistsInStorageError``."""
+        self._create(savepoint_record_path(record.checkpoint_id), record)
+
+    def savepoints(self) -> list[SavepointRecord]:
+        """The savepoints of this query that were ever begun, by ascending id."""
+        return self._read_all([savepoint_record_path(i) for i in self._ids("savepoint-ids")], SavepointRecord)
 
     def head(self) -> Manifest | None:
         """The newest manifest of the highest epoch; later ones of lower epochs are ignored."""
@@ -120,18 +150,19 @@ class ManifestLog:
             del self.manifests[i]
         return [manifest_path(i) for i in gone]
 
-    def append(self, manifest: Manifest) -> Manifest:
-        """Write a manifest under the next free id, durably, unless another coordinator has taken over.
+    def append(self, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
+        """Write a manifest durably, unless another coordinator has taken over; under the next id if its own is taken.
 
         Raises ``FencedError``, after which the manifest counts for nothing that this coordinator answers.
         """
         while True:
-            manifest = msgspec.structs.replace(manifest, id=max(self.manifests, default=0) + 1)
             try:
                 self._create(manifest_path(manifest.id), manifest)
             except FileExistsInStorageError:
                 self.check_epoch()
                 self.refresh()
+                counter.ensure_above(max(self.manifests))
+                manifest = msgspec.structs.replace(manifest, id=counter.get_and_increment())
                 continue
             self.check_epoch()
             self.manifests[manifest.id] = manifest

@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from backends.manifest import FileRef, SnapshotRef
+from coordinator_actor.savepoint_format import ExportedFile
 
 
 class OperatorSpec(Struct, frozen=True):
@@ -68,26 +69,46 @@ class HostInfo(Struct, frozen=True):
     node_id: str
     session_id: str
 
+    @property
+    def ip(self) -> str:
+        """The IP address of its node."""
+        return self.address.rpartition("//")[2].rpartition(":")[0]
 
-class OpenRequest(Struct, frozen=True):
-    """A task, through the host ``host_id``, wants partition ``partition`` at version ``batch_id``."""
+
+class OpenBatch(Struct, frozen=True):
+    """A host asks on behalf of the first of its tasks of a batch; the answer serves all of them.
+
+    ``assignment`` is the number of the last assignment of owners that it was told of in this run, 0 for none.
+    """
 
     run_id: str
-    operator: str
-    partition: int
     batch_id: int
-    attempt: str
     host_id: str
     incarnation: str
+    assignment: int = 0
+
+
+class BatchGrant(Struct, frozen=True):
+    """Who owns what in a batch, and which files the asking host's own partitions end with at ``version``.
+
+    ``heads`` maps operator and partition to the path of the changelog that made ``version`` (left out for the empty
+    version 0); since files are unique and never overwritten, it identifies the whole lineage. ``owners`` has an index
+    into ``hosts`` for each partition of each operator; both are empty if the assignment that the host knows still holds.
+    ``epoch`` tells a grant of an older run from one of a newer. ``registration`` lets the host report the query again to a
+    coordinator that has lost it.
+    """
+
+    version: int
+    epoch: int
+    assignment: int
+    registration: QueryRegistration
+    heads: dict[str, dict[int, str]]
+    hosts: tuple[HostInfo, ...] = ()
+    owners: dict[str, list[int]] = field(default_factory=dict)
 
 
 class OpenGrant(Struct, frozen=True):
-    """Who owns the partition, and which file its state at ``version`` ends with.
-
-    ``head`` is the path of the changelog that made ``version`` (None for the empty version 0);
-    since files are unique and never overwritten, it identifies the whole lineage.
-    ``epoch`` tells a grant of an older run from one of a newer. ``registration`` lets the owner report the query again to a coordinator that has lost it.
-    """
+    """Who owns one partition, and which file its state at ``version`` ends with; see ``BatchGrant``."""
 
     owner: HostInfo
     version: int
@@ -99,7 +120,7 @@ class OpenGrant(Struct, frozen=True):
 class Acknowledge(Struct, frozen=True):
     """A host has made the changes of one attempt durable: ``version`` is batch id + 1.
 
-    ``base`` is the head of the lineage that the changes apply to.
+    ``base`` is the head of the lineage that the changes apply to, ``duration`` the seconds that the commit has taken.
     """
 
     run_id: str
@@ -111,6 +132,7 @@ class Acknowledge(Struct, frozen=True):
     incarnation: str
     file: FileRef
     base: str | None
+    duration: float = 0.0
 
 
 class Acknowledged(Struct, frozen=True):
@@ -118,6 +140,13 @@ class Acknowledged(Struct, frozen=True):
 
     version: int
     manifest_id: int | None
+
+
+class Refused(Struct, frozen=True):
+    """One of several messages was refused: the name of the error's class, and what it says."""
+
+    error: str
+    message: str
 
 
 class SnapshotUploaded(Struct, frozen=True):
@@ -133,7 +162,7 @@ class SnapshotUploaded(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """Version ``version`` of a run is completed; ``heads`` maps operator to the changelog path per partition."""
+    """Version ``version`` of a run is completed; ``heads`` maps operator to the changelog path per partition of one host."""
 
     run_id: str
     version: int
@@ -144,20 +173,66 @@ class HostReport(Struct, frozen=True):
     """What a host knows, told to a coordinator that does not know the host yet.
 
     ``pending`` are the acknowledged or durable changes not yet known to be completed, ``opened``
-    the highest batch id opened per run.
+    the highest batch id opened per run, ``held`` the partitions loaded per run and operator.
     """
 
     registrations: tuple[QueryRegistration, ...] = ()
     pending: tuple[Acknowledge, ...] = ()
     opened: dict[str, int] = field(default_factory=dict)
+    held: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+
+
+class SavepointOrder(Struct, frozen=True):
+    """A host is to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``."""
+
+    run_id: str
+    checkpoint_id: int
+    version: int
+    location: str
+    partitions: dict[str, list[int]]
+    storage_options: dict[str, str] = field(default_factory=dict)
+
+
+class SavepointExported(Struct, frozen=True):
+    """A host has exported a partition for a savepoint, or (``failure``) cannot; ``files`` by state variable.
+
+    ``duration`` in seconds.
+    """
+
+    run_id: str
+    checkpoint_id: int
+    operator: str
+    partition: int
+    host_id: str
+    incarnation: str
+    files: dict[str, ExportedFile] = field(default_factory=dict)
+    duration: float = 0.0
+    failure: str | None = None
+
+
+class SavepointStatus(Struct, frozen=True):
+    """How a savepoint stands: ``path`` once it is done, ``failure`` (class and message) if it is not to be.
+
+    Both None: ``acknowledged`` of ``total`` partitions are exported. ``known`` False: this coordinator has never heard of it.
+    """
+
+    known: bool
+    path: str | None = None
+    failure: Refused | None = None
+    acknowledged: int = 0
+    total: int = 0
 
 
 class HostOrders(Struct, frozen=True):
-    """The answer to a host's heartbeat: ``known`` False asks it to register again with its report."""
+    """The answer to a host's heartbeat: ``known`` False asks it to register again with its report.
+
+    ``savepoints`` come again until the partitions are acknowledged.
+    """
 
     known: bool
     completed: tuple[Completed, ...] = ()
     unload_runs: tuple[str, ...] = ()
+    savepoints: tuple[SavepointOrder, ...] = ()
 
 
 class OperatorLocation(Struct, frozen=True):

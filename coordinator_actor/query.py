@@ -3,51 +3,126 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from backends import chain as chains
-from backends.chain import PartitionKey, Retention
+from backends.chain import Layout, Retention
 from backends.changelog import read_changelog_meta
 from backends.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.schema import StateSchema
 from backends.snapshot import Snapshot
 from backends.storage import digest
+from coordinator_actor.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoint_stats import CheckpointStatsTracker
+from coordinator_actor.checkpoints import (
+    AcknowledgeCheckpoint,
+    CompletedCheckpoint,
+    NoCheckpointStore,
+    PendingCheckpoint,
+    TaskKey,
+)
 from coordinator_actor.exceptions import IncompleteBatchError
+from coordinator_actor.job_status import JobStatus
 from coordinator_actor.manifests import ManifestLog, SparkCommits
-from coordinator_actor.messages import Completed, OperatorSpec, QueryRegistration
+from coordinator_actor.messages import Completed, HostInfo, OperatorSpec, QueryRegistration
+from coordinator_actor.snapshot_lag import SnapshotLag
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Who owns which partition. ``number`` grows with every change in a run; ``generation`` is that of the hosts.
+
+    ``owners`` has an index into ``hosts`` for each partition of each operator.
+    """
+
+    number: int
+    generation: int
+    hosts: tuple[HostInfo, ...]
+    owners: Mapping[str, list[int]]
+    of_host: Mapping[str, tuple[TaskKey, ...]]
+
+    @classmethod
+    def of(cls, number: int, generation: int, hosts: Sequence[HostInfo], owners: Mapping[TaskKey, str]) -> Assignment:
+        """An assignment from the host of each partition, in the order of the partitions."""
+        places = {host.host_id: i for i, host in enumerate(hosts)}
+        by_operator: dict[str, list[int]] = {}
+        by_host: dict[str, list[TaskKey]] = {host.host_id: [] for host in hosts}
+        for task, host_id in owners.items():
+            by_operator.setdefault(task[0], []).append(places[host_id])
+            by_host[host_id].append(task)
+        return cls(number, generation, tuple(hosts), by_operator, {h: tuple(t) for h, t in by_host.items()})
+
+    def owner(self, operator: str, partition: int) -> HostInfo:
+        """The owner of a partition."""
+        return self.hosts[self.owners[operator][partition]]
 
 
 @dataclass
 class QueryState:
     """What the coordinator knows of one run. ``lock`` guards everything in it.
 
+    Every micro-batch is a checkpoint of all operators: ``batch`` is the one that is being acknowledged, ``last`` the one
+    that was prepared last. The completed one is the version that Spark has committed.
     ``unnamed`` are the snapshots that no manifest of a completed version names yet. ``planned`` is what the
     next manifest will keep, ``recorded`` what the last one says. ``busy`` has the partitions that are
-    being loaded or uploaded, and until when that is believed.
+    being loaded or uploaded, and until when that is believed; ``rescaling`` those of them that are made of the files of
+    an earlier layout. ``pinned`` are versions that must not be removed
+    whatever retention says. ``held_from`` is the first batch whose tasks must wait, if any.
     """
 
     registration: QueryRegistration
     log: ManifestLog
     commits: SparkCommits
+    clock: Callable[[], float]
     completed: int = 0
     highest_opened: int = -1
     chain: dict[int, Manifest] = field(default_factory=dict)
-    pending: dict[int, dict[PartitionKey, PartitionEntry]] = field(default_factory=dict)
-    unnamed: dict[PartitionKey, tuple[SnapshotRef, ...]] = field(default_factory=dict)
+    batch: PendingCheckpoint | None = None
+    last: CompletedCheckpoint | None = None
+    unnamed: dict[TaskKey, tuple[SnapshotRef, ...]] = field(default_factory=dict)
     planned: Retention | None = None
     recorded: Retention | None = None
     descriptors: dict[str, Snapshot] = field(default_factory=dict)
-    busy: dict[PartitionKey, float] = field(default_factory=dict)
+    busy: dict[TaskKey, float] = field(default_factory=dict)
+    rescaling: dict[TaskKey, float] = field(default_factory=dict)
+    pinned: dict[int, int] = field(default_factory=dict)
+    held_from: int | None = None
     maintained: float = 0.0
-    owners: dict[str, str] = field(default_factory=dict)
+    assignment: Assignment | None = None
+    reported_owners: dict[TaskKey, str] = field(default_factory=dict)
     announced: Completed | None = None
+    announced_by_host: dict[str, Completed] = field(default_factory=dict)
     retired_by: str | None = None
     ended: bool = False
     driver_seen: float = 0.0
+    counter: CheckpointIDCounter = field(default_factory=CheckpointIDCounter)
+    stats: CheckpointStatsTracker = field(default_factory=CheckpointStatsTracker)
+    lag: SnapshotLag | None = None
+    warned_of: int | None = None
+    unbalanced: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        operators = self.registration.operators
+        self._specs = {o.name: o for o in operators}
+        self.layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
+        self._schema_ids = {o.name: StateSchema.from_json(o.schema).id for o in operators}
+        self.num_tasks = sum(o.num_partitions for o in operators)
+        self.checkpoints = CheckpointCoordinator(
+            self.run_id,
+            self.tasks(),
+            id_counter=self.counter,
+            completed_store=NoCheckpointStore(),  # the manifests are
+            stats_tracker=self.stats,
+            timeout=None,  # Spark commits a batch however long it took
+            max_concurrent=None,
+            clock=self.clock,
+            on_fully_acknowledged_checkpoint=self._prepare,
+        )
 
     @property
     def run_id(self) -> str:
@@ -56,104 +131,160 @@ class QueryState:
 
     def operator(self, name: str) -> OperatorSpec | None:
         """The declaration of an operator."""
-        return next((o for o in self.registration.operators if o.name == name), None)
+        return self._specs.get(name)
 
-    def partitions(self) -> Iterator[PartitionKey]:
+    def tasks(self) -> Iterator[TaskKey]:
         """Every declared partition of every operator."""
         for operator in self.registration.operators:
             for partition in range(operator.num_partitions):
                 yield operator.name, partition
 
     def entry(self, version: int, operator: str, partition: int) -> PartitionEntry | None:
-        """What a partition contributed to a version of the chain."""
-        return chains.entry(self.chain, version, (operator, partition))
+        """What a partition contributed to a version of the chain, in the layout of that version."""
+        return chains.entry(self.chain, version, operator, partition)
 
     def head(self, version: int, operator: str, partition: int) -> str | None:
-        """The changelog that a partition's state ends with at a version; None for the empty version 0."""
-        return chains.head_of(self.chain, version, (operator, partition))
+        """What made a partition's state at a version; None for the empty version 0."""
+        return chains.head_of(self.chain, version, self.layouts[operator], partition, self.registration.key_groups)
 
     @property
     def oldest(self) -> int:
         """The oldest version that is kept, besides the empty 0."""
         return self.chain[max(self.chain)].oldest if self.chain else 0
 
-    def snapshots(self, key: PartitionKey, version: int) -> tuple[SnapshotRef, ...]:
-        """A partition's snapshots of versions up to one, ascending, named in a manifest or not yet."""
-        below = {v: m for v, m in self.chain.items() if v <= self.completed}
-        known = {s.file.path: s for s in (*chains.snapshots(below, key), *self.unnamed.get(key, ()))}
+    @property
+    def below(self) -> dict[int, Manifest]:
+        """The completed part of the chain."""
+        return {v: m for v, m in self.chain.items() if v <= self.completed}
+
+    def snapshots(self, operator: str, partition: int, version: int) -> tuple[SnapshotRef, ...]:
+        """A partition's snapshots of versions up to one, ascending, named in a manifest or not yet; in the present layout."""
+        held = chains.segments(self.chain, operator, self.completed)
+        named: list[SnapshotRef] = []
+        if held and held[0].layout == self.layouts[operator]:
+            named = chains.snapshots(self.below, held[0], of=partition).get(partition, [])
+        known = {s.file.path: s for s in (*named, *self.unnamed.get((operator, partition), ()))}
         return tuple(sorted((s for s in known.values() if s.version <= version), key=lambda s: s.version))
 
-    def heads(self, version: int) -> Completed:
-        """All of them, for the hosts."""
-        heads: dict[str, dict[int, str]] = {}
-        for name, entry in self.chain[version].operators.items():
-            heads[name] = {p: e.changelog.path for p, e in entry.partitions.items()}
-        return Completed(self.run_id, version, heads)
+    def heads(self, version: int, keys: Iterable[TaskKey]) -> dict[str, dict[int, str]]:
+        """Those of some partitions, by operator; those of the empty version 0 are left out."""
+        heads: dict[str, dict[int, str]] = {name: {} for name in self.layouts}
+        for operator, partition in keys:
+            head = self.head(version, operator, partition)
+            if head is not None:
+                heads[operator][partition] = head
+        return heads
 
     def lineage(self, operator: str, partition: int, version: int) -> Lineage:
         """The files that lead to a version."""
-        key = (operator, partition)
-        return msgspec.structs.replace(chains.lineage(self.chain, key, version), snapshots=self.snapshots(key, version))
+        layout = self.layouts[operator]
+        found = chains.lineage(self.chain, version, layout, partition, self.registration.key_groups)
+        return msgspec.structs.replace(found, snapshots=self.snapshots(operator, partition, version))
 
     def carry_snapshots(self) -> None:
         """Take up the snapshots that only manifests of versions above the completed one name: those may be replaced."""
-        below = {v: m for v, m in self.chain.items() if v <= self.completed}
-        for key in self.partitions():
-            named = {s.file.path for s in chains.snapshots(below, key)}
-            found = chains.snapshots(below, key, self.chain.values())
-            if lost := tuple(s for s in found if s.file.path not in named):
-                self.unnamed[key] = lost
+        below = self.below
+        for operator, layout in self.layouts.items():
+            held = chains.segments(below, operator)
+            if not held or held[0].layout != layout:
+                continue
+            named = chains.snapshots(below, held[0])
+            for partition, found in chains.snapshots(below, held[0], self.chain.values()).items():
+                if lost := tuple(s for s in found if s not in named.get(partition, ())):
+                    self.unnamed[(operator, partition)] = lost
 
     def plan_retention(self, is_sound: Callable[[SnapshotRef], bool]) -> None:
         """Decide which versions the next manifest keeps."""
-        below = {v: m for v, m in self.chain.items() if v <= self.completed}
         target = max(0, self.completed - self.registration.min_versions_to_retain - 1)
-        self.planned = chains.retain(below, self.partitions(), target, self.oldest, is_sound)
+        target = min((target, *self.pinned.values()))
+        self.planned = chains.retain(self.below, self.layouts, target, self.oldest, is_sound)
 
-    def missing(self, version: int) -> list[PartitionKey]:
-        """Declared partitions that have not acknowledged a version."""
-        held = self.pending.get(version, {})
-        return [key for key in self.partitions() if key not in held]
+    def job_status_changed(self, status: JobStatus) -> None:
+        """The query runs, or has ended: what is pending then is given up."""
+        self.checkpoints.create_activator_deactivator().job_status_changed(self.run_id, status)
 
-    def prepare(self, version: int, now_ms: int) -> int | None:
-        """Write the manifest of a version if every partition has acknowledged it; returns its id."""
-        if self.missing(version):
-            return None
-        base = self.chain.get(version - 1)
+    def is_rescaling(self, now: float) -> bool:
+        """Whether a partition is being made of the files of an earlier layout."""
+        return any(until > now for until in self.rescaling.values())
+
+    # -- the running batch ---------------------------------------------------------------------
+
+    def acknowledged(self, version: int) -> dict[TaskKey, PartitionEntry]:
+        """What the partitions have acknowledged of a version that is not completed yet."""
+        for checkpoint in (self.batch, self.last):
+            if checkpoint is not None and checkpoint.properties["version"] == version:
+                return checkpoint.states
+        return {}
+
+    def acknowledge(
+        self, version: int, task: TaskKey, entry: PartitionEntry, *, duration: float = 0.0
+    ) -> int | None:
+        """Take a partition's changes; the last one's writes the manifest. Returns its id once the version is prepared.
+
+        Changes of a prepared version, by a repeated attempt, make another manifest with a higher id.
+        """
+        batch = self.batch
+        if batch is None or batch.is_discarded or batch.properties["version"] != version:
+            self._start(version, {**self.acknowledged(version), task: entry})
+        else:
+            size = entry.changelog.size
+            self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
+        return self.chain[version].id if self.batch is None else None
+
+    def _start(self, version: int, states: dict[TaskKey, PartitionEntry]) -> None:
+        if self.batch is not None:
+            self.checkpoints.cancel_checkpoint(self.batch.id, f"batch {version - 1} has begun")
+            self.batch = None
+        pending = self.checkpoints.start_checkpoint(states=states, properties={"version": version})
+        if not pending.is_discarded:
+            self.batch = pending
+
+    def _prepare(self, checkpoint: CompletedCheckpoint) -> None:
+        """Write the manifest of a checkpoint that every partition has acknowledged."""
+        version: int = checkpoint.properties["version"]
+        held: dict[TaskKey, PartitionEntry] = checkpoint.states
+        below = self.chain.get(version - 1)
         operators = {
-            o.name: OperatorEntry(
-                num_partitions=o.num_partitions,
-                schema_id=StateSchema.from_json(o.schema).id,
-                backend=o.backend,
-                partitions={
-                    p: msgspec.structs.replace(
-                        self.pending[version][(o.name, p)], snapshots=self.unnamed.get((o.name, p), ())
-                    )
+            o.name: OperatorEntry.of(
+                o.num_partitions,
+                self._schema_ids[o.name],
+                o.backend,
+                {
+                    p: PartitionEntry(e.attempt, e.changelog, self.unnamed.get((o.name, p), ()))
                     for p in range(o.num_partitions)
+                    if (e := held[(o.name, p)])
                 },
             )
             for o in self.registration.operators
         }
-        keep = self.planned or chains.Retention(self.oldest, min(self.chain, default=1), {})
-        manifest = self.log.append(
+        keep = self.planned or Retention(self.oldest, min(self.chain, default=1))
+        self._append(
             Manifest(
-                id=0,
-                parent=base.id if base else None,
+                id=checkpoint.id,
+                parent=below.id if below else None,
                 version=version,
                 epoch=self.log.epoch,
                 run_id=self.run_id,
-                created_ms=now_ms,
+                created_ms=self._now_ms(),
                 operators=operators,
                 oldest=keep.oldest,
                 chain_from=keep.chain_from,
             )
         )
         self.recorded = self.planned
-        self.chain = {v: m for v, m in self.chain.items() if keep.chain_from <= v < version}
-        self.chain[version] = manifest
-        return manifest.id
+        self.batch, self.last = None, checkpoint
 
-    def name_snapshots(self, now_ms: int) -> None:
+    def _append(self, manifest: Manifest) -> None:
+        appended = self.log.append(manifest, self.counter)
+        kept = {v: m for v, m in self.chain.items() if manifest.chain_from <= v < manifest.version}
+        self.chain = {**kept, manifest.version: appended}
+
+    def _now_ms(self) -> int:
+        return int(self.clock() * 1000)
+
+    # -- versions ------------------------------------------------------------------------------
+
+    def name_snapshots(self) -> None:
         """Name the snapshots that are not named yet in a manifest of the completed version, for the next run to find.
 
         Not if a later version is prepared already: it would no longer be the newest.
@@ -169,34 +300,50 @@ class QueryState:
         operators = {
             name: msgspec.structs.replace(
                 operator,
-                partitions={
-                    p: msgspec.structs.replace(e, snapshots=(*e.snapshots, *self.unnamed.get((name, p), ())))
-                    for p, e in operator.partitions.items()
-                },
+                partitions=operator.partitions.with_snapshots(
+                    {p: self.unnamed.get((name, p), ()) for p in operator.partitions}
+                ),
             )
+            if chains.layout_of(name, operator) == self.layouts.get(name)
+            else operator
             for name, operator in current.operators.items()
         }
-        self.chain[self.completed] = self.log.append(
+        self._append(
             msgspec.structs.replace(
-                current, epoch=self.log.epoch, run_id=self.run_id, created_ms=now_ms, operators=operators
+                current,
+                id=self.counter.get_and_increment(),
+                epoch=self.log.epoch,
+                run_id=self.run_id,
+                created_ms=self._now_ms(),
+                operators=operators,
             )
         )
         self.unnamed.clear()
 
-    def complete(self, version: int, now_ms: int) -> Completed:
+    def complete(self, version: int) -> None:
         """Take a version as completed: Spark has committed its batch."""
         if version not in self.chain or self.chain[version].run_id != self.run_id:
-            self.recover(version, now_ms)
+            self.recover(version)
         self.completed = version
-        for done in [v for v in self.pending if v < version]:
-            del self.pending[done]
-        for key, entry in chains.partitions(self.chain[version]):
-            if key in self.unnamed:
-                self.unnamed[key] = tuple(s for s in self.unnamed[key] if s not in entry.snapshots)
-        self.announced = self.heads(version)
-        return self.announced
+        self.last = None
+        for name, operator in self.chain[version].operators.items():
+            for partition, named in operator.partitions.snapshots.items():
+                left = tuple(s for s in self.unnamed.pop((name, partition), ()) if s not in named)
+                if left:
+                    self.unnamed[(name, partition)] = left
+        self.announce()
 
-    def recover(self, version: int, now_ms: int, earlier_runs: Sequence[str] = ()) -> None:
+    def announce(self) -> None:
+        """Get ready what the hosts are told of the completed version, each of its own partitions."""
+        self.announced = Completed(self.run_id, self.completed, {})
+        self.announced_by_host = {}
+        if self.assignment is None:
+            return
+        for host in self.assignment.hosts:
+            heads = self.heads(self.completed, self.assignment.of_host[host.host_id])
+            self.announced_by_host[host.host_id] = Completed(self.run_id, self.completed, heads)
+
+    def recover(self, version: int, earlier_runs: Sequence[str] = ()) -> None:
         """Prepare a version that Spark has committed although this coordinator saw no manifest of it.
 
         Hosts may have died together with an earlier coordinator after their acknowledgements; the
@@ -206,31 +353,32 @@ class QueryState:
         self.chain = self.log.chain()
         if version in self.chain and self.chain[version].run_id == self.run_id:
             return
-        lacking = self.unrecoverable(version, earlier_runs)
+        found = self.stored_changes(version, earlier_runs)
+        lacking = [task for task in self.tasks() if task not in found]
         if lacking:
-            raise IncompleteBatchError(incomplete_message(version - 1, lacking, len(list(self.partitions()))))
-        self.prepare(version, now_ms)
+            raise IncompleteBatchError(incomplete_message(version - 1, lacking, self.num_tasks))
+        self._start(version, found)
 
-    def unrecoverable(self, version: int, earlier_runs: Sequence[str] = ()) -> list[PartitionKey]:
-        """Partitions of which neither a host nor the storage has changes for a version; the others are taken up.
+    def stored_changes(self, version: int, earlier_runs: Sequence[str] = ()) -> dict[TaskKey, PartitionEntry]:
+        """What the partitions have acknowledged of a version, or else what the storage has of it. Changes nothing.
 
         ``earlier_runs``, the last one first, may be looked into for a version that Spark has committed before this run
         began. Changes of two runs never make one version: each may have seen other rows.
         """
+        found = dict(self.acknowledged(version))
         for run_id in (self.run_id, *earlier_runs):
-            for operator, partition in self.missing(version):
-                found = self._stored_changelog(operator, partition, version, run_id)
-                if found is not None:
-                    self.pending.setdefault(version, {})[(operator, partition)] = found
-            if self.pending.get(version):
+            for operator, partition in self.tasks():
+                if (operator, partition) not in found:
+                    changes = self._stored_changelog(operator, partition, version, run_id)
+                    if changes is not None:
+                        found[(operator, partition)] = changes
+            if found:
                 break
-        return self.missing(version)
+        return found
 
     def _stored_changelog(self, operator: str, partition: int, version: int, run_id: str) -> PartitionEntry | None:
-        spec = self.operator(operator)
-        n = spec.num_partitions if spec else 0
         base = self.head(version - 1, operator, partition)
-        prefix = f"operators/{operator}/{n}/{partition}/default/"
+        prefix = f"{self.layouts[operator].directory(partition)}/"
         for path, size in reversed(self.log.storage.list(prefix)):
             name = path.rsplit("/", 1)[-1]
             if not name.startswith(f"{version}-") or not name.endswith(".changelog"):
@@ -242,7 +390,7 @@ class QueryState:
         return None
 
 
-def incomplete_message(batch_id: int, lacking: list[PartitionKey], total: int) -> str:
+def incomplete_message(batch_id: int, lacking: list[TaskKey], total: int) -> str:
     """Why a batch that ran only in part stops the query, and how to go on."""
     named = ", ".join(f"{o}/{p}" for o, p in lacking[:8]) + (", ..." if len(lacking) > 8 else "")
     return (

@@ -10,6 +10,7 @@ import logging
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from backends.provider import provider_class
 from backends.storage import CheckpointStorage
 from coordinator_actor.exceptions import (
     CoordinatorError,
+    InvalidRequestError,
     RetiredRunError,
     StaleBatchError,
     StaleOwnerError,
@@ -42,18 +44,25 @@ from coordinator_actor.exceptions import (
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
+    BatchGrant,
     Completed,
     HostInfo,
     HostOrders,
     HostReport,
+    OpenBatch,
     OpenGrant,
-    OpenRequest,
     OperatorLocation,
     QueryRegistration,
+    Refused,
+    SavepointExported,
+    SavepointOrder,
     SnapshotUploaded,
 )
+from coordinator_actor.savepoints import variables_of
+from spark_bridge.acknowledgements import Acknowledgements
 from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
 from spark_bridge.protocol import Opened, TaskIdentity
+from spark_bridge.savepoint_exports import SavepointExports, Scans
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +70,8 @@ T = TypeVar("T")
 
 NOTHING_HELD = 1 << 62
 """The version reported of a run that a host knows, but has no partition of: no version is newer."""
+GRANT_SECONDS = 1.0
+"""For how long the tasks of a batch go by what the coordinator said to the first of them: owners may have moved since."""
 InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
 
@@ -74,8 +85,8 @@ class CoordinatorPort(Protocol):
     def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
         """Still here, with these runs at these versions; what is to be done?"""
 
-    def open(self, request: OpenRequest) -> OpenGrant:
-        """Ask who owns a partition for a batch, and what its state is."""
+    def open_batch(self, request: OpenBatch) -> BatchGrant:
+        """Ask who owns what in a batch, and what the state of one's own partitions is."""
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Ask who owns a partition, and what its last completed version is."""
@@ -86,8 +97,16 @@ class CoordinatorPort(Protocol):
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
         """Report a snapshot; whether it counts."""
 
-    def acknowledge(self, message: Acknowledge) -> Acknowledged:
-        """Report a durable commit."""
+    def acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: tuple[Acknowledge, ...]
+    ) -> tuple[Acknowledged | Refused, ...]:
+        """Report durable commits; an answer for each."""
+
+    def verify_instances(self, host_id: str, incarnation: str, run_ids: tuple[str, ...]) -> dict[str, dict[str, list[int]]]:
+        """What this host owns of runs: operator to partitions."""
+
+    def savepoint_exported(self, message: SavepointExported) -> None:
+        """Report that a partition has been exported for a savepoint, or cannot be."""
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """Find the owners of an operator's partitions."""
@@ -108,11 +127,22 @@ class Instance:
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
     last_commit: dict[str, float] = field(default_factory=dict)
     snapshot_version: int = 0
+    rescaled_at: int | None = None
 
     @property
     def key(self) -> InstanceKey:
         """What the host finds it by."""
         return self.registration.query_id, self.operator, self.partition
+
+
+@dataclass(frozen=True)
+class _Granted:
+    """What the coordinator last said of a run, and when."""
+
+    grant: BatchGrant
+    at: float
+    hosts: tuple[HostInfo, ...]
+    owners: Mapping[str, list[int]]
 
 
 class Host:
@@ -149,6 +179,21 @@ class Host:
         self._counters = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0, "snapshots": 0}
         self._uploads = ThreadPoolExecutor(self._conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
         self._uploading: dict[InstanceKey, Future[None]] = {}
+        self._granted: dict[str, _Granted] = {}
+        self._granting: dict[str, threading.Lock] = {}
+        self._acknowledgements = Acknowledgements(
+            lambda run_id, messages: self._coordinator.acknowledge_many(
+                run_id, self.info.host_id, self.info.incarnation, messages
+            )
+        )
+        self._exports = SavepointExports(
+            info,
+            lambda run_id: self._registrations.get(run_id),
+            self._scan_for_savepoint,
+            self._coordinator.savepoint_exported,
+            lambda order: self._open_storage(order.location, order.storage_options),
+            local_dir / "savepoints",
+        )
 
     # -- with the coordinator ------------------------------------------------------------------
 
@@ -166,7 +211,10 @@ class Host:
         """What a coordinator that starts anew must know from this host."""
         with self._lock:
             pending = tuple(a for i in self._instances.values() for a in list(i.acknowledged.values()))
-            return HostReport(tuple(self._registrations.values()), pending, dict(self._opened))
+            held: dict[str, dict[str, list[int]]] = {}
+            for i in self._instances.values():
+                held.setdefault(i.registration.run_id, {}).setdefault(i.operator, []).append(i.partition)
+            return HostReport(tuple(self._registrations.values()), pending, dict(self._opened), held)
 
     def heartbeat(self) -> None:
         """Renew the lease and carry out what the coordinator answers."""
@@ -187,28 +235,29 @@ class Host:
             self.on_completed(completed)
         for run_id in orders.unload_runs:
             self.unload_run(run_id)
+        for order in orders.savepoints:
+            self._exports.take(order)
 
     def on_completed(self, completed: Completed) -> None:
         """Apply the accepted changes of a version that Spark has committed."""
         with self._lock:
             instances = [i for i in self._instances.values() if i.registration.run_id == completed.run_id]
         for instance in instances:
-            head = completed.heads.get(instance.operator, {}).get(instance.partition)
-            if head is None:
+            owned = completed.heads.get(instance.operator)
+            if owned is None or instance.state.version >= completed.version:
                 continue
+            head = owned.get(instance.partition)
             if not instance.commit_lock.acquire(blocking=False):
                 continue  # a commit is under way, which may wait for long; the next heartbeat brings this again
             try:
-                stale = instance.state.version < completed.version and not self._complete(
-                    instance, completed.version, head
-                )
+                stale = head is None or not self._complete(instance, completed.version, head)
             except StoreClosedError:
                 continue  # it was unloaded meanwhile
             finally:
                 instance.commit_lock.release()
             if stale:
-                # Another host has made this version, or an earlier incarnation of this one; if the
-                # partition is still ours, the next open loads it.
+                # Another host owns it by now, or has made this version, or an earlier incarnation of this one
+                # has; if the partition is still ours, the next open loads it.
                 self._unload(instance)
 
     def _complete(self, instance: Instance, version: int, head: str) -> bool:
@@ -224,8 +273,9 @@ class Host:
         """Unload the instances of a run that is over, and forget it."""
         with self._lock:
             gone = [i for i in self._instances.values() if i.registration.run_id == run_id]
-            self._registrations.pop(run_id, None)
-            self._opened.pop(run_id, None)
+            for held in (self._registrations, self._opened, self._granted, self._granting):
+                held.pop(run_id, None)
+        self._exports.forget(run_id)
         for instance in gone:
             self._unload(instance)
         for left in self._local_dir.glob(f"*/{run_id}"):  # of an incarnation that was killed
@@ -262,16 +312,7 @@ class Host:
 
     def open(self, task: TaskIdentity) -> Opened:
         """Open the store of a task's partition at version = batch id, or say which host owns it."""
-        request = OpenRequest(
-            run_id=task.run_id,
-            operator=task.operator,
-            partition=task.partition,
-            batch_id=task.batch_id,
-            attempt=task.attempt,
-            host_id=self.info.host_id,
-            incarnation=self.info.incarnation,
-        )
-        grant = self._with_registration(lambda: self._coordinator.open(request))
+        grant = self._grant(task)
         if (grant.owner.host_id, grant.owner.incarnation) != (self.info.host_id, self.info.incarnation):
             return Opened(grant.owner.address, grant.version)
         with self._lock:
@@ -291,6 +332,33 @@ class Host:
                 "put .repartition(n) between the operator and it."
             )
         return Opened(None, grant.version)
+
+    def _grant(self, task: TaskIdentity) -> OpenGrant:
+        """Who owns the task's partition, and what its state is: asked for once for all tasks that come close together."""
+        with self._lock:
+            granting = self._granting.setdefault(task.run_id, threading.Lock())
+        with granting:
+            held = self._granted.get(task.run_id)
+            now = self._clock()
+            if held is None or held.grant.version != task.batch_id or not 0 <= now - held.at < GRANT_SECONDS:
+                known = 0 if held is None else held.grant.assignment
+                request = OpenBatch(task.run_id, task.batch_id, self.info.host_id, self.info.incarnation, known)
+                grant = self._with_registration(lambda: self._coordinator.open_batch(request))
+                if grant.hosts or held is None:
+                    held = _Granted(grant, now, grant.hosts, grant.owners)
+                else:
+                    held = _Granted(grant, now, held.hosts, held.owners)
+                with self._lock:
+                    self._granted[task.run_id] = held
+        grant = held.grant
+        owners = held.owners.get(task.operator, [])
+        if not 0 <= task.partition < len(owners):
+            raise InvalidRequestError(
+                f"Run {task.run_id} has no partition {task.partition} of an operator {task.operator!r}; it has "
+                f"{ {name: len(places) for name, places in held.owners.items()} }."
+            )
+        head = grant.heads.get(task.operator, {}).get(task.partition)
+        return OpenGrant(held.hosts[owners[task.partition]], grant.version, head, grant.registration, grant.epoch)
 
     def _load(self, grant: OpenGrant, operator: str, partition: int, *, for_read: bool = False) -> Instance:
         """The instance, at exactly the version and lineage of the grant."""
@@ -312,8 +380,8 @@ class Host:
                     del self._instances[key]
                     retired = instance.registration.run_id
                     if all(i.registration.run_id != retired for i in self._instances.values()):
-                        self._registrations.pop(retired, None)
-                        self._opened.pop(retired, None)
+                        for held in (self._registrations, self._opened, self._granted, self._granting):
+                            held.pop(retired, None)
                 self._destroy(instance)
                 instance = None
             if instance is None:
@@ -370,12 +438,14 @@ class Host:
         ):
             return
         lineage = Lineage(0)
-        if grant.version > 0:
+        if grant.head is not None:
             run_id = instance.registration.run_id
             lineage = self._coordinator.lineage(run_id, instance.operator, instance.partition, grant.version)
         started = time.perf_counter()
         state.load(lineage)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
+        if lineage.rescaled is not None and not lineage.snapshots:
+            instance.rescaled_at = lineage.rescaled.version
         with self._lock:
             self._counters["loads"] += 1
         log.info(
@@ -460,9 +530,9 @@ class Host:
             except (LineageMismatchError, StoreClosedError) as error:
                 raise self._not_open(task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
-            message = self._acknowledgement(meta, file)
+            message = self._acknowledgement(meta, file, durable - started)
             try:
-                answer = self._with_registration(lambda: self._coordinator.acknowledge(message))
+                answer = self._with_registration(lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
                 instance.state.discard(version, task.attempt)
                 raise
@@ -480,7 +550,7 @@ class Host:
             }
         return answer
 
-    def _acknowledgement(self, meta: ChangelogMeta, file: FileRef) -> Acknowledge:
+    def _acknowledgement(self, meta: ChangelogMeta, file: FileRef, duration: float) -> Acknowledge:
         return Acknowledge(
             run_id=meta.query_run_id,
             operator=meta.operator,
@@ -491,24 +561,45 @@ class Host:
             incarnation=self.info.incarnation,
             file=file,
             base=meta.base,
+            duration=duration,
         )
 
     # -- maintenance ---------------------------------------------------------------------------
 
     def do_maintenance(self) -> list[Future[None]]:
-        """Begin to upload the snapshots that are due, a few partitions at a time; returns at once."""
+        """Unload what is another's by now, and begin to upload the snapshots that are due, a few partitions at a time."""
         log.debug("Doing maintenance")
+        self._unload_others()
         begun = []
         with self._lock:
             for key, instance in self._instances.items():
                 running = self._uploading.get(key)
-                is_due = instance.state.version - instance.snapshot_version >= self._conf.deltas_per_snapshot
+                version = instance.state.version
+                # What was made of an earlier layout's files is expensive to load until it has a snapshot of its own.
+                is_due = version - instance.snapshot_version >= self._conf.deltas_per_snapshot or (
+                    instance.rescaled_at is not None and version > instance.rescaled_at
+                )
                 if is_due and (running is None or running.done()):
                     self._uploading[key] = self._uploads.submit(self._upload_snapshot, instance)
                     begun.append(self._uploading[key])
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._instances]:
                 del self._uploading[key]
         return begun
+
+    def _unload_others(self) -> None:
+        with self._lock:
+            # What is being opened now, the coordinator has just assigned; it is looked at the next time.
+            held = list(self._instances.values())
+            run_ids = tuple({i.registration.run_id for i in held})
+        if not run_ids:
+            return
+        owned = self._coordinator.verify_instances(self.info.host_id, self.info.incarnation, run_ids)
+        for instance in held:
+            of_run = owned.get(instance.registration.run_id)
+            is_ours = of_run is None or instance.partition in of_run.get(instance.operator, ())
+            log.debug("Verified that state store %s is active: %s", self._describe_id(instance), is_ours)
+            if not is_ours:
+                self._unload(instance)
 
     def _upload_snapshot(self, instance: Instance) -> None:
         run_id, operator, partition = instance.registration.run_id, instance.operator, instance.partition
@@ -521,12 +612,41 @@ class Host:
             )
             if self._with_registration(lambda: self._coordinator.snapshot_uploaded(message)):
                 instance.snapshot_version = made.version
+                instance.rescaled_at = None
             with self._lock:
                 self._counters["snapshots"] += 1
         except StoreClosedError:
             log.debug("%s was unloaded while a snapshot of it was taken", self._describe_id(instance))
         except Exception:  # whatever it is, it must not be lost in a thread, and the next round tries again
             log.warning("Error managing %s; no snapshot was taken", self._describe_id(instance), exc_info=True)
+
+    def _scan_for_savepoint(
+        self, order: SavepointOrder, operator: str, partition: int
+    ) -> tuple[Scans, Callable[[], None]]:
+        """A partition at the version of a savepoint: as it is held here, or else a copy from storage."""
+        registration = self._registrations.get(order.run_id)
+        if registration is None:
+            raise StoreClosedError(f"Run {order.run_id} is over.")
+        spec = next(o for o in registration.operators if o.name == operator)
+        variables = variables_of(spec.schema)
+        instance = self._instance(order.run_id, operator, partition)
+        if instance is not None:
+            try:
+                return {v: instance.state.scan(order.version, column_family=v) for v in variables}, lambda: None
+            except (VersionNotFoundError, StoreClosedError):
+                log.debug("Version %d of %s is read from storage", order.version, self._describe_id(instance))
+        lineage = self._coordinator.lineage(order.run_id, operator, partition, order.version)
+        storage = self._open_storage(registration.state_location, registration.storage_options)
+        conf = with_changes(self._conf, provider=spec.backend)
+        local = self._local_dir / "savepoints" / uuid.uuid4().hex
+        layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
+        copy = provider_class(conf).partition_state(local, storage, layout, conf)
+        try:
+            copy.load(lineage)
+            return {v: copy.scan(column_family=v) for v in variables}, copy.destroy
+        except BaseException:
+            copy.destroy()
+            raise
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """Where an operator's partitions are, for query clients."""
@@ -561,6 +681,7 @@ class Host:
         """Unload everything and remove the local files."""
         for run_id in {i.registration.run_id for i in list(self._instances.values())}:
             self.unload_run(run_id)
+        self._exports.close()
         self._uploads.shutdown(cancel_futures=True)
 
     @staticmethod

@@ -27,13 +27,15 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
-    Completed,
+    BatchGrant,
     HostInfo,
     HostOrders,
     HostReport,
+    OpenBatch,
     OpenGrant,
-    OpenRequest,
     OperatorLocation,
+    Refused,
+    SavepointExported,
     SnapshotUploaded,
 )
 from spark_bridge.exceptions import HostUnavailableError
@@ -91,9 +93,9 @@ class RayCoordinatorPort:
         orders: HostOrders = self.call("heartbeat_host", host_id, incarnation, held)
         return orders
 
-    def open(self, request: OpenRequest) -> OpenGrant:
+    def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``CoordinatorPort``."""
-        grant: OpenGrant = self.call("open", request)
+        grant: BatchGrant = self.call("open_batch", request)
         return grant
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
@@ -110,10 +112,23 @@ class RayCoordinatorPort:
         """See ``CoordinatorPort``."""
         return bool(self.call("snapshot_uploaded", message))
 
-    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+    def acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: tuple[Acknowledge, ...]
+    ) -> tuple[Acknowledged | Refused, ...]:
         """See ``CoordinatorPort``."""
-        answer: Acknowledged = self.call("acknowledge", message)
-        return answer
+        answers: tuple[Acknowledged | Refused, ...] = self.call(
+            "acknowledge_many", run_id, host_id, incarnation, messages
+        )
+        return answers
+
+    def verify_instances(self, host_id: str, incarnation: str, run_ids: tuple[str, ...]) -> dict[str, dict[str, list[int]]]:
+        """See ``CoordinatorPort``."""
+        owned: dict[str, dict[str, list[int]]] = self.call("verify_instances", host_id, incarnation, run_ids)
+        return owned
+
+    def savepoint_exported(self, message: SavepointExported) -> None:
+        """See ``CoordinatorPort``."""
+        self.call("savepoint_exported", message)
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """See ``CoordinatorPort``."""
@@ -194,9 +209,9 @@ class StateStoreHost:
             except Exception:  # the thread must go on
                 log.exception("Maintenance of %s failed", self._host.info.host_id)
 
-    def on_completed(self, completed: Completed) -> None:
+    def on_progress(self) -> None:
         """A version is completed, as the driver has seen; saves waiting for the next heartbeat."""
-        self._host.on_completed(completed)
+        self._host.heartbeat()
 
     def address(self) -> str:
         """The Flight address of this incarnation."""

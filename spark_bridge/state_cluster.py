@@ -11,7 +11,6 @@ from ray.exceptions import RayError
 
 from backends.conf import StateStoreConf
 from coordinator_actor.actor import get_or_create_coordinator
-from coordinator_actor.messages import Completed
 from spark_bridge.host_actor import RayCoordinatorPort, host_files_dir, start_hosts
 
 log = logging.getLogger(__name__)
@@ -74,10 +73,9 @@ class StateCluster:
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Spark has committed a batch: its version is completed, and the hosts may apply it."""
-        completed: Completed | None = self.coordinator.call("batch_committed", run_id, batch_id)
-        if completed is not None:
+        if self.coordinator.call("batch_committed", run_id, batch_id):
             for host in self.hosts:
-                host.on_completed.remote(completed)
+                host.on_progress.remote()
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         """What each host holds."""

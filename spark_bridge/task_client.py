@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 import pyarrow as pa
 
-from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownRunError
+from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import Acknowledged
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.flight_client import HostClient, client_for, forget_client
@@ -23,6 +23,7 @@ from spark_bridge.protocol import CommitCommand, GetCommand, HostFile, TaskIdent
 
 RETRIABLE = (HostUnavailableError, NotOwnerError, StaleOwnerError, UnknownHostError, UnknownRunError)
 RETRY_DELAY = 0.1
+HELD_DELAY = 0.5
 
 T = TypeVar("T")
 
@@ -93,6 +94,10 @@ class TaskStore:
                 if self._owner is None:
                     self._owner = self._find_owner()
                 return call(self._owner)
+            except BatchHeldError:
+                # The query stops with a savepoint, and this task with it; or it goes on if that fails.
+                time.sleep(HELD_DELAY)
+                deadline = time.monotonic() + self._endpoints.timeout
             except RETRIABLE as error:
                 self._forget_owner(error)
                 if time.monotonic() > deadline:

@@ -328,7 +328,7 @@ def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
     """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
     _w, c, (h,) = start(tmp_path)
     inst = next(iter(h._instances.values()))
-    done = c._runs["run1"].heads(1)
+    done = c._runs["run1"].announced_by_host["h0"]
     err = []
 
     def go():
@@ -356,12 +356,16 @@ def test_a_late_grant_does_not_roll_a_partition_back(tmp_path):
     slow = task(1, 0, attempt="speculative")
     go, granted = threading.Event(), threading.Event()
 
-    def stall(r, *_):
-        if _[0].attempt == "speculative":
+    asked = h._grant
+
+    def stall(task):
+        grant = asked(task)
+        if task.attempt == "speculative":
             granted.set()
             go.wait()
+        return grant
 
-    h.port.after["open"] = stall
+    h._grant = stall
     res = []
 
     def run():
@@ -392,12 +396,16 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
     slow = task(1, 0, attempt="old")
     go, granted = threading.Event(), threading.Event()
 
-    def stall(r, *_):
-        if _[0].attempt == "old":
+    asked = h._grant
+
+    def stall(task):
+        grant = asked(task)
+        if task.attempt == "old":
             granted.set()
             go.wait()
+        return grant
 
-    h.port.after["open"] = stall
+    h._grant = stall
     t = threading.Thread(target=lambda: h.open(slow))
     t.start()
     granted.wait()

@@ -1,0 +1,266 @@
+"""The savepoints of one run: which hosts export what, Spark's own files, the metadata at the end.
+
+The stream runs on meanwhile. A savepoint is of one completed version, which retention leaves alone until it is done. With
+``stop`` the tasks of the next batch are held, so that no sink sees a batch behind the savepoint; they are let go if it
+fails. A savepoint does not outlive its coordinator: who asked for it asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from backends.changelog import DEFAULT_FAMILY
+from backends.schema import StateSchema
+from backends.storage import CheckpointStorage
+from coordinator_actor.checkpoint_coordinator import Timers
+from coordinator_actor.checkpoints import (
+    AcknowledgeCheckpoint,
+    CompletedCheckpoint,
+    DeclineCheckpoint,
+    PendingCheckpoint,
+    TaskKey,
+)
+from coordinator_actor.exceptions import InvalidRequestError
+from coordinator_actor.manifests import SavepointRecord
+from coordinator_actor.messages import Refused, SavepointExported, SavepointOrder, SavepointStatus
+from coordinator_actor.query import QueryState
+from coordinator_actor.savepoint_coordinator import SavepointCoordinator
+from coordinator_actor.savepoint_export import copy_spark_files
+from coordinator_actor.savepoint_format import (
+    SavepointMetadata,
+    SavepointOperator,
+    SavepointVariable,
+    write_metadata,
+)
+
+log = logging.getLogger(__name__)
+
+SPARKS_FILES: TaskKey = ("Spark's own files", 0)
+"""Copied by the coordinator: one more task that every savepoint waits for."""
+
+InBackground = Callable[[Callable[[], None]], None]
+OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
+
+
+class NoTimers:
+    """The coordinator looks at what is overdue by itself, once a second."""
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> NoTimers:
+        """Does nothing."""
+        return self
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+@dataclass
+class _Savepoint:
+    """One that has been asked for. ``version`` is what it is of; it has ``begun`` when that is completed."""
+
+    version: int
+    location: str
+    begun: bool = False
+
+
+class RunSavepoints:
+    """The savepoints of one run. The run's lock is held in every call but ``status``, ``exported`` and ``shutdown``."""
+
+    def __init__(
+        self,
+        run: QueryState,
+        open_storage: OpenStorage,
+        in_background: InBackground,
+        clock: Callable[[], float],
+        timeout: float,
+        timers: Timers | None = None,
+    ) -> None:
+        self._run = run
+        self._open_storage = open_storage
+        self._in_background = in_background
+        self._clock = clock
+        self._held: dict[int, _Savepoint] = {}
+        self._futures: dict[str, Future[str]] = {}
+        self._stopping: Future[str] | None = None
+        self.coordinator = SavepointCoordinator(
+            run.run_id,
+            [*run.tasks(), SPARKS_FILES],
+            id_counter=run.counter,
+            store=self._store,
+            trigger=self._trigger,
+            timeout=timeout,
+            clock=clock,
+            timers=timers or NoTimers(),
+        )
+
+    def trigger(self, request_id: str, base: str, *, stop: bool) -> None:
+        """Begin a savepoint below the directory ``base``; the same request a second time begins no other.
+
+        Raises ``InvalidRequestError`` if no batch is committed yet.
+        """
+        if request_id in self._futures:
+            return
+        run = self._run
+        version = run.completed
+        if stop:
+            if run.held_from is not None:
+                raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
+            # A batch that has begun may have been seen by the sink: the savepoint is of the version behind it.
+            version = max(run.completed, run.highest_opened + 1)
+        if version == 0:
+            raise InvalidRequestError(
+                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait for one."
+            )
+        if stop:
+            run.held_from = version
+        future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base})
+        self._futures[request_id] = future
+        if stop:
+            self._stopping = future
+        self.settle()
+
+    def is_pending(self) -> bool:
+        """Whether a savepoint is being made."""
+        return self.coordinator.get_number_of_pending_checkpoints() > 0
+
+    def status(self, request_id: str) -> SavepointStatus | None:
+        """How a request stands; None if there was no such."""
+        future = self._futures.get(request_id)
+        if future is None:
+            return None
+        if not future.done():
+            return SavepointStatus(known=True)
+        error = future.exception()
+        if error is None:
+            return SavepointStatus(known=True, path=future.result())
+        cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ is not None else ""
+        return SavepointStatus(known=True, failure=Refused(type(error).__name__, f"{error}{cause}"))
+
+    def _trigger(self, pending: PendingCheckpoint) -> None:
+        run, asked = self._run, pending.properties
+        location = f"{asked['base'].rstrip('/')}/savepoint-{run.registration.query_id[:8]}-{pending.id}"
+        run.log.record_savepoint(SavepointRecord(pending.id, asked["version"], location, int(self._clock() * 1000)))
+        self._held[pending.id] = _Savepoint(asked["version"], location)
+        log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
+        self.on_completed()
+
+    def on_completed(self) -> None:
+        """A version is completed: what has waited for it begins."""
+        for checkpoint_id, held in list(self._held.items()):
+            if not held.begun and held.version <= self._run.completed:
+                held.begun = True
+                self._run.pinned[checkpoint_id] = held.version
+                self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
+
+    def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
+        """Without the run's lock: it takes its time."""
+        registration = self._run.registration
+        try:
+            spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
+            files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
+        except Exception as error:  # whatever it is, the savepoint fails of it
+            log.warning("Spark's files were not copied for savepoint %d", checkpoint_id, exc_info=True)
+            reason = f"Spark's own files were not copied: {type(error).__name__}: {error}"
+            self.coordinator.receive_decline_message(
+                DeclineCheckpoint(self._run.run_id, SPARKS_FILES, checkpoint_id, reason)
+            )
+            return
+        self._acknowledge(checkpoint_id, SPARKS_FILES, files, sum(f.size for f in files), 0.0)
+
+    def _acknowledge(self, checkpoint_id: int, task: TaskKey, state: Any, size: int, duration: float) -> None:
+        message = AcknowledgeCheckpoint(self._run.run_id, task, checkpoint_id, state, size, duration)
+        self.coordinator.receive_acknowledge_message(message)
+
+    def exported(self, message: SavepointExported) -> None:
+        """A partition has been exported, or cannot be. Without the run's lock: the last one writes the metadata."""
+        task = (message.operator, message.partition)
+        if message.failure is not None:
+            self.coordinator.receive_decline_message(
+                DeclineCheckpoint(self._run.run_id, task, message.checkpoint_id, message.failure)
+            )
+            return
+        size = sum(f.size for f in message.files.values())
+        self._acknowledge(message.checkpoint_id, task, message.files, size, message.duration)
+
+    def orders_for(self, host_id: str) -> Iterator[SavepointOrder]:
+        """What a host has yet to export."""
+        run = self._run
+        if run.assignment is None:
+            return
+        pending = self.coordinator.get_pending_checkpoints()
+        for checkpoint_id, held in list(self._held.items()):
+            if not held.begun or checkpoint_id not in pending:
+                continue
+            missing = pending[checkpoint_id].not_yet_acknowledged
+            partitions: dict[str, list[int]] = {}
+            for operator, partition in run.assignment.of_host.get(host_id, ()):
+                if (operator, partition) in missing:
+                    partitions.setdefault(operator, []).append(partition)
+            if partitions:
+                options = run.registration.storage_options
+                yield SavepointOrder(run.run_id, checkpoint_id, held.version, held.location, partitions, options)
+
+    def _store(self, completed: CompletedCheckpoint) -> str:
+        run, held = self._run, self._held[completed.id]
+        registration = run.registration
+        operators = tuple(
+            SavepointOperator(
+                spec.name,
+                spec.kind,
+                spec.backend,
+                spec.num_partitions,
+                tuple(
+                    SavepointVariable(
+                        variable,
+                        schema,
+                        tuple(completed.states[(spec.name, p)][variable] for p in range(spec.num_partitions)),
+                    )
+                    for variable, schema in variables_of(spec.schema).items()
+                ),
+            )
+            for spec in registration.operators
+        )
+        write_metadata(
+            self._storage(held.location),
+            SavepointMetadata(
+                checkpoint_id=completed.id,
+                query_id=registration.query_id,
+                query_name=registration.name,
+                version=held.version,
+                batch_id=held.version - 1,
+                created_ms=int(self._clock() * 1000),
+                key_groups=registration.key_groups,
+                checkpoint_location=registration.checkpoint_location,
+                operators=operators,
+                spark_files=tuple(completed.states[SPARKS_FILES]),
+            ),
+        )
+        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, held.location)
+        return held.location
+
+    def _storage(self, location: str) -> CheckpointStorage:
+        return self._open_storage(location, self._run.registration.storage_options)
+
+    def settle(self) -> None:
+        """Give up what has taken too long, and let go of what is no longer needed."""
+        self.coordinator.expire()
+        pending = self.coordinator.get_pending_checkpoints()
+        for checkpoint_id in [c for c in self._held if c not in pending]:
+            del self._held[checkpoint_id]
+            self._run.pinned.pop(checkpoint_id, None)
+        if self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None:
+            self._stopping = self._run.held_from = None
+
+    def shutdown(self, why: str) -> None:
+        """The run is over: what is pending fails."""
+        log.debug("The savepoints of run %s end: %s", self._run.run_id, why)
+        self.coordinator.shutdown()
+
+
+def variables_of(schema: str) -> dict[str, str]:
+    """State variables (column families) and their schemas, of an operator's schema."""
+    return {DEFAULT_FAMILY: StateSchema.from_json(schema).to_json()}
+

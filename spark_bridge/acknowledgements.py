@@ -1,0 +1,61 @@
+"""Acknowledgements of tasks that commit at the same time, sent together.
+
+Whoever comes while a message is under way waits, and one of those who wait then sends for all. So the
+messages follow the hosts in number, not the partitions, and a single one is not held up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from coordinator_actor.exceptions import error_from
+from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
+
+Send = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
+"""Sends messages of one run to the coordinator; an answer for each."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    message: Acknowledge
+    answer: Acknowledged | Refused | BaseException | None = None
+
+
+class Acknowledgements:
+    """One per host; used by many threads at once."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._waiting: dict[str, list[_Waiting]] = {}
+        self._sending: set[str] = set()
+        self._changed = threading.Condition()
+
+    def acknowledge(self, message: Acknowledge) -> Acknowledged:
+        """Send a message, perhaps with others; raises what the coordinator refuses it with."""
+        run_id, own = message.run_id, _Waiting(message)
+        with self._changed:
+            self._waiting.setdefault(run_id, []).append(own)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: own.answer is not None or run_id not in self._sending)
+                if own.answer is not None:
+                    break
+                self._sending.add(run_id)
+                together = self._waiting.pop(run_id)
+            answers: Sequence[Acknowledged | Refused | BaseException]
+            try:
+                answers = self._send(run_id, tuple(w.message for w in together))
+            except BaseException as error:  # all of them wait for it
+                answers = [error] * len(together)
+            with self._changed:
+                for waiting, answer in zip(together, answers, strict=True):
+                    waiting.answer = answer
+                self._sending.discard(run_id)
+                self._changed.notify_all()
+        if isinstance(own.answer, Refused):
+            raise error_from(own.answer.error, own.answer.message)
+        if isinstance(own.answer, BaseException):
+            raise own.answer
+        return own.answer

@@ -1,0 +1,142 @@
+"""A host's part in savepoints: exporting its partitions while the stream goes on.
+
+One partition after the other, and mostly asleep: the stream's batches may take at most 1.3 times as long meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+
+from backends.exceptions import StoreClosedError
+from backends.key_groups import partition_range
+from backends.schema import StateSchema
+from backends.storage import CheckpointStorage
+from coordinator_actor.messages import HostInfo, QueryRegistration, SavepointExported, SavepointOrder
+from coordinator_actor.savepoint_export import export_partition
+from coordinator_actor.savepoint_format import ExportedFile
+from coordinator_actor.savepoints import variables_of
+
+log = logging.getLogger(__name__)
+
+Scans = dict[str, Iterator[pa.RecordBatch]]
+"""Batches of ``key`` and ``value`` by state variable."""
+Key = tuple[int, str, int]
+"""Checkpoint id, operator, partition."""
+
+SHARE_OF_A_CORE = 0.25
+
+
+class SavepointExports:
+    """What a host exports, and has exported. ``scan(order, operator, partition)`` opens a partition at the order's version."""
+
+    def __init__(
+        self,
+        info: HostInfo,
+        registration: Callable[[str], QueryRegistration | None],
+        scan: Callable[[SavepointOrder, str, int], tuple[Scans, Callable[[], None]]],
+        send: Callable[[SavepointExported], None],
+        open_storage: Callable[[SavepointOrder], CheckpointStorage],
+        scratch: Path,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._info = info
+        self._registration = registration
+        self._scan = scan
+        self._send = send
+        self._open_storage = open_storage
+        self._scratch = scratch
+        self._sleep = sleep
+        self._states: dict[Key, SavepointExported | None] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="statestore-savepoint")
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+
+    def take(self, order: SavepointOrder) -> None:
+        """Begin what is new in an order, and report again what is done: the answer may have been lost."""
+        for operator, partitions in order.partitions.items():
+            for partition in partitions:
+                key = (order.checkpoint_id, operator, partition)
+                with self._lock:
+                    is_new = key not in self._states
+                    done = self._states.setdefault(key, None)
+                if is_new:
+                    self._pool.submit(self._export, order, operator, partition)
+                elif done is not None:
+                    self._pool.submit(self._report, done)
+
+    def _export(self, order: SavepointOrder, operator: str, partition: int) -> None:
+        key = (order.checkpoint_id, operator, partition)
+        started = time.monotonic()
+        message = SavepointExported(
+            order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
+        )
+        try:
+            files = self._files(order, operator, partition)
+        except StoreClosedError:
+            # It was unloaded; whoever owns it now is told to export it.
+            log.info("Partition %d of %s was unloaded before it was exported", partition, operator)
+            with self._lock:
+                del self._states[key]
+            return
+        except Exception as error:  # whatever it is, the savepoint fails of it
+            log.warning("Partition %d of %s was not exported", partition, operator, exc_info=True)
+            message = msgspec.structs.replace(message, failure=f"{type(error).__name__}: {error}")
+        else:
+            message = msgspec.structs.replace(message, files=files, duration=time.monotonic() - started)
+        with self._lock:
+            self._states[key] = message
+        self._report(message)
+
+    def _report(self, message: SavepointExported) -> None:
+        try:
+            self._send(message)
+        except Exception:  # the order comes again, and with it the next try
+            log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
+
+    def _files(self, order: SavepointOrder, operator: str, partition: int) -> dict[str, ExportedFile]:
+        registration = self._registration(order.run_id)
+        if registration is None:
+            raise StoreClosedError(f"Run {order.run_id} is over.")
+        spec = next(o for o in registration.operators if o.name == operator)
+        first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
+        storage = self._open_storage(order)
+        scans, close = self._scan(order, operator, partition)
+        try:
+            return {
+                variable: export_partition(
+                    storage,
+                    operator,
+                    variable,
+                    StateSchema.from_json(schema),
+                    first,
+                    end - 1,
+                    scans[variable],
+                    scratch=self._scratch / uuid.uuid4().hex,
+                    throttle=lambda worked: self._sleep(worked * (1 / SHARE_OF_A_CORE - 1)),
+                    is_cancelled=self._closed.is_set,
+                )
+                for variable, schema in variables_of(spec.schema).items()
+            }
+        finally:
+            close()
+
+    def forget(self, run_id: str) -> None:
+        """A run is over."""
+        with self._lock:
+            self._states = {k: m for k, m in self._states.items() if m is None or m.run_id != run_id}
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)

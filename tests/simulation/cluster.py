@@ -1,0 +1,248 @@
+"""A Ray cluster: its coordinator, which is started again when it dies, and sessions of drivers with their hosts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from backends.conf import StateStoreConf
+from backends.exceptions import ConcurrentCommitError
+from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.messages import HostInfo
+from spark_bridge.host import Host
+from tests.simulation import engine
+from tests.simulation import scheduler as scheduling
+from tests.simulation.network import KNOWN_ERRORS, CoordinatorPort, UnreachableError
+from tests.simulation.scheduler import Process, Task
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+RECOVERY_TIMEOUT = 20.0
+HEARTBEAT_SECONDS = 0.5
+
+
+class Cluster:
+    """One Ray cluster (or namespace) with its coordinator."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.coordinator: Process | None = None
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        """As Ray starts the actor anew."""
+        s = self.world.scheduler
+        process = self.coordinator = s.process(f"coordinator of {self.name} at {s.now:.1f}")
+        process.clock_offset = self.world.clock_offset
+        clock = self.world.clock_of(process)
+        conf = CoordinatorConf(host_timeout=10.0, driver_timeout=30.0)
+        # Nothing is called before the constructor has ended.
+        process.memory["coordinator"] = Coordinator(clock, self.world.disk.open, conf)
+        process.on_death.append(lambda: s.at(0.2 + s.random.random() * 3, self._restart))
+        s.spawn(process, lambda: self._every(1.0, "expire"), "leases")
+        s.spawn(process, lambda: self._every(1.0, "maintain"), "maintenance")
+
+    def _restart(self) -> None:
+        if self.coordinator is not None and not self.coordinator.is_alive:
+            self.start_coordinator()
+
+    def replace_coordinator(self) -> None:
+        """Its node is cut off: Ray starts another one while the old one still works on what it has begun."""
+        s, old = self.world.scheduler, self.coordinator
+        if old is None or not old.is_alive:
+            return
+        s.log("CUT OFF", old.name)
+        old.is_cut_off = True
+        old.on_death.clear()
+        s.at(5.0 + s.random.random() * 20, lambda: s.kill(old))
+        self.start_coordinator()
+
+    def _every(self, seconds: float, method: str) -> None:
+        s = self.world.scheduler
+        coordinator = s.current.process.memory["coordinator"]
+        while True:
+            s.sleep(seconds * (0.8 + 0.4 * s.random.random()))
+            try:
+                getattr(coordinator, method)()
+            except KNOWN_ERRORS as error:
+                s.log(method, "failed:", type(error).__name__, str(error))
+            if method == "maintain":
+                self.world.after_maintenance()
+
+    def port(self) -> CoordinatorPort:
+        """A way to the coordinator."""
+        return CoordinatorPort(self.world.network, lambda: self.coordinator, RECOVERY_TIMEOUT)
+
+
+class HostSlot:
+    """One host of a session over all its incarnations."""
+
+    def __init__(self, session: Session, index: int) -> None:
+        self.session = session
+        self.host_id = f"host-{session.session_id}-{index}"
+        self.local_dir = session.world.root / session.session_id / self.host_id
+        self.process: Process | None = None
+        self._moves = 0
+        self.start()
+
+    def start(self) -> None:
+        """A new incarnation, on the same node, or with an empty disk on another one."""
+        if not self.session.is_alive:
+            return
+        s = self.session.world.scheduler
+        if s.random.random() < 0.3:
+            shutil.rmtree(self.local_dir, ignore_errors=True)
+        incarnation = f"{s.random.getrandbits(32):08x}"
+        process = self.process = s.process(f"{self.host_id}/{incarnation}")
+        process.on_death.append(lambda: s.at(0.3 + s.random.random() * 2, self._restart))
+        process.memory["slot"] = self
+        s.spawn(process, lambda: self._run(process, incarnation), "start")
+
+    def _restart(self) -> None:
+        if self.process is not None and not self.process.is_alive:
+            self.start()
+
+    def replace(self) -> None:
+        """Its node is cut off from Ray; the old incarnation goes on for a while, and tasks may reach it."""
+        s, old = self.session.world.scheduler, self.process
+        if old is None or not old.is_alive:
+            return
+        s.log("CUT OFF", old.name)
+        old.is_cut_off = True
+        old.on_death.clear()
+        s.at(2.0 + s.random.random() * 15, lambda: s.kill(old))
+        self._moves += 1
+        self.local_dir = self.local_dir.with_name(f"{self.host_id}-moved{self._moves}")
+        self.start()
+
+    def _run(self, process: Process, incarnation: str) -> None:
+        """What ``spark_bridge.host_actor.StateStoreHost`` does when it is made."""
+        world = self.session.world
+        s = world.scheduler
+        info = HostInfo(self.host_id, incarnation, f"grpc://{process.name}", "node", self.session.session_id)
+        conf = StateStoreConf(
+            provider=engine.FirstProvider.backend, compression="none", deltas_per_snapshot=3, load_threads=2, upload_threads=2
+        )
+        made = Host(
+            info,
+            self.session.cluster.port(),  # type: ignore[arg-type]
+            self.local_dir,
+            conf=conf,
+            open_storage=world.disk.open,  # type: ignore[arg-type]
+            clock=world.clock_of(process),
+        )
+        process.memory["host"] = made
+        world.addresses[info.address] = process
+        try:
+            made.register()
+        except KNOWN_ERRORS as error:
+            s.log(self.host_id, "could not register:", str(error))
+            s.kill(process)
+        process.memory["is_ready"] = True
+        s.spawn(process, lambda: self._every(process, 1.0, made.do_maintenance), "maintenance")
+        self._every(process, HEARTBEAT_SECONDS, made.heartbeat)
+
+    def _every(self, process: Process, seconds: float, call: Callable[[], Any]) -> None:
+        s = self.session.world.scheduler
+        while True:
+            s.sleep(seconds)
+            try:
+                call()
+            except KNOWN_ERRORS as error:
+                s.log(process.name, "failed:", type(error).__name__, str(error))
+
+
+class Session:
+    """One driver process that has called ``init_spark``: its hosts, its executors, and the query that it runs."""
+
+    def __init__(self, world: World, cluster: Cluster, number: int) -> None:
+        self.world = world
+        self.cluster = cluster
+        self.session_id = f"s{number}"
+        self.is_wanted = True
+        self.query: Task | None = None
+        s = world.scheduler
+        self.driver = s.process(f"driver-{self.session_id}")
+        self.hosts: list[HostSlot] = []
+        self.executors = [s.process(f"executor-{self.session_id}-{i}") for i in range(2)]
+        self.hosts = [HostSlot(self, i) for i in range(world.num_hosts)]
+        self.driver.on_death.append(self._died)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its driver lives."""
+        return self.driver.is_alive
+
+    def start(self) -> None:
+        """Start the query again, if it has ended."""
+        if self.query is None or self.query.is_done:
+            self.query = self.world.scheduler.spawn(self.driver, lambda: self.world.drive(self), "query")
+
+    def _died(self) -> None:
+        """Ray ends the actors of a driver that is gone; Spark's executors notice as well."""
+        s = self.world.scheduler
+        for process in [*self.executors, *(h.process for h in self.hosts)]:
+            if process is not None:
+                s.at(s.random.random() * 6, lambda process=process: s.kill(process))  # type: ignore[misc]
+
+    def executor(self) -> Process:
+        """One that lives; lost ones are replaced."""
+        i = self.world.scheduler.random.randrange(len(self.executors))
+        if not self.executors[i].is_alive:
+            self.executors[i] = self.world.scheduler.process(f"executor-{self.session_id}-{i}")
+        return self.executors[i]
+
+    def addresses(self) -> list[str]:
+        """Those of the hosts that answer."""
+        return [
+            f"grpc://{h.process.name}" for h in self.hosts if h.process is not None and h.process.memory.get("is_ready")
+        ]
+
+    def tell_hosts(self) -> None:
+        """``StateCluster.batch_committed``: the hosts need not wait for their next heartbeat."""
+        s = self.world.scheduler
+        for slot in self.hosts:
+            process = slot.process
+            if process is not None and process.memory.get("is_ready"):
+
+                def tell(process: Process = process) -> None:
+                    try:
+                        self.world.network.call(
+                            process,
+                            "on_progress",
+                            lambda: process.memory["host"].heartbeat(),
+                            10.0,
+                            through_ray=True,
+                        )
+                    except (UnreachableError, *KNOWN_ERRORS) as error:
+                        s.log("on_progress was not taken:", str(error))
+
+                s.spawn(s.current.process, tell, "tell hosts")
+
+
+class LocalLocks:
+    """``flock`` on local directories: held until released, or until the process ends."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Process, int]] = {}
+        self._last = 100
+
+    def lock(self, local_dir: Path) -> int:
+        """See ``backends.partition_state._lock``."""
+        local_dir.mkdir(parents=True, exist_ok=True)
+        holder = self._held.get(str(local_dir))
+        if holder is not None and holder[0].is_alive:
+            raise ConcurrentCommitError(f"{local_dir} is open in another provider.")
+        self._last += 1
+        self._held[str(local_dir)] = (scheduling.active.current.process, self._last)
+        return self._last
+
+    def close(self, descriptor: int) -> None:
+        """Release it."""
+        for path, (_, held) in list(self._held.items()):
+            if held == descriptor:
+                del self._held[path]

@@ -1,0 +1,315 @@
+"""A Spark driver and its tasks, as far as the state store sees them.
+
+It plans batch N into ``offsets/N``, runs a task per partition with retries and speculation, now and then the whole
+plan twice (``foreachBatch``), and writes ``commits/N`` when all are done (Spark's ``MicroBatchExecution``).
+Tasks use the real ``spark_bridge.task_client.TaskStore``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from backends.changelog import Changes
+from backends.exceptions import FileExistsInStorageError, StorageError
+from coordinator_actor.messages import Acknowledged, OperatorSpec, QueryRegistration
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.protocol import CHANGES_SCHEMA, CommitCommand, GetCommand, Opened, TaskIdentity
+from spark_bridge.task_client import Endpoints, TaskStore
+from tests.simulation import model
+from tests.simulation import scheduler as scheduling
+from tests.simulation.cluster import RECOVERY_TIMEOUT, Session
+from tests.simulation.model import Plan
+from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.scheduler import Killed, Task, Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+CHECKPOINT = "sim://ck"
+STATE = "sim://ck/statestore"
+KEEP = 4
+"""Versions and batches retained."""
+
+
+class HostClient:
+    """``spark_bridge.flight_client.HostClient`` over the simulated network."""
+
+    def __init__(self, world: World, address: str) -> None:
+        self.address = address
+        self._world = world
+
+    def _call(self, name: str, *args: Any) -> Any:
+        process = self._world.addresses.get(self.address)
+        try:
+            return self._world.network.call(
+                process,
+                name,
+                lambda: getattr(process.memory["host"], name)(*args),  # type: ignore[union-attr]
+                RECOVERY_TIMEOUT,
+                through_ray=False,
+            )
+        except UnreachableError as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from error
+
+    def open(self, task: TaskIdentity) -> Opened:
+        """Open a task's partition."""
+        opened: Opened = self._call("open", task)
+        return opened
+
+    def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
+        """Values of keys."""
+        return self._call("get_many", command.run_id, command.operator, command.partition, command.version, keys)
+
+    def commit(self, command: CommitCommand, changes: pa.RecordBatch) -> Acknowledged:
+        """Commit a task's changes."""
+        given = Changes.of(changes.column(0), changes.column(1))
+        answer: Acknowledged = self._call("commit", command.task, given, command.timings)
+        return answer
+
+
+class QueryFailedError(Exception):
+    """The run is over; Spark tells the user why."""
+
+
+class Query:
+    """One run of the streaming query in a driver."""
+
+    def __init__(self, session: Session, run_id: str) -> None:
+        self.world = session.world
+        self.session = session
+        self.run_id = run_id
+        self.port = session.cluster.port()
+        self.spark = self.world.disk.open(CHECKPOINT)
+        self._last: Plan | None = None
+        self.num_partitions, self.backend = self.world.layout_of_run[run_id]
+        self.registration = QueryRegistration(
+            query_id="q",
+            run_id=run_id,
+            name="query",
+            session_id=session.session_id,
+            checkpoint_location=CHECKPOINT,
+            state_location=STATE,
+            operators=tuple(
+                OperatorSpec(o, self.num_partitions, self.world.schema, backend=self.backend)
+                for o in self.world.model.operators
+            ),
+            key_groups=model.KEY_GROUPS,
+            min_versions_to_retain=KEEP,
+            maintenance_interval=2.0,
+        )
+
+    def run(self) -> None:
+        """From ``onQueryStarted`` to ``onQueryTerminated``."""
+        s = self.world.scheduler
+        try:
+            answer = self.port.register_query(self.registration)
+        except KNOWN_ERRORS as error:
+            self.world.judge(error, self.run_id, "registration")
+            raise QueryFailedError(f"not registered: {error}") from error
+        if answer.refusal is not None:
+            self.world.judge_refusal(answer.refusal, self.run_id)
+            raise QueryFailedError(answer.refusal)
+        self.world.registered(self.run_id)
+        heartbeat = s.spawn(self.session.driver, self._heartbeat, "driver heartbeat")
+        try:
+            self._run_batches()
+        except StorageError as error:
+            raise QueryFailedError(f"Spark's own log: {error}") from error
+        finally:
+            s.kill_task(heartbeat)
+            if self.session.is_alive and not s.current.is_killed and (
+                self.world.healed_at is not None or s.random.random() < 0.8
+            ):
+                s.spawn(self.session.driver, self._terminated, "terminated")
+
+    def _terminated(self) -> None:
+        try:
+            self.port.deactivate_instances(self.run_id)
+        except KNOWN_ERRORS as error:
+            self.world.scheduler.log("the end of", self.run_id, "was not reported:", str(error))
+
+    def _heartbeat(self) -> None:
+        s = self.world.scheduler
+        while True:
+            s.sleep(1.0)
+            try:
+                if not self.port.driver_heartbeat(self.run_id):
+                    self.port.register_query(self.registration)
+            except KNOWN_ERRORS as error:
+                self.world.judge(error, self.run_id, "driver heartbeat")
+
+    def _run_batches(self) -> None:
+        batch = self._first_batch()
+        while True:
+            if not self.session.is_wanted:
+                raise QueryFailedError("stopped by its user")
+            plan = self._plan(batch)
+            self._last = plan
+            for _ in range(2 if self.world.scheduler.random.random() < self.world.repeated else 1):
+                self._run_job(plan)
+            self._commit(plan)
+            batch += 1
+            self.world.scheduler.sleep(self.world.scheduler.random.random() * self.world.pace)
+
+    def _names(self, directory: str) -> list[int]:
+        return [int(path.rsplit("/", 1)[-1]) for path, _ in self.spark.list(f"{directory}/")]
+
+    def _first_batch(self) -> int:
+        """``MicroBatchExecution.populateStartOffsets``."""
+        begun, done = max(self._names("offsets"), default=None), max(self._names("commits"), default=None)
+        if begun is None:
+            return 0
+        return begun + 1 if done is not None and done >= begun else begun
+
+    def _plan(self, batch: int) -> Plan:
+        path = f"offsets/{batch}"
+        held = self.world.disk.directory(CHECKPOINT, path).get(path)
+        if held is not None:
+            return self.world.model.plans[held.decode()]
+        parent = self._last  # what another driver has removed meanwhile, this one still knows
+        if parent is None and batch > 0:
+            below = f"offsets/{batch - 1}"
+            log = self.world.disk.directory(CHECKPOINT, below)
+            if below not in log:
+                raise QueryFailedError(f"{below} is not there any more")
+            parent = self.world.model.plans[log[below].decode()]
+        s = self.world.scheduler
+        plan = self.world.model.plan(f"{batch}@{self.run_id}", batch, parent)
+        try:
+            self.spark.put_new(path, plan.token.encode())
+        except FileExistsInStorageError as error:
+            raise QueryFailedError("another query writes the same checkpoint") from error
+        s.log("SPARK plans", plan.token)
+        return plan
+
+    def _commit(self, plan: Plan) -> None:
+        s, world = self.world.scheduler, self.world
+        try:
+            self.spark.put_new(f"commits/{plan.batch}", f"{self.run_id} {plan.token}".encode())
+        except FileExistsInStorageError as error:
+            raise QueryFailedError("another query writes the same checkpoint") from error
+        s.log("SPARK has committed", plan.token)
+        s.spawn(self.session.driver, lambda: self._progress(plan.batch), "progress")
+        for directory in ("offsets", "commits"):
+            for old in [n for n in self._names(directory) if n < plan.batch - KEEP]:
+                self.spark.delete(f"{directory}/{old}")
+        world.batches += 1
+
+    def _progress(self, batch: int) -> None:
+        try:
+            is_news = self.port.batch_committed(self.run_id, batch)
+        except KNOWN_ERRORS as error:
+            self.world.judge(error, self.run_id, "progress")
+            return
+        if is_news:
+            self.session.tell_hosts()
+
+    # -- jobs ----------------------------------------------------------------------------------
+
+    def _run_job(self, plan: Plan) -> None:
+        s = self.world.scheduler
+        parts = [
+            s.spawn(self.session.driver, lambda o=o, p=p: self._run_partition(plan, o, p), f"{o}/{p}")  # type: ignore[misc]
+            for o in self.world.model.operators
+            for p in range(self.num_partitions)
+        ]
+        for part in parts:
+            part.on_end = lambda task: None
+        for part in parts:
+            s.join(part)
+        errors = [part.error for part in parts if part.error is not None]
+        for error in errors:
+            if isinstance(error, QueryFailedError):
+                raise error
+            s.fail(error)
+            raise error
+
+    def _run_partition(self, plan: Plan, operator: str, partition: int) -> None:
+        """One task with its attempts, as Spark's scheduler runs it: four failures end the query."""
+        s = self.world.scheduler
+        failures = 0
+        running: list[Task] = []
+        while True:
+            if not running:
+                running.append(self._attempt(plan, operator, partition))
+            first = running[0]
+            if len(running) == 1 and s.random.random() < self.world.speculated:
+                s.join(first, s.random.random() * 0.05)
+                if not first.is_done:
+                    running.append(self._attempt(plan, operator, partition))
+            while not any(t.is_done for t in running):
+                me = s.current
+                for task in running:
+                    task.joining.append(me)
+                s.park()
+                for task in running:
+                    if me in task.joining:
+                        task.joining.remove(me)
+            done = next(t for t in running if t.is_done)
+            running.remove(done)
+            if done.error is None:
+                for task in running:
+                    if s.random.random() < 0.7:
+                        s.kill_task(task)
+                return
+            if isinstance(done.error, Killed):
+                s.sleep(0.01)  # lost with its executor: it does not count
+                continue
+            if not isinstance(done.error, KNOWN_ERRORS):
+                raise done.error
+            failures += 1
+            self.world.judge(done.error, self.run_id, f"task {operator}/{partition} of {plan.token}")
+            if failures == 4:
+                raise QueryFailedError(f"task {operator}/{partition}: {type(done.error).__name__}: {done.error}")
+
+    def _attempt(self, plan: Plan, operator: str, partition: int) -> Task:
+        s, world = self.world.scheduler, self.world
+        world.attempts += 1
+        attempt = f"t{world.attempts}"
+        world.model.plan_of_attempt[attempt] = plan
+        task = TaskIdentity(self.run_id, operator, partition, plan.batch, attempt, f"i{world.attempts}")
+        endpoints = Endpoints(tuple(self.session.addresses()), "token", self.session.session_id, RECOVERY_TIMEOUT)
+        made = s.spawn(
+            self.session.executor(),
+            lambda: self._work(task, endpoints, plan),
+            f"task {attempt}",
+            delay=s.random.random() * 0.01,
+        )
+        made.on_end = lambda task: None
+        return made
+
+    def _work(self, task: TaskIdentity, endpoints: Endpoints, plan: Plan) -> None:
+        """``StateTask.run`` with the operator's logic."""
+        operator = task.operator
+        store = TaskStore(task, endpoints)
+        store.open()
+        keys = [k for k in plan.keys if model.partition_of(k, self.num_partitions) == task.partition]
+        values = store.get_many(model.to_array(keys)).to_pylist()
+        self.world.model.check_task_read(plan, operator, keys, values)
+        made = [model.new_value(operator, plan.token, k, v) for k, v in zip(keys, values, strict=True)]
+        columns = [model.to_array(keys), pa.array(made, pa.binary())]
+        store.commit(pa.RecordBatch.from_arrays(columns, schema=CHANGES_SCHEMA), {})
+
+
+class PerProcess:
+    """A module's global dict, of which every simulated process has its own."""
+
+    def _mine(self) -> dict[Any, Any]:
+        held: dict[Any, Any] = scheduling.active.current.process.memory.setdefault("owners", {})
+        return held
+
+    def get(self, key: Any) -> Any:
+        """As a dict's."""
+        return self._mine().get(key)
+
+    def pop(self, key: Any, default: Any) -> Any:
+        """As a dict's."""
+        return self._mine().pop(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._mine()[key] = value
+
+
+__all__ = ["Query", "QueryFailedError", "Violation"]

@@ -1,0 +1,152 @@
+"""An engine in memory whose content outlives its process, as RocksDB's does: what is tested above it is the real thing.
+
+Written as a provider, so that hosts find it by its import path: two of them, which share nothing but this code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+
+from backends.changelog import DEFAULT_FAMILY, Changes
+from backends.conf import StateStoreConf
+from backends.engine import LocalState
+from backends.exceptions import StoreClosedError
+from backends.provider import LocalStateStoreProvider
+from tests.simulation import scheduler as scheduling
+
+_kept: dict[str, tuple[LocalState, dict[bytes, bytes]]] = {}
+"""By the directory of the engine; what counts is that the directory has its marker."""
+PARTS = 2
+
+
+class _Content(msgspec.Struct):
+    state: LocalState
+    pairs: dict[str, str]
+
+
+def forget_all() -> None:
+    """A run is over."""
+    _kept.clear()
+
+
+class SimulatedEngine:
+    """See ``backends.engine.StateEngine``. One column family."""
+
+    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+        self._path = path
+        self._is_open = True
+        self._marker = path / "MARKER"
+        if not self._marker.exists():
+            path.mkdir(parents=True, exist_ok=True)
+            self._marker.touch()
+            _kept[str(path)] = (LocalState(), {})
+        self.state, self._pairs = _kept[str(path)]
+
+    @property
+    def column_families(self) -> frozenset[str]:
+        """One."""
+        return frozenset((DEFAULT_FAMILY,))
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
+        """Values, null where there is none."""
+        self._check_open()
+        return pa.array([self._pairs.get(k) for k in keys.to_pylist()], pa.binary())
+
+    def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
+        """One batch of the pairs in a range."""
+        self._check_open()
+        found = sorted(k for k in self._pairs if (start is None or k >= start) and (end is None or k < end))
+        values = [self._pairs[k] for k in found]
+        schema = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+        return iter(
+            [pa.RecordBatch.from_arrays([pa.array(found, pa.binary()), pa.array(values, pa.binary())], schema=schema)]
+        )
+
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Get changes ready."""
+        pairs = [
+            (k, v)
+            for held in changes.families.values()
+            for k, v in zip(held.keys.to_pylist(), held.values.to_pylist(), strict=True)
+        ]
+        return lambda state: self._apply(pairs, state)
+
+    def _apply(self, changes: list[tuple[bytes, bytes | None]], state: LocalState) -> None:
+        s = scheduling.active
+        if s.random.random() < 0.2:
+            s.sleep(s.random.random() * 0.005)
+        self._check_open()
+        pairs = dict(self._pairs)
+        for key, value in changes:
+            if value is None:
+                pairs.pop(key, None)
+            else:
+                pairs[key] = value
+        self._keep(state, pairs)
+
+    def _keep(self, state: LocalState, pairs: dict[bytes, bytes]) -> None:
+        self.state, self._pairs = _kept[str(self._path)] = (state, pairs)
+
+    def capture(self, directory: Path) -> Callable[[], None]:
+        """The pairs in two files, so that a later snapshot may share one of them."""
+        self._check_open()
+        state, pairs = self.state, self._pairs
+
+        def write() -> None:
+            for part in range(PARTS):
+                held = {k.hex(): v.hex() for k, v in sorted(pairs.items()) if k[-1] % PARTS == part}
+                (directory / f"{part}.sst").write_bytes(msgspec.json.encode(held))
+            (directory / "state.json").write_bytes(msgspec.json.encode(state))
+
+        return write
+
+    def restore(self, directory: Path) -> None:
+        """Read what ``capture`` wrote."""
+        self._check_open()
+        pairs: dict[bytes, bytes] = {}
+        for part in range(PARTS):
+            held = msgspec.json.decode((directory / f"{part}.sst").read_bytes(), type=dict[str, str])
+            pairs.update((bytes.fromhex(k), bytes.fromhex(v)) for k, v in held.items())
+        self._keep(msgspec.json.decode((directory / "state.json").read_bytes(), type=LocalState), pairs)
+
+    def num_keys(self) -> int:
+        """Exact."""
+        return len(self._pairs)
+
+    def memory_bytes(self) -> int:
+        """Nobody asks."""
+        return 0
+
+    def num_files(self) -> int:
+        """One."""
+        return 1
+
+    def clear(self) -> None:
+        """Start over."""
+        self._keep(LocalState(), {})
+
+    def close(self) -> None:
+        """Let go."""
+        self._is_open = False
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StoreClosedError("The state is closed: open it again.")
+
+
+class FirstProvider(LocalStateStoreProvider):
+    """A backend of the simulation."""
+
+    backend = "tests.simulation.engine.FirstProvider"
+    engine = SimulatedEngine
+
+
+class SecondProvider(LocalStateStoreProvider):
+    """Another backend, for restarts with another one."""
+
+    backend = "tests.simulation.engine.SecondProvider"
+    engine = SimulatedEngine

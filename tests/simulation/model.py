@@ -1,0 +1,250 @@
+"""What the state must be, and whether it is: the rules of DESIGN.md section 5, checked from outside.
+
+Every planned batch is a ``Plan``: which keys it touches, and what their values are afterwards. A value is a
+digest of the value before and of the plan, so that rows lost, counted twice, or applied to another state show at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from backends import chain as chains
+from backends.chain import Layout
+from backends.changelog import read_changelog
+from backends.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
+from backends.sealed import unseal
+from backends.snapshot import Snapshot
+from backends.storage import digest
+from tests.simulation.scheduler import Violation
+
+KEY_GROUPS = 16
+KEYS = tuple(bytes([0, i * KEY_GROUPS // 12, i]) for i in range(12))
+"""Two bytes of the key group, and a number."""
+
+
+def partition_of(key: bytes, num_partitions: int) -> int:
+    """DESIGN, section 7: partition p of n owns the groups g with ``g*n//G == p``."""
+    return key[1] * num_partitions // KEY_GROUPS
+
+
+def new_value(operator: str, token: str, key: bytes, old: bytes | None) -> bytes | None:
+    """What a batch makes of a key: not the same if it is done twice, left out or done in another order."""
+    made = hashlib.blake2b(b"|".join((operator.encode(), token.encode(), key, old or b"")), digest_size=8).digest()
+    return None if made[0] % 8 == 0 else made
+
+
+class Plan:
+    """One batch as Spark has planned it: what is in ``offsets/<batch>``. ``values`` is the state that it leads to."""
+
+    def __init__(self, token: str, batch: int, parent: Plan | None, operators: Collection[str]) -> None:
+        self.token = token
+        self.batch = batch
+        self.parent = parent
+        seed = hashlib.blake2b(token.encode(), digest_size=len(KEYS)).digest()
+        self.keys = tuple(k for k, b in zip(KEYS, seed, strict=True) if b % 3 == 0)
+        self.values: dict[tuple[str, bytes], bytes] = dict(parent.values) if parent is not None else {}
+        for operator in operators:
+            for key in self.keys:
+                value = new_value(operator, token, key, self.values.get((operator, key)))
+                if value is None:
+                    self.values.pop((operator, key), None)
+                else:
+                    self.values[(operator, key)] = value
+
+
+def before(plan: Plan, operator: str, key: bytes) -> bytes | None:
+    """The value that a task of the batch must read."""
+    return plan.parent.values.get((operator, key)) if plan.parent is not None else None
+
+
+def entries(manifest: Manifest) -> Iterator[tuple[str, int, PartitionEntry]]:
+    """Every partition's entry."""
+    for operator, held in manifest.operators.items():
+        for partition in held.partitions:
+            yield operator, partition, held.partitions[partition]
+
+
+@dataclass
+class Model:
+    """Plans by the token in ``offsets/``, and by the attempts that worked on them."""
+
+    operators: tuple[str, ...]
+    plans: dict[str, Plan] = field(default_factory=dict)
+    plan_of_attempt: dict[str, Plan] = field(default_factory=dict)
+    committed: list[Plan] = field(default_factory=list)
+    seen: dict[tuple[str, bytes], set[bytes | None]] = field(default_factory=dict)
+    manifests: dict[int, Manifest] = field(default_factory=dict)
+    plan_of_manifest: dict[int, Plan] = field(default_factory=dict)
+    epoch: int = 0
+    fenced: set[int] = field(default_factory=set)
+
+    def plan(self, token: str, batch: int, parent: Plan | None) -> Plan:
+        """Plan a batch."""
+        made = self.plans[token] = Plan(token, batch, parent, self.operators)
+        return made
+
+    def spark_commits(self, plan: Plan) -> None:
+        """``commits/<batch>`` is written: its values may be seen from now on."""
+        self.committed.append(plan)
+        for operator in self.operators:
+            for key in plan.keys:
+                self.seen.setdefault((operator, key), {None}).add(plan.values.get((operator, key)))
+
+    def check_read(self, operator: str, key: bytes, value: bytes | None) -> None:
+        """A query client reads completed versions only."""
+        if value not in self.seen.get((operator, key), {None}):
+            raise Violation(f"A query read {value!r} for {key!r} of {operator}: no completed version ever had it.")
+
+    def check_task_read(self, plan: Plan, operator: str, keys: list[bytes], values: list[bytes | None]) -> None:
+        """A task of batch N reads exactly version N."""
+        for key, value in zip(keys, values, strict=True):
+            expected = before(plan, operator, key)
+            if value != expected:
+                raise Violation(
+                    f"A task of batch {plan.batch} ({plan.token}) read {value!r} for {key!r} of {operator}, but version "
+                    f"{plan.batch} has {expected!r}."
+                )
+
+    # -- manifests -----------------------------------------------------------------------------
+
+    def head(self) -> Manifest | None:
+        """The newest manifest of the highest epoch."""
+        return max(self.manifests.values(), key=lambda m: (m.epoch, m.id), default=None)
+
+    def chain(self) -> dict[int, Manifest]:
+        """From the head along its parents."""
+        return chains.walk(self.head(), self.manifests.get, str)
+
+    def manifest_written(self, data: bytes, files: dict[str, bytes]) -> None:
+        """A manifest is durable: does it make one version out of the right files?"""
+        manifest = unseal(data, Manifest, "the manifest")
+        newest = self.head()
+        if manifest.id in self.manifests and (newest is None or manifest.epoch >= newest.epoch):
+            # One that has lost the query may take an id that has been removed since; it counts for nothing.
+            raise Violation(f"Manifest {manifest.id} is written twice.")
+        earlier = self.manifests.get(manifest.parent) if manifest.parent is not None else None
+        if (earlier.version if earlier is not None else 0) != manifest.version - 1:
+            raise Violation(f"Manifest {manifest.id} makes version {manifest.version} out of {manifest.parent}.")
+        plans = set()
+        for operator, partition, entry in entries(manifest):
+            name = f"{operator}/{partition} in manifest {manifest.id} (version {manifest.version})"
+            content = files.get(entry.changelog.path)
+            if content is None or (len(content), digest(content)) != (entry.changelog.size, entry.changelog.digest):
+                raise Violation(f"The changelog {entry.changelog.path} of {name} is not there as the manifest says.")
+            meta, changes = read_changelog(content)
+            plan = self.plan_of_attempt[meta.attempt]
+            plans.add(plan.token)
+            if meta.attempt != entry.attempt or meta.version != manifest.version or meta.operator != operator:
+                raise Violation(f"The changelog of {name} is of attempt {meta.attempt} and version {meta.version}.")
+            made = manifest.operators[operator]
+            n = made.num_partitions
+            below = earlier.operators[operator] if earlier is not None else None
+            if below is not None and (below.num_partitions, below.backend) == (n, made.backend):
+                base = below.partitions[partition].changelog.path
+                if meta.base != base:
+                    raise Violation(f"{name} was made on top of {meta.base}, but the version below is {base}.")
+            self._check_changes(plan, operator, partition, n, changes.families["default"], name)
+        if len(plans) != 1:
+            raise Violation(f"Manifest {manifest.id} mixes batches that were planned differently: {sorted(plans)}.")
+        plan = self.plans[plans.pop()]
+        if plan.batch != manifest.version - 1:
+            raise Violation(f"Manifest {manifest.id} of version {manifest.version} has changes of batch {plan.batch}.")
+        if earlier is not None and self.plan_of_manifest[earlier.id] is not plan.parent:
+            raise Violation(
+                f"Manifest {manifest.id} puts batch {plan.token} on top of another one than it was planned on."
+            )
+        if manifest.epoch < self.epoch:
+            self.fenced.add(manifest.id)
+        self.manifests[manifest.id] = manifest
+        self.plan_of_manifest[manifest.id] = plan
+
+    @staticmethod
+    def _check_changes(plan: Plan, operator: str, partition: int, n: int, pairs: object, name: str) -> None:
+        keys = [k for k in plan.keys if partition_of(k, n) == partition]
+        held = dict(zip(pairs.keys.to_pylist(), pairs.values.to_pylist(), strict=True))  # type: ignore[attr-defined]
+        if held != {k: plan.values.get((operator, k)) for k in keys}:
+            raise Violation(f"The changelog of {name} does not hold what batch {plan.token} makes: {held}.")
+
+    def check_acknowledged(self, manifest_id: int | None) -> None:
+        """A coordinator has answered that a version is prepared."""
+        if manifest_id in self.fenced:
+            raise Violation(f"Manifest {manifest_id} was written after a higher epoch was claimed, and is answered for.")
+
+    def check_openable(self, files: dict[str, bytes]) -> None:
+        """Every version that the newest manifest says is kept can be opened from the files that are there."""
+        head = self.head()
+        if head is None:
+            return
+        chain = self.chain()
+        for m in chain.values():
+            if manifest_name(m.id) not in files:
+                raise Violation(f"Manifest {m.id} (version {m.version}) is kept, but was removed.")
+        for operator, held in head.operators.items():
+            layout = Layout(operator, held.num_partitions, held.backend)
+            for partition in range(held.num_partitions):
+                for version in {max(head.oldest, 1), head.version}:
+                    found = chains.lineage(chain, version, layout, partition, KEY_GROUPS)
+                    if not self._opens(found, files):
+                        raise Violation(f"Version {version} of {operator}/{partition} is kept, but cannot be opened any more.")
+
+    def _opens(self, lineage: Lineage, files: dict[str, bytes]) -> bool:
+        """Whether the files that are there lead to a version."""
+        lowest = lineage.version
+        for ref in reversed(lineage.changelogs):
+            if ref.version != lowest or ref.file.path not in files:
+                break
+            lowest -= 1
+        if any(lowest <= s.version <= lineage.version and self._is_sound(s, files) for s in lineage.snapshots):
+            return True
+        if lineage.rescaled is not None and lineage.rescaled.version == lowest:
+            return all(self._opens(source.lineage, files) for source in lineage.rescaled.sources)
+        return lowest == 0
+
+    @staticmethod
+    def _is_sound(ref: SnapshotRef, files: dict[str, bytes]) -> bool:
+        data = files.get(ref.file.path)
+        return data is not None and all(p in files for p in unseal(data, Snapshot, ref.file.path).paths)
+
+    def check_durable(
+        self, plan: Plan, run_id: str, files: dict[str, bytes], n: int, backend: str
+    ) -> None:
+        """Spark has committed a batch: its version must be there, or be recoverable from its changelogs."""
+        chain = self.chain()
+        made = chain.get(plan.batch + 1)
+        if made is not None and self.plan_of_manifest[made.id] is plan:
+            return
+        head = self.head()
+        above = self.plan_of_manifest[head.id] if head is not None else None
+        while above is not None and above.batch > plan.batch:
+            above = above.parent
+        if above is plan:
+            return  # it comes late: others have gone on from there
+        found = set()
+        for path, data in files.items():
+            if chains.version_in(path) == plan.batch + 1 and path.endswith(".changelog"):
+                meta, _ = read_changelog(data)
+                if (meta.query_run_id, meta.num_partitions) != (run_id, n):
+                    continue
+                layout = Layout(meta.operator, n, backend)
+                base = chains.head_of(chain, plan.batch, layout, meta.partition, KEY_GROUPS)
+                if meta.base == base:
+                    found.add((meta.operator, meta.partition))
+        if lacking := {(o, p) for o in self.operators for p in range(n)} - found:
+            raise Violation(
+                f"Spark has committed batch {plan.batch} ({plan.token}) of {run_id}, but no manifest names it, and nothing "
+                f"is durable of {sorted(lacking)}."
+            )
+
+
+def manifest_name(manifest_id: int) -> str:
+    """Where a manifest is kept."""
+    return f"manifests/{manifest_id:020d}.json"
+
+
+def to_array(values: list[bytes]) -> pa.BinaryArray:
+    """Keys as hosts take them."""
+    return pa.array(values, pa.binary())

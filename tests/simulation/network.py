@@ -1,0 +1,156 @@
+"""Calls between processes: late, lost, twice, out of order, answered by nobody.
+
+A call runs as a task of the process that is called. Its answer is lost with either of the two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
+from tests.simulation import scheduler as scheduling
+from tests.simulation.scheduler import Killed, Process, Task, Violation
+from tests.simulation.storage import Faults
+
+log = logging.getLogger(__name__)
+KNOWN_ERRORS = (CoordinatorError, StateStoreError, SparkBridgeError)
+
+
+class UnreachableError(Exception):
+    """Nobody answered: it is not known whether the call was carried out."""
+
+
+class _Call:
+    __slots__ = ("answer", "caller", "error", "is_over")
+
+    def __init__(self, caller: Task) -> None:
+        self.caller = caller
+        self.is_over = False
+        self.answer: Any = None
+        self.error: BaseException | None = None
+
+    def settle(self, answer: Any, error: BaseException | None) -> None:
+        if not self.is_over:
+            self.is_over, self.answer, self.error = True, answer, error
+            scheduling.active.wake(self.caller)
+
+
+class Network:
+    """The way between all processes. ``calls_under_way`` are the tasks that carry out calls, and since when."""
+
+    def __init__(self, faults: Faults, answered: Callable[[Any], None]) -> None:
+        self._faults = faults
+        self._answered = answered
+        self.calls_under_way: dict[Task, float] = {}
+
+    def delay(self) -> float:
+        """How long a message takes."""
+        s = scheduling.active
+        if self._faults.message_late and s.random.random() < self._faults.message_late:
+            return s.random.random() * 8.0
+        return s.random.random() * 0.004
+
+    def call(
+        self, target: Process | None, name: str, function: Callable[[], Any], timeout: float, *, through_ray: bool
+    ) -> Any:
+        """Have a function called in another process; raises what it raises, or ``UnreachableError``.
+
+        Ray knows nothing any more of a process that it takes for dead (``is_cut_off``); a connection of its own
+        may still reach it.
+        """
+        s = scheduling.active
+        call = _Call(s.current)
+        self._deliver(call, target, name, function, through_ray)
+        if self._faults.message_twice and s.random.random() < self._faults.message_twice:
+            self._deliver(call, target, name, function, through_ray)
+        if not call.is_over:
+            s.park(timeout)
+        if not call.is_over:
+            call.is_over = True
+            raise UnreachableError(f"{name}: no answer within {timeout:.0f} s")
+        if call.error is not None:
+            raise call.error
+        return call.answer
+
+    def _deliver(
+        self, call: _Call, target: Process | None, name: str, function: Callable[[], Any], through_ray: bool
+    ) -> None:
+        s, faults = scheduling.active, self._faults
+        lost = faults.message_lost
+
+        def arrive() -> None:
+            if target is None or not target.is_alive or (through_ray and target.is_cut_off):
+                s.at(self.delay(), lambda: call.settle(None, UnreachableError(f"{name}: the process is gone")))
+                return
+            task = s.spawn(target, function, name)
+            task.on_end = ended
+            self.calls_under_way[task] = s.now
+
+        def ended(task: Task) -> None:
+            self.calls_under_way.pop(task, None)
+            error = task.error
+            if error is not None and not isinstance(error, (*KNOWN_ERRORS, Killed)):
+                s.fail(error)
+                return
+            if error is None:
+                self._answered(task.result)
+            s.log("answer of", task.process.name, name, "ok" if error is None else f"{type(error).__name__}: {error}")
+            if isinstance(error, Killed) or (through_ray and task.process.is_cut_off):
+                error = UnreachableError(f"{name}: the process died")
+            elif lost and s.random.random() < lost:
+                s.log("LOST the answer", name)
+                if s.random.random() < 0.5:
+                    return  # the caller waits for as long as it will
+                error = UnreachableError(f"{name}: the connection broke")
+            result = task.result
+            s.at(self.delay(), lambda: call.settle(result, error))
+
+        if lost and s.random.random() < lost:
+            s.log("LOST the call", name)
+            if s.random.random() < 0.5:
+                s.at(self.delay(), lambda: call.settle(None, UnreachableError(f"{name}: the connection broke")))
+            return
+        s.at(self.delay(), arrive)
+
+
+class CoordinatorPort:
+    """The coordinator's messages as ``spark_bridge.host_actor.RayCoordinatorPort`` sends them: again, until a deadline."""
+
+    def __init__(self, network: Network, find: Callable[[], Process | None], timeout: float) -> None:
+        self._network = network
+        self._find = find
+        self._timeout = timeout
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """One message."""
+        s = scheduling.active
+        deadline = s.now + self._timeout
+        while True:
+            target = self._find()
+
+            def carry_out(target: Process | None = target) -> Any:
+                assert target is not None
+                return getattr(target.memory["coordinator"], method)(*args, **kwargs)
+
+            try:
+                return self._network.call(target, method, carry_out, self._timeout, through_ray=True)
+            except UnreachableError as error:
+                if s.now > deadline:
+                    raise HostUnavailableError(f"The coordinator did not answer {method}: {error}") from error
+                s.sleep(0.1)
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        def message(*args: Any, **kwargs: Any) -> Any:
+            return self.call(method, *args, **kwargs)
+
+        return message
+
+
+__all__ = ["KNOWN_ERRORS", "CoordinatorPort", "Network", "UnreachableError", "Violation"]

@@ -1,0 +1,157 @@
+"""Checkpoint storage over a dict: every call takes its time, may fail before or after it has taken effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
+from backends.manifest import FileRef
+from backends.storage import digest
+from tests.simulation import scheduler as scheduling
+
+T = TypeVar("T")
+
+
+@dataclass
+class Faults:
+    """How often what goes wrong; all 0 is a healthy world. Probabilities per call, rates per second."""
+
+    storage_error: float = 0.0
+    storage_slow: float = 0.0
+    message_lost: float = 0.0
+    message_late: float = 0.0
+    message_twice: float = 0.0
+
+    def heal(self) -> None:
+        """Nothing goes wrong any more."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, 0.0)
+
+
+@dataclass
+class Disk:
+    """What is stored, by location and the first part of the path. ``watch`` hears of every change, as it happens."""
+
+    faults: Faults
+    files: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
+    watch: Callable[[str, str, str], None] = lambda verb, location, path: None
+
+    def open(self, location: str, options: Any = None) -> SimulatedStorage:
+        """Storage at a location; calls give way to the scheduler."""
+        return SimulatedStorage(self, location)
+
+    def directory(self, location: str, path: str) -> dict[str, bytes]:
+        """The files that share the first part of their path."""
+        tops = self.files.setdefault(location, {})
+        return tops.setdefault(path.split("/", 1)[0], {})
+
+    def all_files(self, location: str) -> dict[str, bytes]:
+        """Everything below a location."""
+        return {p: data for held in self.files.get(location, {}).values() for p, data in held.items()}
+
+
+class SimulatedStorage:
+    """The interface of ``backends.storage.CheckpointStorage``. A file is there, whole and durable, or not at all."""
+
+    is_local = False
+
+    def __init__(self, disk: Disk, location: str) -> None:
+        self.location = location
+        self._disk = disk
+
+    def full_location(self, path: str) -> str:
+        """A file's address."""
+        return f"{self.location}/{path}"
+
+    def _call(self, verb: str, path: str, effect: Callable[[], T]) -> T:
+        s, faults = scheduling.active, self._disk.faults
+        draw = s.random.random
+        slow = faults.storage_slow and draw() < faults.storage_slow
+        s.sleep(draw() * (5.0 if slow else 0.005))
+        if faults.storage_error and draw() < faults.storage_error:
+            if draw() < 0.5:
+                s.log("storage failed to", verb, path)
+            else:
+                # It has happened all the same: only the answer was lost.
+                effect()
+                s.log("storage lost the answer to", verb, path)
+                s.sleep(draw() * 0.005)
+            raise StorageError(f"Could not {verb} {self.full_location(path)}: simulated.")
+        result = effect()
+        if draw() < 0.3:
+            s.sleep(draw() * (2.0 if slow else 0.005))
+        return result
+
+    def put_new(self, path: str, data: bytes) -> FileRef:
+        """Create a file; of several writers one succeeds."""
+
+        def put() -> bool:
+            held = self._disk.directory(self.location, path)
+            if path in held:
+                return False
+            held[path] = bytes(data)
+            scheduling.active.log("stored", path)
+            self._disk.watch("put", self.location, path)
+            return True
+
+        if not self._call("write", path, put):
+            raise FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
+        return FileRef(path, len(data), digest(data))
+
+    def put_file(self, path: str, source: Path) -> FileRef:
+        """Copy a local file into the storage."""
+        return self.put_new(path, source.read_bytes())
+
+    def get(self, path: str) -> bytes:
+        """A file's content."""
+        data = self._call("read", path, lambda: self._disk.directory(self.location, path).get(path))
+        if data is None:
+            raise MissingFileError(f"{self.full_location(path)} does not exist.")
+        return data
+
+    def read(self, ref: FileRef) -> bytes:
+        """A file's content, checked."""
+        data = self.get(ref.path)
+        if len(data) != ref.size or digest(data) != ref.digest:
+            raise DamagedFileError(f"{self.full_location(ref.path)} is damaged.")
+        return data
+
+    def read_to_file(self, ref: FileRef, target: Path) -> None:
+        """Copy a file of the storage to a local one, checked."""
+        data = self.read(ref)
+        try:
+            target.write_bytes(data)
+        except FileNotFoundError as error:  # the real one says the same if the local directory has gone
+            raise MissingFileError(f"{self.full_location(ref.path)} does not exist.") from error
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file."""
+        return self._call("look up", path, lambda: path in self._disk.directory(self.location, path))
+
+    def unfinished(self, prefix: str) -> list[str]:
+        """None: an object store has no such files."""
+        return []
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        """Path and size of every file in a directory and below, sorted by path."""
+        stem = prefix.strip("/")
+
+        def listed() -> list[tuple[str, int]]:
+            held = self._disk.directory(self.location, stem) if stem else self._disk.all_files(self.location)
+            below = f"{stem}/" if "/" in stem else ""
+            return sorted((path, len(data)) for path, data in held.items() if path.startswith(below))
+
+        return self._call("list", prefix, listed)
+
+    def delete(self, path: str) -> None:
+        """Remove a file; it is no error if there is none."""
+
+        def delete() -> None:
+            if self._disk.directory(self.location, path).pop(path, None) is not None:
+                scheduling.active.log("deleted", path)
+                self._disk.watch("delete", self.location, path)
+
+        self._call("delete", path, delete)

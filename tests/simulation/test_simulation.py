@@ -1,0 +1,76 @@
+"""A fixed set of seeds of the simulation, and that it is worth something: runs repeat exactly, and broken rules are found.
+
+More seeds: ``python -m tests.simulation --steps 1000000``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coordinator_actor import manifests
+from spark_bridge import host
+from tests.simulation.scheduler import Violation
+from tests.simulation.world import Result, run
+
+QUICK = range(24)
+LONG = range(1000, 1300, 25)
+
+
+def check(result: Result) -> None:
+    if result.failure is not None:
+        pytest.fail(str(result), pytrace=False)
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_a_troubled_world_keeps_the_rules(seed: int) -> None:
+    check(run(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", LONG)
+def test_many_troubled_worlds_keep_the_rules(first: int) -> None:
+    for seed in range(first, first + 25):
+        check(run(seed))
+
+
+def test_a_seed_gives_the_same_run_again() -> None:
+    first, second = run(3, max_steps=3000, traced=True), run(3, max_steps=3000, traced=True)
+    assert first.steps == 3000 and first.batches > 0
+    assert (first.trace, first.batches, first.last_events) == (second.trace, second.batches, second.last_events)
+    assert run(4, max_steps=3000, traced=True).trace != first.trace
+
+
+def first_failure(seeds: range) -> Result:
+    for seed in seeds:
+        result = run(seed)
+        if result.failure is not None:
+            return result
+    raise AssertionError("Nothing was found.")
+
+
+def test_a_manifest_that_is_not_fenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that has lost the query goes on completing versions."""
+    monkeypatch.setattr(manifests.ManifestLog, "check_epoch", lambda self: None)
+    found = first_failure(range(2000, 2040))
+    assert isinstance(found.failure, Violation), found
+    assert f"--seed {found.seed}" in str(found) and len(found.last_events) > 10
+
+
+def test_an_acknowledgement_before_the_changelog_is_durable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that hides that its changelog was not written."""
+    commit: Callable[..., Any] = host.Host.commit
+
+    def hasty(self: Any, *args: Any) -> Any:
+        try:
+            return commit(self, *args)
+        except host.StorageError as error:  # type: ignore[attr-defined]
+            return error
+
+    from backends.exceptions import StorageError
+
+    monkeypatch.setattr(host, "StorageError", StorageError, raising=False)
+    monkeypatch.setattr(host.Host, "commit", hasty)
+    assert isinstance(first_failure(range(2000, 2040)).failure, Violation)

@@ -1,0 +1,502 @@
+"""One run: a world made from a seed, what goes wrong in it, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from backends.chain import version_in
+from backends.conf import StateStoreConf
+from backends.exceptions import DamagedFileError, MissingFileError
+from backends.provider import provider_class
+from backends.schema import StateSchema
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
+from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
+from spark_bridge.exceptions import PartitionMismatchError
+from tests.simulation import engine, model, threads
+from tests.simulation import scheduler as scheduling
+from tests.simulation.cluster import Cluster, LocalLocks, Session
+from tests.simulation.driver import CHECKPOINT, KEEP, STATE, HostClient, PerProcess, Query, QueryFailedError
+from tests.simulation.model import Model
+from tests.simulation.network import KNOWN_ERRORS, Network, UnreachableError
+from tests.simulation.scheduler import Process, Scheduler, Violation
+from tests.simulation.storage import Disk, Faults
+
+NEVER = (MissingFileError, DamagedFileError, IncompleteBatchError, InvalidRequestError, PartitionMismatchError)
+"""Errors that nothing which goes wrong here excuses, for the run that is the newest."""
+BATCHES_AFTER = 10
+PATIENCE = 400.0
+"""Virtual seconds within which a healthy world must have done ``BATCHES_AFTER`` batches."""
+SETTLED_AFTER = 90.0
+"""Virtual seconds of health after which no task fails any more."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a run. ``trace`` is a digest of its events, if it was asked for."""
+
+    seed: int
+    steps: int
+    batches: int
+    seconds: float
+    failure: BaseException | None
+    last_events: list[str]
+    trace: int
+
+    def __str__(self) -> str:
+        head = f"seed {self.seed}: {self.steps} steps, {self.batches} batches, {self.seconds:.0f} virtual seconds"
+        if self.failure is None:
+            return head
+        trace = [] if isinstance(self.failure, Violation) else traceback.format_exception(self.failure)
+        return "\n".join(
+            (
+                *self.last_events,
+                *trace,
+                f"{head}\nFAILED at step {self.steps}: {type(self.failure).__name__}: {self.failure}",
+                f"Run it again with: python -m tests.simulation --seed {self.seed}",
+            )
+        )
+
+
+class World:
+    """Everything there is in a run."""
+
+    def __init__(self, seed: int, root: Path, *, traced: bool = False) -> None:
+        self.scheduler = s = Scheduler(seed, traced=traced)
+        scheduling.active = s
+        r = s.random
+        self.root = root
+        self.faults = Faults(
+            storage_error=r.choice((0.0, 0.002, 0.02)),
+            storage_slow=r.choice((0.0, 0.01)),
+            message_lost=r.choice((0.0, 0.002, 0.01)),
+            message_late=r.choice((0.0, 0.005, 0.02)),
+            message_twice=r.choice((0.0, 0.02)),
+        )
+        self.num_hosts = r.randint(1, 3)
+        self.num_partitions = r.randint(1, 3)
+        self.rescaled = r.choice((0.0, 0.3))
+        self.model = Model(("a", "b")[: r.choice((1, 1, 2))])
+        self.pace = r.choice((0.05, 0.5, 2.0))
+        self.repeated = r.choice((0.0, 0.15))
+        self.speculated = r.choice((0.0, 0.2))
+        self.restless = r.choice((1.0, 3.0, 10.0))
+        self.troubled_for = r.choice((20.0, 40.0, 80.0))
+        self.backend = engine.FirstProvider.backend
+        self.schema = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
+        self.clock_offset = 1000.0
+        self.disk = Disk(self.faults, watch=self._watch)
+        self.network = Network(self.faults, self._answered)
+        self.addresses: dict[str, Process] = {}
+        self.attempts = 0
+        self.batches = 0
+        self.layout_of_run: dict[str, tuple[int, str]] = {}
+        self.newest_run = ""
+        self.healed_at: float | None = None
+        self.clusters: list[Cluster] = []
+        self.sessions: list[Session] = []
+        self._num_runs = 0
+        self._going_back = False
+        self._is_over = False
+        self.outside = s.process("world")
+
+    def clock_of(self, process: Process) -> Callable[[], float]:
+        """The clock of a process, which may be wrong."""
+        s = self.scheduler
+        return lambda: s.now + process.clock_offset
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The first cluster and driver, and whatever troubles them."""
+        s = self.scheduler
+        self.clusters.append(Cluster(self, "cluster0"))
+        self.start_session()
+        s.spawn(self.outside, self._reads, "query client")
+        s.spawn(self.outside, self._trouble, "trouble")
+
+    def start_session(self) -> Session:
+        """A driver, in one of the clusters; it runs the query from now on."""
+        s = self.scheduler
+        if len(self.clusters) < 2 and s.random.random() < 0.15 and self.sessions:
+            self.clusters.append(Cluster(self, "cluster1"))
+        session = Session(self, s.random.choice(self.clusters), len(self.sessions))
+        self.sessions.append(session)
+        s.log("STARTED", session.driver.name, "on", session.cluster.name)
+        session.driver.on_death.append(lambda: s.at(0.5 + s.random.random() * 5, self._start_again))
+        session.query = s.spawn(session.driver, lambda: self.drive(session), "query")
+        return session
+
+    def _start_again(self) -> None:
+        if self.sessions[-1].is_alive:
+            return
+        if self._going_back and not any(x.is_alive for x in self.sessions):
+            self._go_back()
+        self.start_session()
+
+    def drive(self, session: Session) -> None:
+        """One run of the query after the other."""
+        s = self.scheduler
+        while session is self.sessions[-1] and session.is_wanted:
+            self._num_runs += 1
+            query = Query(session, self._new_run())
+            s.log("QUERY starts", query.run_id)
+            try:
+                query.run()
+            except QueryFailedError as error:
+                s.log("QUERY", query.run_id, "failed:", str(error))
+            s.sleep(0.1 + s.random.random() * 2)
+
+    def _new_run(self) -> str:
+        """Now and then with another number of partitions, or another backend."""
+        r = self.scheduler.random
+        if self.rescaled and r.random() < self.rescaled:
+            self.num_partitions = r.randint(1, 5)
+            self.backend = r.choice((engine.FirstProvider.backend, engine.SecondProvider.backend))
+        run_id = f"run{self._num_runs}"
+        self.layout_of_run[run_id] = (self.num_partitions, self.backend)
+        return run_id
+
+    def registered(self, run_id: str) -> None:
+        """A run may begin: it is the newest."""
+        self.newest_run = run_id
+
+    def _go_back(self) -> None:
+        """The user removes Spark's last batches, as far as is retained."""
+        self._going_back = False
+        offsets = self.disk.directory(CHECKPOINT, "offsets")
+        commits = self.disk.directory(CHECKPOINT, "commits")
+        begun = sorted(int(p.split("/")[1]) for p in offsets)
+        if len(begun) < 3:
+            return
+        done = max((int(p.split("/")[1]) for p in commits), default=-1)
+        lowest = max(begun[0] + 1, done + 1 - KEEP + 1)
+        candidates = [n for n in begun if n >= lowest]
+        if not candidates:
+            return
+        first = self.scheduler.random.choice(candidates)
+        for n in [n for n in begun if n >= first]:
+            offsets.pop(f"offsets/{n}", None)
+        for path in [p for p in commits if int(p.split("/")[1]) >= first]:
+            del commits[path]
+        self.scheduler.log("USER goes back to batch", first)
+
+    def _trouble(self) -> None:
+        s = self.scheduler
+        r = s.random
+        kinds = [
+            self._kill_host, self._kill_coordinator, self._kill_driver, self._kill_executor, self._kill_all,
+            self._kill_state, self._pause, self._cut_off, self._turn_clock, self._second_driver, self._ask_to_go_back,
+            self._unload_all,
+        ]  # fmt: skip
+        chosen = [k for k in kinds if r.random() < 0.6] or kinds
+        while s.now < self.troubled_for:
+            s.sleep(r.expovariate(1.0 / self.restless))
+            r.choice(chosen)()
+        s.sleep(r.random() * 5)
+        self.faults.heal()
+        self.pace = 1.0
+        self.healed_at = s.now
+        s.log("HEALED")
+        for session in self.sessions[:-1]:
+            s.kill(session.driver)
+        s.spawn(self.outside, self._finish, "finish")
+
+    def _hosts(self) -> list[Any]:
+        return [h for x in self.sessions for h in x.hosts if h.process is not None and h.process.is_alive]
+
+    def _kill_host(self) -> None:
+        if hosts := self._hosts():
+            self.scheduler.kill(self.scheduler.random.choice(hosts).process)
+
+    def _kill_coordinator(self) -> None:
+        cluster = self.scheduler.random.choice(self.clusters)
+        if cluster.coordinator is not None:
+            self.scheduler.kill(cluster.coordinator)
+
+    def _kill_driver(self) -> None:
+        self.scheduler.kill(self.sessions[-1].driver)
+
+    def _kill_executor(self) -> None:
+        self.scheduler.kill(self.sessions[-1].executor())
+
+    def _kill_state(self) -> None:
+        """Coordinator and hosts, together."""
+        for host in self._hosts():
+            self.scheduler.kill(host.process)
+        for cluster in self.clusters:
+            if cluster.coordinator is not None:
+                self.scheduler.kill(cluster.coordinator)
+
+    def _kill_all(self) -> None:
+        self._kill_state()
+        for session in self.sessions:
+            for executor in session.executors:
+                self.scheduler.kill(executor)
+            self.scheduler.kill(session.driver)
+
+    def _pause(self) -> None:
+        s = self.scheduler
+        processes = [h.process for h in self._hosts()]
+        processes += [c.coordinator for c in self.clusters if c.coordinator is not None and c.coordinator.is_alive]
+        processes += [x.driver for x in self.sessions if x.is_alive]
+        s.pause(s.random.choice(processes), s.random.choice((0.5, 3.0, 15.0, 40.0))) if processes else None
+
+    def _cut_off(self) -> None:
+        r = self.scheduler.random
+        if r.random() < 0.5 or not self._hosts():
+            r.choice(self.clusters).replace_coordinator()
+        else:
+            r.choice(self._hosts()).replace()
+
+    def _turn_clock(self) -> None:
+        s = self.scheduler
+        process = s.random.choice(self.clusters).coordinator
+        if process is not None:
+            # Leases go by the wall clock: turned back by more, they would last longer by as much.
+            process.clock_offset += s.random.choice((-5.0, 5.0, 100.0))
+            s.log("CLOCK of", process.name, "turned to", process.clock_offset)
+
+    def _second_driver(self) -> None:
+        if sum(x.is_alive for x in self.sessions) < 3:
+            self.start_session()
+
+    def _ask_to_go_back(self) -> None:
+        self._going_back = True
+        for session in self.sessions:
+            self.scheduler.kill(session.driver)
+
+    def _unload_all(self) -> None:
+        """The user stops the query, and starts it again."""
+        self.sessions[-1].is_wanted = False
+        session = self.sessions[-1]
+
+        def again() -> None:
+            if self._is_over:
+                return
+            session.is_wanted = True
+            if session is self.sessions[-1] and session.is_alive:
+                session.start()
+
+        self.scheduler.at(20.0, again)
+
+    def _reads(self) -> None:
+        """A query client: what it reads must be completed."""
+        s = self.scheduler
+        while True:
+            s.sleep(s.random.random() * 3)
+            session = self.sessions[-1]
+            operator = s.random.choice(self.model.operators)
+            try:
+                location = session.cluster.port().locate(operator)
+                partition = s.random.randrange(location.operator.num_partitions)
+                keys = [k for k in model.KEYS if model.partition_of(k, location.operator.num_partitions) == partition]
+                owner = location.owners[partition]
+                process = self.addresses[owner.address]
+                run_id = location.run_id
+
+                def read(
+                    process: Process = process,
+                    run_id: str = run_id,
+                    operator: str = operator,
+                    partition: int = partition,
+                    keys: list[bytes] = keys,
+                ) -> Any:
+                    return process.memory["host"].get_many(run_id, operator, partition, None, model.to_array(keys))
+
+                values = self.network.call(process, "read", read, 20.0, through_ray=False).to_pylist()
+            except (UnreachableError, *KNOWN_ERRORS) as error:
+                s.log("a query was not answered:", type(error).__name__)
+                continue
+            for key, value in zip(keys, values, strict=True):
+                self.model.check_read(operator, key, value)
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    def _watch(self, verb: str, location: str, path: str) -> None:
+        """A file has come or gone; called at that moment."""
+        if location == CHECKPOINT and verb == "put" and path.startswith("commits/"):
+            run_id, token = self.disk.directory(CHECKPOINT, path)[path].decode().split()
+            plan = self.model.plans[token]
+            self.model.check_durable(plan, run_id, self.disk.all_files(STATE), *self.layout_of_run[run_id])
+            self.model.spark_commits(plan)
+        elif location == STATE and verb == "put":
+            if path.startswith("manifests/"):
+                data = self.disk.directory(STATE, path)[path]
+                self.model.manifest_written(data, self.disk.directory(STATE, "operators"))
+            elif path.startswith("epochs/"):
+                self.model.epoch = max(self.model.epoch, int(path.split("/")[1].split(".")[0]))
+
+    def _answered(self, answer: Any) -> None:
+        """A call is answered."""
+        for one in answer if isinstance(answer, tuple) else ():
+            if isinstance(one, Acknowledged):
+                self.model.check_acknowledged(one.manifest_id)
+
+    def after_maintenance(self) -> None:
+        """Files may have been removed."""
+        self.model.check_openable(self.disk.all_files(STATE))
+
+    def judge(self, error: BaseException, run_id: str, what: str) -> None:
+        """Something failed: may it?"""
+        s = self.scheduler
+        s.log(what, "of", run_id, "failed:", type(error).__name__, str(error))
+        if isinstance(error, NEVER) and run_id == self.newest_run:
+            raise Violation(f"{what} of {run_id} failed, which must not happen: {type(error).__name__}: {error}")
+        settled = self.healed_at is not None and s.now > self.healed_at + SETTLED_AFTER
+        if settled and self.sessions[-1].is_wanted:
+            raise Violation(f"{what} of {run_id} failed in a healthy world: {type(error).__name__}: {error}")
+
+    def judge_refusal(self, refusal: str, run_id: str) -> None:
+        """A run was refused: may it be?"""
+        if "replaced by a newer one" not in refusal:
+            raise Violation(f"{run_id} was refused: {refusal}")
+
+    def _finish(self) -> None:
+        """Nothing goes wrong any more: the query must go on; then it is stopped and all is looked through."""
+        s = self.scheduler
+        goal = self.batches + BATCHES_AFTER
+        deadline = s.now + PATIENCE
+        while self.batches < goal:
+            if s.now > deadline:
+                raise Violation(
+                    f"In {PATIENCE:.0f} s without faults only {BATCHES_AFTER - goal + self.batches} of {BATCHES_AFTER} "
+                    "batches were done."
+                )
+            s.sleep(1.0)
+        s.sleep(5.0)
+        session = self.sessions[-1]
+        self._check_bounded()
+        self._is_over = True
+        session.is_wanted = False
+        s.sleep(60.0)
+        for slot in session.hosts:
+            assert slot.process is not None
+            host = slot.process.memory["host"]
+            if host._instances:
+                raise Violation(f"{slot.host_id} still holds {sorted(host._instances)} after the query has ended.")
+        verifier = s.spawn(s.process("verifier"), self._verify, "verify")
+        s.join(verifier)
+        self.model.check_openable(self.disk.all_files(STATE))
+        s.stop()
+
+    def _check_bounded(self) -> None:
+        head = self.model.head()
+        assert head is not None
+        files = self.disk.all_files(STATE)
+        kept = head.version - head.oldest
+        if kept > 4 * KEEP + 8:
+            raise Violation(f"Version {head.version} still keeps version {head.oldest}.")
+        num_manifests = sum(p.startswith("manifests/") for p in files)
+        # Snapshots share their .sst files with later ones.
+        logs = [p for p in files if p.startswith("operators/") and not p.endswith(".sst")]
+        old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
+        limit = 3 * self.num_partitions * len(self.model.operators)
+        if len(old) > limit or num_manifests > 6 * KEEP + 40:
+            raise Violation(f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}.")
+
+    def _verify(self) -> None:
+        """Open every version that is kept, from storage alone."""
+        s = self.scheduler
+        process = s.current.process
+        coordinator = Coordinator(self.clock_of(process), self.disk.open)
+        session = self.sessions[-1]
+        coordinator.register_host(HostInfo("v", "v", "grpc://v", "node", session.session_id), HostReport())
+        self.layout_of_run["verify"] = (self.num_partitions, self.backend)
+        registration = Query(session, "verify").registration
+        answer = coordinator.register_query(registration)
+        if answer.refusal is not None:
+            raise Violation(f"The query cannot be started again: {answer.refusal}")
+        run = coordinator._runs["verify"]
+        commits = self.disk.directory(CHECKPOINT, "commits")
+        last = max(int(p.split("/")[1]) for p in commits)
+        if run.completed != last + 1:
+            raise Violation(f"Spark has committed batch {last}, and version {run.completed} is the last completed.")
+        token = self.disk.directory(CHECKPOINT, "offsets")[f"offsets/{last}"].decode()
+        plan = self.model.plans[token]
+        for version in range(run.completed, max(run.oldest, 1) - 1, -1):
+            for operator in self.model.operators:
+                for partition in range(self.num_partitions):
+                    self._verify_one(run, plan, version, operator, partition)
+            assert plan is not None
+            plan = plan.parent  # type: ignore[assignment]
+
+    def _verify_one(self, run: Any, plan: model.Plan, version: int, operator: str, partition: int) -> None:
+        n = self.num_partitions
+        conf = StateStoreConf(provider=self.backend, compression="none")
+        layout = f"operators/{operator}/{n}/{partition}/default"
+        local = self.root / "verify" / f"{version}-{operator}-{partition}"
+        state = provider_class(conf).partition_state(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
+        state.load(run.lineage(operator, partition, version))
+        keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
+        values = state.get_many(model.to_array(keys)).to_pylist()
+        expected = [plan.values.get((operator, k)) for k in keys]
+        if values != expected:
+            raise Violation(f"Version {version} of {operator}/{partition} holds {values}, and should hold {expected}.")
+        state.destroy()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Result:
+    """Run one seed to its end, or for so many steps."""
+    memory = Path("/dev/shm")
+    root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
+    locks = LocalLocks()
+    replacements = {
+        ("backends.partition_state", "_lock"): locks.lock,
+        ("backends.partition_state", "os"): types.SimpleNamespace(close=locks.close),
+        ("backends.partition_state", "_background"): threads.Background(),
+        ("spark_bridge.task_client", "_owners"): PerProcess(),
+        ("spark_bridge.task_client", "forget_client"): lambda address, token: None,
+    }
+    try:
+        with _quiet(), threads.installed(replacements):
+            world = World(seed, root, traced=traced)
+            import spark_bridge.task_client as task_client
+
+            real_client, real_files = task_client.client_for, task_client.read_host_files
+            task_client.client_for = lambda address, token: HostClient(world, address)  # type: ignore[assignment,return-value]
+            task_client.read_host_files = lambda directory: _host_files(world, str(directory))
+            try:
+                world.scheduler.spawn(world.outside, world.begin, "begin")
+                world.scheduler.run(max_steps)
+                failure, steps = world.scheduler.failure, world.scheduler.steps
+                now = world.scheduler.now
+                events = [_in_words(e) for e in list(world.scheduler.events)[-50:]]
+                world.scheduler.close()
+            finally:
+                task_client.client_for, task_client.read_host_files = real_client, real_files
+    finally:
+        engine.forget_all()
+        shutil.rmtree(root, ignore_errors=True)
+    return Result(seed, steps, world.batches, now, failure, events, world.scheduler.trace)
+
+
+def _host_files(world: World, session_id: str) -> list[Any]:
+    session = next(x for x in world.sessions if x.session_id == session_id)
+    return [types.SimpleNamespace(address=a, token="token") for a in session.addresses()]
+
+
+def _in_words(event: tuple[Any, ...]) -> str:
+    step, now, *words = event
+    return f"{step:>7} {now:9.3f}s  {' '.join(f'{w:.1f}' if isinstance(w, float) else str(w) for w in words)}"
