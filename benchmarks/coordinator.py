@@ -144,17 +144,17 @@ def linked(in_actor: bool) -> Iterator[Link]:
 
     # A short path: Ray's sockets live below it.
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
-    ray.init(
-        address="local",
-        num_cpus=1,
-        namespace="benchmark",
-        log_to_driver=False,
-        logging_level="WARNING",
-        include_dashboard=False,
-        object_store_memory=100 * MIB,
-        _temp_dir=ray_dir,
-    )
     try:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            namespace="benchmark",
+            log_to_driver=False,
+            logging_level="WARNING",
+            include_dashboard=False,
+            object_store_memory=100 * MIB,
+            _temp_dir=ray_dir,
+        )
         yield InActor()
     finally:
         ray.shutdown()

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from spark_bridge.aggregate_operator import aggregate
     from spark_bridge.client import QueryableStateClient
     from spark_bridge.host_actor import StateStoreHost
+    from spark_bridge.savepoints import (
+        delete_savepoint,
+        describe_savepoint,
+        list_savepoints,
+        rebalance,
+        restore_savepoint,
+        trigger_savepoint,
+    )
     from spark_bridge.session import attach, init_spark, stop_spark
 
 __all__ = [
@@ -20,9 +28,15 @@ __all__ = [
     "StateStoreHost",
     "aggregate",
     "attach",
+    "delete_savepoint",
+    "describe_savepoint",
     "functions",
     "init_spark",
+    "list_savepoints",
+    "rebalance",
+    "restore_savepoint",
     "stop_spark",
+    "trigger_savepoint",
 ]
 
 _HOMES = {
@@ -30,8 +44,14 @@ _HOMES = {
     "StateStoreHost": "spark_bridge.host_actor",
     "aggregate": "spark_bridge.aggregate_operator",
     "attach": "spark_bridge.session",
+    "delete_savepoint": "spark_bridge.savepoints",
+    "describe_savepoint": "spark_bridge.savepoints",
     "init_spark": "spark_bridge.session",
+    "list_savepoints": "spark_bridge.savepoints",
+    "rebalance": "spark_bridge.savepoints",
+    "restore_savepoint": "spark_bridge.savepoints",
     "stop_spark": "spark_bridge.session",
+    "trigger_savepoint": "spark_bridge.savepoints",
 }
 
 

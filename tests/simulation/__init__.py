@@ -1,1 +1,41 @@
-"""Simulation."""
+"""A simulator of the state store: the real coordinator, hosts and task clients in a world where everything goes wrong.
+
+Real are ``coordinator_actor.coordinator.Coordinator`` and all beneath it, ``spark_bridge.host.Host``,
+``backends.partition_state.PartitionState`` and ``spark_bridge.task_client.TaskStore``. Simulated are time, threads and
+locks, the network between processes (Ray calls and Flight alike), the checkpoint storage, the engine below a
+partition (in memory, and it outlives its process), and Spark's driver, its executors and their tasks. One seeded
+scheduler decides what happens next, so a seed always gives the same run.
+
+What goes wrong, in a mixture that the seed chooses: messages come late, out of order, twice or never; storage is slow and
+fails, with or without having done what it was asked; coordinators, hosts, executors and drivers die, alone and
+together, between any two messages and storage calls; they stand still for up to 40 s and go on as if nothing had happened; they are
+cut off and replaced while they still work; clocks are turned; tasks are retried, speculated and repeated as a whole; a
+second driver starts on the same checkpoint, also in another Ray cluster; the user stops and starts the query, removes
+Spark's last batches, changes the number of partitions and the backend.
+
+What is checked (DESIGN.md, section 5), most of it at the moment it could be broken: a task of batch N reads exactly version
+N; a query reads completed versions only; every manifest is made of durable, undamaged changelogs of one plan of one batch on the
+version below; no manifest counts that was written after a higher epoch was claimed; when Spark has logged a batch, its
+version is durable; no file is removed that a kept version needs; no task fails by an error that nothing excuses; once all
+is well, the query goes on within bounded time, no task fails, what is not kept is removed, what has ended is unloaded,
+and every kept version opens from storage alone with exactly the right content.
+
+    python -m tests.simulation --seed 17             one seed again, with its last events if it fails
+    python -m tests.simulation --seeds 1000:2000     a search
+    python -m tests.simulation --steps 1000000       a search for so many steps (a minute on one core)
+
+Bugs that it found:
+
+- A driver that was replaced wrote ``commits/N`` after the new run was registered. Spark began the new run behind that batch,
+  and its tasks failed with an ``IncompleteBatchError`` that blames foreachBatch (any two drivers; 0.1 s are enough).
+- A registration read the manifests first and Spark's commits second. Another driver went on in between, and the run was refused:
+  "Spark has committed batch 37, so the query needs version 38, but versions 14 to 36 exist".
+- A refresh of the manifests met one that maintenance was just removing, and a task failed: "does not exist".
+- ``Host.unload_run``, and the load of a partition of another run, removed the local directory in which a partition of
+  that run was just being loaded for the first time: it was not yet among the host's instances.
+- The user removed Spark's last batches and restarted with another number of partitions: snapshots that only the manifests
+  of the removed batches named were not carried over, as they are without rescaling, though what they had replaced was
+  gone. The state could not be loaded any more ("Version 37 of a/0 is kept, but cannot be opened").
+- With its clock turned back by 100 s, a coordinator removes no files and drops no lost hosts for 100 s: leases and
+  maintenance go by wall-clock time.
+"""

@@ -126,6 +126,12 @@ class Model:
         if manifest.id in self.manifests and (newest is None or manifest.epoch >= newest.epoch):
             # One that has lost the query may take an id that has been removed since; it counts for nothing.
             raise Violation(f"Manifest {manifest.id} is written twice.")
+        if manifest.epoch < self.epoch:
+            # By a coordinator that has lost the query, and perhaps stood still for long: nobody is answered.
+            self.fenced.add(manifest.id)
+            self.manifests[manifest.id] = manifest
+            self.plan_of_manifest[manifest.id] = self.plan_of_attempt[next(entries(manifest))[2].attempt]
+            return
         earlier = self.manifests.get(manifest.parent) if manifest.parent is not None else None
         if (earlier.version if earlier is not None else 0) != manifest.version - 1:
             raise Violation(f"Manifest {manifest.id} makes version {manifest.version} out of {manifest.parent}.")
@@ -157,8 +163,7 @@ class Model:
             raise Violation(
                 f"Manifest {manifest.id} puts batch {plan.token} on top of another one than it was planned on."
             )
-        if manifest.epoch < self.epoch:
-            self.fenced.add(manifest.id)
+        self.fenced.discard(manifest.id)
         self.manifests[manifest.id] = manifest
         self.plan_of_manifest[manifest.id] = plan
 
@@ -189,7 +194,10 @@ class Model:
                 for version in {max(head.oldest, 1), head.version}:
                     found = chains.lineage(chain, version, layout, partition, KEY_GROUPS)
                     if not self._opens(found, files):
-                        raise Violation(f"Version {version} of {operator}/{partition} is kept, but cannot be opened any more.")
+                        raise Violation(
+                            f"Version {version} of {operator}/{partition} is kept, but cannot be opened any more: "
+                            f"{self._missing(found, files)}."
+                        )
 
     def _opens(self, lineage: Lineage, files: dict[str, bytes]) -> bool:
         """Whether the files that are there lead to a version."""
@@ -203,6 +211,15 @@ class Model:
         if lineage.rescaled is not None and lineage.rescaled.version == lowest:
             return all(self._opens(source.lineage, files) for source in lineage.rescaled.sources)
         return lowest == 0
+
+    def _missing(self, lineage: Lineage, files: dict[str, bytes]) -> str:
+        gone = [ref.version for ref in lineage.changelogs if ref.file.path not in files]
+        there = [ref.version for ref in lineage.changelogs if ref.file.path in files]
+        sound = [s.version for s in lineage.snapshots if self._is_sound(s, files)]
+        below = "" if lineage.rescaled is None else "; below it " + ", ".join(
+            f"{s.directory}: {self._missing(s.lineage, files)}" for s in lineage.rescaled.sources
+        )
+        return f"changelogs {there} are there, {gone} are not, snapshots {sound}{below}"
 
     @staticmethod
     def _is_sound(ref: SnapshotRef, files: dict[str, bytes]) -> bool:

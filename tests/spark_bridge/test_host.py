@@ -615,7 +615,7 @@ def test_one_querys_storage_does_not_keep_another_from_being_reported(tmp_path):
         time.sleep(0.1)
         h.heartbeat()
     c2.register_query(r2)
-    assert c2._runs["runX"].pending, "the acknowledgement of the healthy query was not taken up"
+    assert c2._runs["runX"].acknowledged(1), "the acknowledgement of the healthy query was not taken up"
 
 
 def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
