@@ -603,20 +603,21 @@ class Coordinator:
             self._require_current(run)
             with self._lock:
                 self._hosts.require(host_id, incarnation)
+            for message in messages if run.assignment is None else ():
+                run.reported_owners.setdefault((message.operator, message.partition), host_id)
+            assignment = self._assign(run)
             answers: list[Acknowledged | Refused] = []
             for message in messages:
                 try:
-                    answers.append(self._acknowledge(run, message))
+                    answers.append(self._acknowledge(run, message, assignment))
                 except (CoordinatorError, StateStoreError) as error:
                     answers.append(Refused(type(error).__name__, str(error)))
             return tuple(answers)
 
-    def _acknowledge(self, run: QueryState, message: Acknowledge) -> Acknowledged:
+    def _acknowledge(self, run: QueryState, message: Acknowledge, assignment: Assignment) -> Acknowledged:
         task = (message.operator, message.partition)
         self._require_partition(run, *task)
-        if run.assignment is None:
-            run.reported_owners.setdefault(task, message.host_id)
-        owner = self._assign(run).owner(*task)
+        owner = assignment.owner(*task)
         if owner.host_id != message.host_id:
             raise StaleOwnerError(
                 f"Host {message.host_id} does not own {task[0]}/{task[1]} of run {run.run_id}; {owner.host_id} does."

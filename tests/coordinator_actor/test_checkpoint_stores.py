@@ -273,6 +273,11 @@ def test_a_file_that_cannot_be_removed_is_removed_later(
     assert [r.exc_info is not None for r in caplog.records] == [True]
     store.add(checkpoint(3))
     assert [path[-6:] for path, _ in storage.list()] == ["3.json"]
+    with monkeypatch.context() as patch:
+        removed: list[str] = []
+        patch.setattr(storage, "delete", removed.append)
+        store.add(checkpoint(4))
+    assert [path[-6:] for path in removed] == ["3.json"], "and only once"
 
 
 def test_a_failed_write_is_no_checkpoint(storage: CheckpointStorage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -491,6 +491,9 @@ def test_restore_is_refused_after_shutdown(world: World, store: Store) -> None:
         with pytest.raises(CheckpointCoordinatorShutdownError):
             coord.restore_savepoint(path, loader, restored.__setitem__)
     assert restored == {} and coord.id_counter.get() == 1
+    store.failure = StorageError("it is not even read")
+    with pytest.raises(CheckpointCoordinatorShutdownError):
+        coord.restore_savepoint(path, store.load, restored.__setitem__)
 
 
 def test_savepoints_outlive_their_coordinator(world: World, store: Store, tmp_path: Path) -> None:

@@ -269,6 +269,14 @@ def test_the_same_pairs_give_the_same_bytes_however_they_come(tmp_path: Path, mo
     assert not list((tmp_path / "5000-7/scratch").iterdir())
 
 
+def test_pages_do_not_tell_how_the_rows_came(tmp_path: Path) -> None:
+    keys = pa.array(range(40_000))
+    words = pa.array([f"{i:0100d}" for i in range(40_000)])  # several pages in one row group
+    pairs = stored(pa.record_batch([keys], names=["k"]), pa.record_batch([keys, words], names=["n", "word"]))
+    made = {export(tmp_path / str(rows), pairs, rows=rows) for rows in (7001, 1 << 14, 31_111, 40_000)}
+    assert len(made) == 1
+
+
 def test_what_an_earlier_attempt_left_is_taken_if_it_is_whole_and_replaced_if_not(tmp_path: Path) -> None:
     pairs = numbers(100)
     first = export(tmp_path, pairs)

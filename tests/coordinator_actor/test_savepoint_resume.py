@@ -153,3 +153,12 @@ def test_state_can_be_kept_elsewhere(made: Savepoint, tmp_path: Path) -> None:
     assert restored.query_id == "q1" and not (tmp_path / "new/statestore").exists()
     moved = registration(tmp_path / "new", "q1", state_location=str(tmp_path / "base/q1"))
     assert coordinator().register_query(moved).refusal is None
+
+
+def test_nothing_below_the_restored_version_can_be_gone_back_to(made: Savepoint, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    restored = restore(made, target)
+    for directory in ("offsets", "commits"):
+        (target / directory / str(BATCH)).unlink()
+    refusal = coordinator().register_query(registration(target, restored.query_id)).refusal
+    assert refusal is not None and f"versions {BATCH + 1} to {BATCH + 1} are kept" in refusal

@@ -125,7 +125,11 @@ class HostSlot:
         s = world.scheduler
         info = HostInfo(self.host_id, incarnation, f"grpc://{process.name}", "node", self.session.session_id)
         conf = StateStoreConf(
-            provider=engine.FirstProvider.backend, compression="none", deltas_per_snapshot=3, load_threads=2, upload_threads=2
+            provider=engine.FirstProvider.backend,
+            compression="none",
+            deltas_per_snapshot=3,
+            load_threads=2,
+            upload_threads=2,
         )
         made = Host(
             info,
@@ -214,7 +218,7 @@ class Session:
                         self.world.network.call(
                             process,
                             "on_progress",
-                            lambda: process.memory["host"].heartbeat(),
+                            process.memory["host"].heartbeat,
                             10.0,
                             through_ray=True,
                         )

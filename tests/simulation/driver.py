@@ -119,8 +119,10 @@ class Query:
             raise QueryFailedError(f"Spark's own log: {error}") from error
         finally:
             s.kill_task(heartbeat)
-            if self.session.is_alive and not s.current.is_killed and (
-                self.world.healed_at is not None or s.random.random() < 0.8
+            if (
+                self.session.is_alive
+                and not s.current.is_killed
+                and (self.world.healed_at is not None or s.random.random() < 0.8)
             ):
                 s.spawn(self.session.driver, self._terminated, "terminated")
 
@@ -287,8 +289,11 @@ class Query:
         store.open()
         keys = [k for k in plan.keys if model.partition_of(k, self.num_partitions) == task.partition]
         values = store.get_many(model.to_array(keys)).to_pylist()
-        self.world.model.check_task_read(plan, operator, keys, values)
-        made = [model.new_value(operator, plan.token, k, v) for k, v in zip(keys, values, strict=True)]
+        self.world.model.check_task_read(plan, operator, keys, values, self.run_id == self.world.newest_run)
+        made = [
+            model.stored(model.new_value(operator, plan.token, k, model.value_in(v)), task.attempt)
+            for k, v in zip(keys, values, strict=True)
+        ]
         columns = [model.to_array(keys), pa.array(made, pa.binary())]
         store.commit(pa.RecordBatch.from_arrays(columns, schema=CHANGES_SCHEMA), {})
 

@@ -2,6 +2,7 @@
 
 Every planned batch is a ``Plan``: which keys it touches, and what their values are afterwards. A value is a
 digest of the value before and of the plan, so that rows lost, counted twice, or applied to another state show at once.
+What is stored has the attempt behind it: of several attempts, only that of the one that the manifest names may be seen.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from backends.storage import digest
 from tests.simulation.scheduler import Violation
 
 KEY_GROUPS = 16
+DIGEST = 8
+"""Bytes of a value; what follows in the store is the attempt."""
 KEYS = tuple(bytes([0, i * KEY_GROUPS // 12, i]) for i in range(12))
 """Two bytes of the key group, and a number."""
 
@@ -33,7 +36,7 @@ def partition_of(key: bytes, num_partitions: int) -> int:
 
 def new_value(operator: str, token: str, key: bytes, old: bytes | None) -> bytes | None:
     """What a batch makes of a key: not the same if it is done twice, left out or done in another order."""
-    made = hashlib.blake2b(b"|".join((operator.encode(), token.encode(), key, old or b"")), digest_size=8).digest()
+    made = hashlib.blake2b(b"|".join((operator.encode(), token.encode(), key, old or b"")), digest_size=DIGEST).digest()
     return None if made[0] % 8 == 0 else made
 
 
@@ -54,6 +57,16 @@ class Plan:
                     self.values.pop((operator, key), None)
                 else:
                     self.values[(operator, key)] = value
+
+
+def stored(value: bytes | None, attempt: str) -> bytes | None:
+    """What a task writes for a value."""
+    return None if value is None else value + attempt.encode()
+
+
+def value_in(content: bytes | None) -> bytes | None:
+    """The value in what is stored."""
+    return None if content is None else content[:DIGEST]
 
 
 def before(plan: Plan, operator: str, key: bytes) -> bytes | None:
@@ -79,6 +92,8 @@ class Model:
     seen: dict[tuple[str, bytes], set[bytes | None]] = field(default_factory=dict)
     manifests: dict[int, Manifest] = field(default_factory=dict)
     plan_of_manifest: dict[int, Plan] = field(default_factory=dict)
+    attempts: dict[int, dict[tuple[str, bytes], str]] = field(default_factory=dict)
+    """By manifest: whose value each key has."""
     epoch: int = 0
     fenced: set[int] = field(default_factory=set)
 
@@ -96,17 +111,32 @@ class Model:
 
     def check_read(self, operator: str, key: bytes, value: bytes | None) -> None:
         """A query client reads completed versions only."""
-        if value not in self.seen.get((operator, key), {None}):
+        if value_in(value) not in self.seen.get((operator, key), {None}):
             raise Violation(f"A query read {value!r} for {key!r} of {operator}: no completed version ever had it.")
 
-    def check_task_read(self, plan: Plan, operator: str, keys: list[bytes], values: list[bytes | None]) -> None:
+    def check_task_read(
+        self, plan: Plan, operator: str, keys: list[bytes], contents: list[bytes | None], is_newest: bool
+    ) -> None:
         """A task of batch N reads exactly version N."""
-        for key, value in zip(keys, values, strict=True):
-            expected = before(plan, operator, key)
-            if value != expected:
+        for key, content in zip(keys, contents, strict=True):
+            if value_in(content) != before(plan, operator, key):
                 raise Violation(
-                    f"A task of batch {plan.batch} ({plan.token}) read {value!r} for {key!r} of {operator}, but version "
-                    f"{plan.batch} has {expected!r}."
+                    f"A task of batch {plan.batch} ({plan.token}) read {content!r} for {key!r} of {operator}, but version "
+                    f"{plan.batch} has {before(plan, operator, key)!r}."
+                )
+        made = self.chain().get(plan.batch)
+        # That of a run which has been replaced may have been replaced itself.
+        if made is not None and is_newest:
+            self.check_attempts(made.id, operator, keys, contents)
+
+    def check_attempts(self, manifest_id: int, operator: str, keys: list[bytes], contents: list[bytes | None]) -> None:
+        """What is shown is of the attempts that the manifests name."""
+        for key, content in zip(keys, contents, strict=True):
+            expected = self.attempts[manifest_id].get((operator, key))
+            if content is not None and content[DIGEST:].decode() != expected:
+                raise Violation(
+                    f"{key!r} of {operator} has the value of {content[DIGEST:].decode()}, but manifest {manifest_id} and "
+                    f"those below it name {expected}."
                 )
 
     # -- manifests -----------------------------------------------------------------------------
@@ -131,11 +161,18 @@ class Model:
             self.fenced.add(manifest.id)
             self.manifests[manifest.id] = manifest
             self.plan_of_manifest[manifest.id] = self.plan_of_attempt[next(entries(manifest))[2].attempt]
+            self.attempts[manifest.id] = dict(self.attempts.get(manifest.parent or 0, {}))
+            for operator, partition, entry in entries(manifest):
+                n = manifest.operators[operator].num_partitions
+                for key in self.plan_of_manifest[manifest.id].keys:
+                    if partition_of(key, n) == partition:
+                        self.attempts[manifest.id][(operator, key)] = entry.attempt
             return
         earlier = self.manifests.get(manifest.parent) if manifest.parent is not None else None
         if (earlier.version if earlier is not None else 0) != manifest.version - 1:
             raise Violation(f"Manifest {manifest.id} makes version {manifest.version} out of {manifest.parent}.")
         plans = set()
+        whose = dict(self.attempts[earlier.id]) if earlier is not None else {}
         for operator, partition, entry in entries(manifest):
             name = f"{operator}/{partition} in manifest {manifest.id} (version {manifest.version})"
             content = files.get(entry.changelog.path)
@@ -153,7 +190,12 @@ class Model:
                 base = below.partitions[partition].changelog.path
                 if meta.base != base:
                     raise Violation(f"{name} was made on top of {meta.base}, but the version below is {base}.")
-            self._check_changes(plan, operator, partition, n, changes.families["default"], name)
+            pairs = changes.families["default"]
+            held = dict(zip(pairs.keys.to_pylist(), pairs.values.to_pylist(), strict=True))
+            keys = [k for k in plan.keys if partition_of(k, n) == partition]
+            if held != {k: stored(plan.values.get((operator, k)), entry.attempt) for k in keys}:
+                raise Violation(f"The changelog of {name} does not hold what batch {plan.token} makes: {held}.")
+            whose.update(((operator, k), entry.attempt) for k in keys)
         if len(plans) != 1:
             raise Violation(f"Manifest {manifest.id} mixes batches that were planned differently: {sorted(plans)}.")
         plan = self.plans[plans.pop()]
@@ -164,20 +206,16 @@ class Model:
                 f"Manifest {manifest.id} puts batch {plan.token} on top of another one than it was planned on."
             )
         self.fenced.discard(manifest.id)
+        self.attempts[manifest.id] = whose
         self.manifests[manifest.id] = manifest
         self.plan_of_manifest[manifest.id] = plan
-
-    @staticmethod
-    def _check_changes(plan: Plan, operator: str, partition: int, n: int, pairs: object, name: str) -> None:
-        keys = [k for k in plan.keys if partition_of(k, n) == partition]
-        held = dict(zip(pairs.keys.to_pylist(), pairs.values.to_pylist(), strict=True))  # type: ignore[attr-defined]
-        if held != {k: plan.values.get((operator, k)) for k in keys}:
-            raise Violation(f"The changelog of {name} does not hold what batch {plan.token} makes: {held}.")
 
     def check_acknowledged(self, manifest_id: int | None) -> None:
         """A coordinator has answered that a version is prepared."""
         if manifest_id in self.fenced:
-            raise Violation(f"Manifest {manifest_id} was written after a higher epoch was claimed, and is answered for.")
+            raise Violation(
+                f"Manifest {manifest_id} was written after a higher epoch was claimed, and is answered for."
+            )
 
     def check_openable(self, files: dict[str, bytes]) -> None:
         """Every version that the newest manifest says is kept can be opened from the files that are there."""
@@ -216,8 +254,11 @@ class Model:
         gone = [ref.version for ref in lineage.changelogs if ref.file.path not in files]
         there = [ref.version for ref in lineage.changelogs if ref.file.path in files]
         sound = [s.version for s in lineage.snapshots if self._is_sound(s, files)]
-        below = "" if lineage.rescaled is None else "; below it " + ", ".join(
-            f"{s.directory}: {self._missing(s.lineage, files)}" for s in lineage.rescaled.sources
+        below = (
+            ""
+            if lineage.rescaled is None
+            else "; below it "
+            + ", ".join(f"{s.directory}: {self._missing(s.lineage, files)}" for s in lineage.rescaled.sources)
         )
         return f"changelogs {there} are there, {gone} are not, snapshots {sound}{below}"
 
@@ -226,9 +267,7 @@ class Model:
         data = files.get(ref.file.path)
         return data is not None and all(p in files for p in unseal(data, Snapshot, ref.file.path).paths)
 
-    def check_durable(
-        self, plan: Plan, run_id: str, files: dict[str, bytes], n: int, backend: str
-    ) -> None:
+    def check_durable(self, plan: Plan, run_id: str, files: dict[str, bytes], n: int, backend: str) -> None:
         """Spark has committed a batch: its version must be there, or be recoverable from its changelogs."""
         chain = self.chain()
         made = chain.get(plan.batch + 1)

@@ -281,7 +281,7 @@ class Scheduler:
             self.current = self._main
             try:
                 what()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run
                 self.fail(error)
         return self._main
 
@@ -324,7 +324,7 @@ class Scheduler:
                     task.result = task.function()
                 except Killed as error:
                     task.error = error
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001 - whatever it is, it ends the run
                     task.error = error
                     if task.on_end is None:
                         self.fail(error)
@@ -356,5 +356,5 @@ class Scheduler:
         if task.on_end is not None:
             try:
                 task.on_end(task)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it ends the run
                 self.fail(error)

@@ -364,7 +364,7 @@ class Background:
 def _settle(future: Future, call: Callable[[], Any]) -> None:
     try:
         result = call()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
         future.set_exception(error)
     else:
         future.set_result(result)
@@ -372,6 +372,14 @@ def _settle(future: Future, call: Callable[[], Any]) -> None:
 
 def _now() -> float:
     return scheduling.active.now
+
+
+def _uniform(low: float, high: float) -> float:
+    return scheduling.active.random.uniform(low, high)
+
+
+def _sleep(seconds: float) -> None:
+    scheduling.active.sleep(seconds)
 
 
 class _Uuid:
@@ -399,7 +407,7 @@ TIME = types.SimpleNamespace(
     time=_now,
     monotonic=_now,
     perf_counter=_now,
-    sleep=lambda seconds: scheduling.active.sleep(seconds),
+    sleep=_sleep,
     time_ns=lambda: int(_now() * 1e9),
 )
 
@@ -435,9 +443,8 @@ def installed(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
 
     ``replacements`` has objects by module and name. Everything is as before afterwards.
     """
-    import time
-
     import concurrent.futures as futures
+    import time
 
     by_value: list[tuple[Any, Any]] = [
         (threading, THREADING),
@@ -445,7 +452,7 @@ def installed(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
         (futures.Future, Future),
         (real_uuid, _Uuid),
         (time, TIME),
-        (random, types.SimpleNamespace(uniform=lambda a, b: scheduling.active.random.uniform(a, b))),
+        (random, types.SimpleNamespace(uniform=_uniform)),
     ]
     undo: list[tuple[Any, str, Any]] = []
 

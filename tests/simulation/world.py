@@ -109,6 +109,7 @@ class World:
         self._num_runs = 0
         self._going_back = False
         self._is_over = False
+        self._ambush: tuple[str, Callable[[], None]] | None = None
         self.outside = s.process("world")
 
     def clock_of(self, process: Process) -> Callable[[], float]:
@@ -198,7 +199,7 @@ class World:
         kinds = [
             self._kill_host, self._kill_coordinator, self._kill_driver, self._kill_executor, self._kill_all,
             self._kill_state, self._pause, self._cut_off, self._turn_clock, self._second_driver, self._ask_to_go_back,
-            self._unload_all,
+            self._unload_all, self._lie_in_wait,
         ]  # fmt: skip
         chosen = [k for k in kinds if r.random() < 0.6] or kinds
         while s.now < self.troubled_for:
@@ -206,6 +207,7 @@ class World:
             r.choice(chosen)()
         s.sleep(r.random() * 5)
         self.faults.heal()
+        self._ambush = None
         self.pace = 1.0
         self.healed_at = s.now
         s.log("HEALED")
@@ -224,6 +226,12 @@ class World:
         cluster = self.scheduler.random.choice(self.clusters)
         if cluster.coordinator is not None:
             self.scheduler.kill(cluster.coordinator)
+
+    def _lie_in_wait(self) -> None:
+        """Whatever keeps state dies just after the next file of some kind has been written, perhaps with all else."""
+        r = self.scheduler.random
+        kind = r.choice((".changelog", "manifests/", "commits/", "offsets/", "epochs/", ".snapshot"))
+        self._ambush = (kind, r.choice((self._kill_state, self._kill_state, self._kill_all, self._ask_to_go_back)))
 
     def _kill_driver(self) -> None:
         self.scheduler.kill(self.sessions[-1].driver)
@@ -326,6 +334,9 @@ class World:
 
     def _watch(self, verb: str, location: str, path: str) -> None:
         """A file has come or gone; called at that moment."""
+        if verb == "put" and self._ambush is not None and self._ambush[0] in path:
+            self.scheduler.at(self.scheduler.random.random() * 0.02, self._ambush[1])
+            self._ambush = None
         if location == CHECKPOINT and verb == "put" and path.startswith("commits/"):
             run_id, token = self.disk.directory(CHECKPOINT, path)[path].decode().split()
             plan = self.model.plans[token]
@@ -336,7 +347,7 @@ class World:
                 data = self.disk.directory(STATE, path)[path]
                 self.model.manifest_written(data, self.disk.directory(STATE, "operators"))
             elif path.startswith("epochs/"):
-                self.model.epoch = max(self.model.epoch, int(path.split("/")[1].split(".")[0]))
+                self.model.epoch = max(self.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
 
     def _answered(self, answer: Any) -> None:
         """A call is answered."""
@@ -377,7 +388,11 @@ class World:
             s.sleep(1.0)
         s.sleep(5.0)
         session = self.sessions[-1]
-        self._check_bounded()
+        patience = s.now + PATIENCE
+        while (litter := self._litter()) is not None:
+            if s.now > patience:
+                raise Violation(f"After {PATIENCE:.0f} s without faults: {litter}")
+            s.sleep(5.0)
         self._is_over = True
         session.is_wanted = False
         s.sleep(60.0)
@@ -391,20 +406,20 @@ class World:
         self.model.check_openable(self.disk.all_files(STATE))
         s.stop()
 
-    def _check_bounded(self) -> None:
+    def _litter(self) -> str | None:
+        """What is still there though it is not kept; None if that is within bounds."""
         head = self.model.head()
         assert head is not None
         files = self.disk.all_files(STATE)
-        kept = head.version - head.oldest
-        if kept > 4 * KEEP + 8:
-            raise Violation(f"Version {head.version} still keeps version {head.oldest}.")
+        if head.version - head.oldest > 4 * KEEP + 8:
+            return f"Version {head.version} still keeps version {head.oldest}."
         num_manifests = sum(p.startswith("manifests/") for p in files)
         # Snapshots share their .sst files with later ones.
         logs = [p for p in files if p.startswith("operators/") and not p.endswith(".sst")]
         old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
-        limit = 3 * self.num_partitions * len(self.model.operators)
-        if len(old) > limit or num_manifests > 6 * KEEP + 40:
-            raise Violation(f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}.")
+        if len(old) > 3 * self.num_partitions * len(self.model.operators) or num_manifests > 6 * KEEP + 40:
+            return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
+        return None
 
     def _verify(self) -> None:
         """Open every version that is kept, from storage alone."""
@@ -440,7 +455,9 @@ class World:
         state = provider_class(conf).partition_state(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
         state.load(run.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
-        values = state.get_many(model.to_array(keys)).to_pylist()
+        contents = state.get_many(model.to_array(keys)).to_pylist()
+        self.model.check_attempts(run.chain[version].id, operator, keys, contents)
+        values = [model.value_in(c) for c in contents]
         expected = [plan.values.get((operator, k)) for k in keys]
         if values != expected:
             raise Violation(f"Version {version} of {operator}/{partition} holds {values}, and should hold {expected}.")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
@@ -18,7 +16,7 @@ from spark_bridge.session import current_cluster
 
 from .conftest import Stream, settle, wait_until
 from .test_recovery import Driver
-from .test_savepoint import SCHEMA, Flow, Sink, backend, progressed, start
+from .test_savepoint import SCHEMA, Flow, Sink, backend, kept_by, newest_manifest, progressed, start
 
 pytestmark = pytest.mark.spark
 
@@ -33,18 +31,14 @@ def flow(make_stream: Callable[..., Stream]) -> Flow:
     return Flow(make_stream(SCHEMA), seed=11)
 
 
-def layouts(stream: Stream, operator: str) -> dict[int, set[str]]:
-    """Directories of state: partition count and the kinds of snapshot files found below it."""
-    found: dict[int, set[str]] = {}
-    for n in Path(stream.checkpoint, "statestore", "operators", operator).iterdir():
-        found[int(n.name)] = {p.suffix for p in n.rglob("*") if p.is_file()}
-    return found
+def layouts(stream: Stream, operator: str) -> set[int]:
+    """The partition counts of which there is state."""
+    return {int(n.name) for n in Path(stream.checkpoint, "statestore", "operators", operator).iterdir()}
 
 
 def run(
     flow: Flow,
     client: QueryableStateClient,
-    spark: SparkSession,
     partitions: tuple[int, int],
     provider: str = "rocksdb",
     batches: int = 2,
@@ -52,7 +46,7 @@ def run(
     """Restart with these partitions and this backend: asked before its first batch, and behind the last one."""
     done = bool(flow.frames)
     sink = Sink()
-    with backend(spark, provider):
+    with backend(provider):
         query = start(flow.frame(*partitions), flow.stream.checkpoint, sink)
     if done:
         # No batch has run: the state is read from the old files alone. The client has asked the old run a moment ago.
@@ -61,28 +55,30 @@ def run(
     settle(query)
     flow.check(client, query)
     assert sink.seen == list(range(flow.batch_of[-1] + 1 - batches, flow.batch_of[-1] + 1))
+    assert kept_by(flow.stream.checkpoint) == {provider}
     query.stop()
 
 
 @pytest.mark.spark42
-def test_another_partition_count_at_each_restart(flow: Flow, client: QueryableStateClient, spark: SparkSession) -> None:
+def test_another_partition_count_at_each_restart(flow: Flow, client: QueryableStateClient) -> None:
     for partitions in [(4, 2), (1, 5), (3, 5), (16, 1)]:
-        run(flow, client, spark, partitions)
-    assert {4, 1, 3, 16} <= set(layouts(flow.stream, "per_key"))
-    assert set(layouts(flow.stream, "per_s")) == {2, 5, 1}
+        run(flow, client, partitions)
+    # Nobody has removed a layout that users may go back to.
+    assert layouts(flow.stream, "per_key") == {4, 1, 3, 16}
+    assert layouts(flow.stream, "per_s") == {2, 5, 1}
 
 
-def test_another_backend_at_each_restart(flow: Flow, client: QueryableStateClient, spark: SparkSession) -> None:
+def test_another_backend_at_each_restart(flow: Flow, client: QueryableStateClient) -> None:
     for provider in ["rocksdb", "file", "rocksdb"]:
-        run(flow, client, spark, (3, 2), provider)
+        run(flow, client, (3, 2), provider)
 
 
 def test_another_partition_count_and_another_backend_at_once(
     flow: Flow, client: QueryableStateClient, spark: SparkSession
 ) -> None:
-    run(flow, client, spark, (2, 3), "rocksdb", batches=4)
-    run(flow, client, spark, (5, 2), "file", batches=1)
-    run(flow, client, spark, (3, 3), "rocksdb", batches=3)
+    run(flow, client, (2, 3), "rocksdb", batches=4)
+    run(flow, client, (5, 2), "file", batches=1)
+    run(flow, client, (3, 3), "rocksdb", batches=3)
 
 
 def remove_last(stream: Stream, batches: int) -> None:
@@ -95,12 +91,10 @@ def remove_last(stream: Stream, batches: int) -> None:
 
 
 @pytest.mark.parametrize("removed", [1, 3], ids=["behind-the-rescaling", "before-the-rescaling"])
-def test_rescaled_again_from_an_older_batch(
-    flow: Flow, client: QueryableStateClient, spark: SparkSession, removed: int
-) -> None:
+def test_rescaled_again_from_an_older_batch(flow: Flow, client: QueryableStateClient, removed: int) -> None:
     """The base is a version of the first layout or of the second; neither is the newest, nor has the third's count."""
-    run(flow, client, spark, (4, 2), batches=3)
-    run(flow, client, spark, (2, 3), batches=2)
+    run(flow, client, (4, 2), batches=3)
+    run(flow, client, (2, 3), batches=2)
     remove_last(flow.stream, removed)
     sink = Sink()
     query = start(flow.frame(5, 4), flow.stream.checkpoint, sink)
@@ -109,7 +103,7 @@ def test_rescaled_again_from_an_older_batch(
     assert sink.seen == [5 - removed]
     flow.check(client, query)
     query.stop()
-    run(flow, client, spark, (3, 3))
+    run(flow, client, (3, 3))
 
 
 class DiesBeforeTheCommit:
@@ -130,25 +124,18 @@ def kill_all_state_processes() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def prepared(stream: Stream) -> dict[str, Any]:
-    """The newest manifest."""
-    newest = max(Path(stream.checkpoint, "statestore", "manifests").glob("*.json"))
-    manifest: dict[str, Any] = json.loads(newest.read_text().splitlines()[0])
-    return manifest
-
-
 @pytest.mark.parametrize("action", [lambda: None, kill_all_state_processes], ids=["stopped", "killed"])
 def test_the_first_batch_of_a_rescaled_query_is_not_committed(
-    flow: Flow, client: QueryableStateClient, spark: SparkSession, action: Callable[[], None]
+    flow: Flow, client: QueryableStateClient, action: Callable[[], None]
 ) -> None:
     """Its version is prepared in the new layout. The next run has yet another, and repeats the batch from the old one."""
-    run(flow, client, spark, (4, 2))
+    run(flow, client, (4, 2))
     flow.add()
     writer = flow.frame(3, 3).writeStream.option("checkpointLocation", flow.stream.checkpoint)
     failing = writer.foreachBatch(DiesBeforeTheCommit(action)).start()
     with pytest.raises(Exception, match="the sink fails"):
         failing.processAllAvailable()
-    assert prepared(flow.stream)["version"] == 3
+    assert newest_manifest(flow.stream.checkpoint)["version"] == 3
     assert not Path(flow.stream.checkpoint, "commits", "2").exists()
     sink = Sink()
     query = start(flow.frame(16, 1), flow.stream.checkpoint, sink)
@@ -156,24 +143,24 @@ def test_the_first_batch_of_a_rescaled_query_is_not_committed(
     assert sink.seen == [2]
     flow.check(client, query)
     query.stop()
-    run(flow, client, spark, (4, 2))
+    run(flow, client, (4, 2))
 
 
 def test_the_session_dies_before_the_first_batch_of_a_rescaled_query_is_committed(
-    flow: Flow, client: QueryableStateClient, spark: SparkSession, tmp_path: Path
+    flow: Flow, client: QueryableStateClient, tmp_path: Path
 ) -> None:
     """The driver, its hosts and its Ray cluster are gone from one moment to the next; another session goes on."""
-    run(flow, client, spark, (4, 2))
+    run(flow, client, (4, 2))
     flow.add()
     with Driver(flow.stream, tmp_path, ray="own", partitions=(3, 3), die_in_batch=2) as driver:
         driver.wait_for_death()
-    assert prepared(flow.stream)["version"] == 3
+    assert newest_manifest(flow.stream.checkpoint)["version"] == 3
     assert not Path(flow.stream.checkpoint, "commits", "2").exists()
     run_again = start(flow.frame(5, 1), flow.stream.checkpoint, Sink())
     settle(run_again)
     flow.check(client, run_again)
     run_again.stop()
-    run(flow, client, spark, (2, 2))
+    run(flow, client, (2, 2))
 
 
 def owners(query: StreamingQuery) -> dict[str, int]:
@@ -184,7 +171,7 @@ def owners(query: StreamingQuery) -> dict[str, int]:
     }
 
 
-def test_rebalancing_on_demand_disturbs_nothing(flow: Flow, client: QueryableStateClient, spark: SparkSession) -> None:
+def test_rebalancing_on_demand_disturbs_nothing(flow: Flow, client: QueryableStateClient) -> None:
     flow.add(6)
     sink = Sink(0.1)
     query = start(flow.frame(4, 2), flow.stream.checkpoint, sink)

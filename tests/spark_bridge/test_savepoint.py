@@ -6,13 +6,16 @@ one by a key of two columns, the second one counts what the first emits, so that
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,9 +182,27 @@ def setting(spark: SparkSession, name: str, value: str) -> Iterator[None]:
             spark.conf.set(name, before)
 
 
-def backend(spark: SparkSession, name: str) -> Any:
-    """The backend of the queries that are started in the block."""
-    return setting(spark, "spark.statestore.provider", name)
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """The backend of the queries that are started in the block, as if the session had been made with it."""
+    cluster = current_cluster()
+    before = cluster.conf
+    cluster.conf = dataclasses.replace(before, provider=name)
+    try:
+        yield
+    finally:
+        cluster.conf = before
+
+
+def newest_manifest(checkpoint: str) -> dict[str, Any]:
+    newest = max(Path(checkpoint, "statestore", "manifests").glob("*.json"))
+    manifest: dict[str, Any] = json.loads(newest.read_text().splitlines()[0])
+    return manifest
+
+
+def kept_by(checkpoint: str) -> set[str]:
+    """The backends that the newest manifest names."""
+    return {operator["backend"] for operator in newest_manifest(checkpoint)["operators"].values()}
 
 
 def described(savepoint: str) -> SavepointMetadata:
@@ -254,9 +275,7 @@ def progressed(query: StreamingQuery, batch: int) -> None:
 
 
 @pytest.mark.spark42
-def test_a_savepoint_while_batches_go_on(
-    flow: Flow, client: QueryableStateClient, tmp_path: Path, spark: SparkSession
-) -> None:
+def test_a_savepoint_while_batches_go_on(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     flow.add(7)
     sink = Sink(0.1)
     query = start(flow.frame(), flow.stream.checkpoint, sink, name="flow")
@@ -285,13 +304,12 @@ def test_a_savepoint_while_batches_go_on(
     restored = restore_savepoint(paths[0], str(tmp_path / "ck"), num_partitions=4, backend="file")
     assert (restored.batch_id, restored.version) == (saved[0], saved[0] + 1)
     assert restored.query_id != str(query.id)
-    go_on_from(flow, client, spark, str(tmp_path / "ck"), saved[0], 4, 4, "file")
+    go_on_from(flow, client, str(tmp_path / "ck"), saved[0], 4, 4, "file")
 
 
 def go_on_from(
     flow: Flow,
     client: QueryableStateClient,
-    spark: SparkSession,
     checkpoint: str,
     batch: int,
     n: int,
@@ -300,10 +318,11 @@ def go_on_from(
 ) -> None:
     """Start the query at a restored location; it must go on behind the savepoint's batch, and end exact."""
     sink = Sink()
-    with backend(spark, provider):
+    with backend(provider):
         query = start(flow.frame(n, m), checkpoint, sink)
     settle(query)
     assert sink.seen == list(range(batch + 1, flow.batch_of[-1] + 1))
+    assert kept_by(checkpoint) == {provider}
     flow.check(client, query)
     query.stop()
 
@@ -341,21 +360,19 @@ def test_a_savepoint_outlives_its_checkpoint(saved: Saved) -> None:
 
 @pytest.mark.parametrize(("n", "provider"), [(1, "file"), (3, "rocksdb"), (16, "file")])
 def test_restored_to_other_partitions_and_the_other_backend(
-    saved: Saved, client: QueryableStateClient, spark: SparkSession, tmp_path: Path, n: int, provider: str
+    saved: Saved, client: QueryableStateClient, tmp_path: Path, n: int, provider: str
 ) -> None:
     checkpoint = str(tmp_path / "ck")
     restore_savepoint(saved.path, checkpoint, num_partitions=n, backend=provider)
-    go_on_from(saved.flow, client, spark, checkpoint, saved.batch, n, n, provider)
+    go_on_from(saved.flow, client, checkpoint, saved.batch, n, n, provider)
 
 
-def test_restored_as_it_was_and_restarted_twice(
-    saved: Saved, client: QueryableStateClient, spark: SparkSession, tmp_path: Path
-) -> None:
+def test_restored_as_it_was_and_restarted_twice(saved: Saved, client: QueryableStateClient, tmp_path: Path) -> None:
     """Nothing more than the path is said; the second start finds a checkpoint like any other."""
     checkpoint = str(tmp_path / "ck")
     restore_savepoint(saved.path, checkpoint)
-    go_on_from(saved.flow, client, spark, checkpoint, saved.batch, 4, 2, "rocksdb")
-    go_on_from(saved.flow, client, spark, checkpoint, saved.flow.batch_of[-1], 4, 2, "rocksdb")
+    go_on_from(saved.flow, client, checkpoint, saved.batch, 4, 2, "rocksdb")
+    go_on_from(saved.flow, client, checkpoint, saved.flow.batch_of[-1], 4, 2, "rocksdb")
 
 
 def test_a_location_that_is_in_use_is_not_restored_into(saved: Saved, tmp_path: Path) -> None:
@@ -396,7 +413,7 @@ def other_program(flow: Flow, change: str) -> DataFrame:
     ],
 )
 def test_another_program_is_refused_with_the_differences(
-    saved: Saved, spark: SparkSession, tmp_path: Path, change: str, words: list[str]
+    saved: Saved, tmp_path: Path, change: str, words: list[str]
 ) -> None:
     checkpoint = str(tmp_path / "ck")
     restore_savepoint(saved.path, checkpoint)
@@ -447,13 +464,15 @@ def test_the_state_alone_starts_a_new_query(
 
 
 def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
-    flow: Flow, client: QueryableStateClient, spark: SparkSession, tmp_path: Path
+    flow: Flow, client: QueryableStateClient, tmp_path: Path
 ) -> None:
     flow.add(7)
     sink = Sink(0.15)
     query = start(flow.frame(), flow.stream.checkpoint, sink)
     progressed(query, 1)
-    path = trigger_savepoint(query, str(tmp_path / "sp"), stop=True).result(timeout=60)
+    with ThreadPoolExecutor(1) as another_thread:
+        future = another_thread.submit(trigger_savepoint, query, str(tmp_path / "sp"), stop=True).result(timeout=60)
+    path = future.result(timeout=60)
     assert not query.isActive
     assert query.exception() is None
     batch = check_savepoint(flow, path)
@@ -462,8 +481,8 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
     assert batch < 6, "the stream was over before the savepoint: nothing was stopped"
     # Both go on behind it: the restored one, and the checkpoint itself.
     restore_savepoint(path, str(tmp_path / "ck"))
-    go_on_from(flow, client, spark, str(tmp_path / "ck"), batch, 3, 2, "rocksdb")
-    go_on_from(flow, client, spark, flow.stream.checkpoint, batch, 3, 2, "rocksdb")
+    go_on_from(flow, client, str(tmp_path / "ck"), batch, 3, 2, "rocksdb")
+    go_on_from(flow, client, flow.stream.checkpoint, batch, 3, 2, "rocksdb")
 
 
 def test_a_savepoint_of_a_query_that_does_not_run(flow: Flow, tmp_path: Path) -> None:

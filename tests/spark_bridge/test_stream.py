@@ -256,7 +256,7 @@ def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Call
     made = manifests(stream)
     assert len(made) >= 5
     for manifest in made:
-        counted = {name: len(entry["partitions"]) for name, entry in manifest["operators"].items()}
+        counted = {name: len(entry["partitions"]["attempt"]) for name, entry in manifest["operators"].items()}
         assert counted == {"first": 3, "second": 4}, manifest["version"]
 
 
