@@ -53,3 +53,6 @@ class StateStoreProviderId:
 
     store_id: StateStoreId
     query_run_id: str
+
+    def __str__(self) -> str:
+        return f"StateStoreProviderId[{self.store_id}, queryRunId={self.query_run_id}]"

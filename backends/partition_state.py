@@ -234,7 +234,9 @@ class PartitionState:
             heads[lineage.rescaled.version] = lineage.rescaled.head
         held = self._engine.state
         is_held_right = held.head is not None and heads.get(held.version) == held.head
-        above = held.version if is_held_right else -1  # a query may begin with a state: its version 0 is a snapshot then
+        above = (
+            held.version if is_held_right else -1
+        )  # a query may begin with a state: its version 0 is a snapshot then
         starts: list[SnapshotRef | LocalState | Rescaled | None] = [
             ref
             for ref in reversed(lineage.snapshots)

@@ -454,7 +454,7 @@ def main() -> int:
     parser.add_argument(
         "--maintenance-interval", type=float, default=60.0, help="seconds between snapshots of a partition"
     )
-    parser.add_argument("--heartbeat", type=float, default=0.5, help="seconds between two of a host")
+    parser.add_argument("--heartbeat", type=float, default=1.0, help="seconds between two of a host")
     parser.add_argument("--retain", type=int, default=100, help="versions kept before the completed one")
     parser.add_argument("--threads", type=int, default=4, help="that send messages to the actor")
     options = parser.parse_args()

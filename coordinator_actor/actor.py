@@ -151,7 +151,9 @@ class StateStoreCoordinator:
             self._prepared_counter.inc(1, tags)
         return answers
 
-    def verify_instances(self, host_id: str, incarnation: str, run_ids: tuple[str, ...]) -> dict[str, dict[str, list[int]]]:
+    def verify_instances(
+        self, host_id: str, incarnation: str, run_ids: tuple[str, ...]
+    ) -> dict[str, dict[str, list[int]]]:
         """See ``Coordinator``."""
         return self._coordinator.verify_instances(host_id, incarnation, run_ids)
 
@@ -163,7 +165,9 @@ class StateStoreCoordinator:
         """See ``Coordinator``."""
         return self._coordinator.rebalance(query)
 
-    def trigger_savepoint(self, request_id: str, query: str, path: str | None = None, *, stop: bool = False) -> SavepointStatus:
+    def trigger_savepoint(
+        self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
+    ) -> SavepointStatus:
         """See ``Coordinator``."""
         return self._coordinator.trigger_savepoint(request_id, query, path, stop=stop)
 

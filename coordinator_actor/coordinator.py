@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
 from backends.exceptions import StateStoreError, StorageError
 from backends.ids import StateStoreId, StateStoreProviderId
 from backends.manifest import Lineage, PartitionEntry
@@ -568,7 +566,9 @@ class Coordinator:
                     run.lag.report_uploaded(key, new.version, self._clock())
             return counts
 
-    def verify_instances(self, host_id: str, incarnation: str, run_ids: Sequence[str]) -> dict[str, dict[str, list[int]]]:
+    def verify_instances(
+        self, host_id: str, incarnation: str, run_ids: Sequence[str]
+    ) -> dict[str, dict[str, list[int]]]:
         """Before its maintenance a host asks what it owns of these runs: operator to partitions. It unloads what is not named.
 
         Runs whose owners are not known (yet) are left out.
@@ -636,7 +636,11 @@ class Coordinator:
         run.rescaling.pop(task, None)
         entry = PartitionEntry(message.attempt, message.file)
         prepared = run.chain.get(message.version)
-        if prepared is not None and prepared.run_id == run.run_id and run.acknowledged(message.version).get(task) == entry:
+        if (
+            prepared is not None
+            and prepared.run_id == run.run_id
+            and run.acknowledged(message.version).get(task) == entry
+        ):
             # Its answer was lost: the manifest that names it is there.
             return Acknowledged(message.version, prepared.id)
         return Acknowledged(message.version, run.acknowledge(message.version, task, entry, duration=message.duration))
@@ -701,7 +705,9 @@ class Coordinator:
         """How a savepoint stands that was asked for."""
         with self._lock:
             held = list(self._savepoints.values())
-        return next((s for savepoints in held if (s := savepoints.status(request_id)) is not None), SavepointStatus(False))
+        return next(
+            (s for savepoints in held if (s := savepoints.status(request_id)) is not None), SavepointStatus(False)
+        )
 
     def savepoint_exported(self, message: SavepointExported) -> None:
         """A host has exported a partition, or cannot."""
@@ -715,7 +721,9 @@ class Coordinator:
         running = self._current_runs()
         found = [r for r in running if query in (r.registration.name, r.registration.query_id, r.run_id)]
         if len(found) != 1:
-            exist = ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in running) or "none"
+            exist = (
+                ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in running) or "none"
+            )
             how_many = "Several running queries are" if found else "No running query with state is"
             raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id.")
         return found[0]

@@ -216,9 +216,7 @@ class QueryState:
                 return checkpoint.states
         return {}
 
-    def acknowledge(
-        self, version: int, task: TaskKey, entry: PartitionEntry, *, duration: float = 0.0
-    ) -> int | None:
+    def acknowledge(self, version: int, task: TaskKey, entry: PartitionEntry, *, duration: float = 0.0) -> int | None:
         """Take a partition's changes; the last one's writes the manifest. Returns its id once the version is prepared.
 
         Changes of a prepared version, by a repeated attempt, make another manifest with a higher id.

@@ -21,7 +21,8 @@ Transport = Callable[[str, dict[str, Any]], Any]
 """Sends one message: method name and arguments; gives the answer."""
 
 ENTRY_POINT = "statestore.executor_transport"
-_reporters = ThreadPoolExecutor(max_workers=2, thread_name_prefix="statestore-report")
+# One thread, so that reports arrive in the order in which they were made.
+_reporters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statestore-report")
 
 
 def executor_transport() -> Transport | None:

@@ -263,4 +263,3 @@ class RunSavepoints:
 def variables_of(schema: str) -> dict[str, str]:
     """State variables (column families) and their schemas, of an operator's schema."""
     return {DEFAULT_FAMILY: StateSchema.from_json(schema).to_json()}
-

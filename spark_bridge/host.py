@@ -102,7 +102,9 @@ class CoordinatorPort(Protocol):
     ) -> tuple[Acknowledged | Refused, ...]:
         """Report durable commits; an answer for each."""
 
-    def verify_instances(self, host_id: str, incarnation: str, run_ids: tuple[str, ...]) -> dict[str, dict[str, list[int]]]:
+    def verify_instances(
+        self, host_id: str, incarnation: str, run_ids: tuple[str, ...]
+    ) -> dict[str, dict[str, list[int]]]:
         """What this host owns of runs: operator to partitions."""
 
     def savepoint_exported(self, message: SavepointExported) -> None:

@@ -46,7 +46,7 @@ from spark_bridge.protocol import HostFile
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 1.0
 
 
 class RayCoordinatorPort:
@@ -121,7 +121,9 @@ class RayCoordinatorPort:
         )
         return answers
 
-    def verify_instances(self, host_id: str, incarnation: str, run_ids: tuple[str, ...]) -> dict[str, dict[str, list[int]]]:
+    def verify_instances(
+        self, host_id: str, incarnation: str, run_ids: tuple[str, ...]
+    ) -> dict[str, dict[str, list[int]]]:
         """See ``CoordinatorPort``."""
         owned: dict[str, dict[str, list[int]]] = self.call("verify_instances", host_id, incarnation, run_ids)
         return owned
@@ -157,6 +159,7 @@ class StateStoreHost:
         self._coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
         self._node_ip = ray.util.get_node_ip_address()
         self._stopping = threading.Event()
+        self._last_heartbeat = time.monotonic()
         self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator)
         info = HostInfo(
             host_id=host_id,
@@ -196,9 +199,11 @@ class StateStoreHost:
         draft.replace(self._host_file)
 
     def _run_heartbeat(self) -> None:
-        while not self._stopping.wait(HEARTBEAT_SECONDS):
+        while not self._stopping.wait(self._until_heartbeat()):
+            if self._until_heartbeat() > 0:
+                continue  # the driver has just caused one
             try:
-                self._host.heartbeat()
+                self._beat()
             except Exception:  # the thread must go on
                 log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
 
@@ -211,6 +216,14 @@ class StateStoreHost:
 
     def on_progress(self) -> None:
         """A version is completed, as the driver has seen; saves waiting for the next heartbeat."""
+        self._beat()
+
+    def _until_heartbeat(self) -> float:
+        return self._last_heartbeat + HEARTBEAT_SECONDS - time.monotonic()
+
+    def _beat(self) -> None:
+        # Before, and whether it succeeds or not: one that fails must not be tried again at once.
+        self._last_heartbeat = time.monotonic()
         self._host.heartbeat()
 
     def address(self) -> str:

@@ -77,6 +77,16 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         checkpoint = str(execution.resolvedCheckpointRoot())
         conf = self._spark.sparkContext.getConf()
         state = self._state_location(checkpoint, str(event.id))
+        own = f"{checkpoint.rstrip('/')}/statestore"
+        options = {
+            **{k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
+            **self._cluster.conf.storage_options,
+        }
+        if state != own and CheckpointStorage.open(own, options).exists("query.json"):
+            return (
+                f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: the query "
+                f"would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
+            )
         machines = self._cluster.machines()
         shared = str(self._spark.conf.get(SHARED_FILES_CONF, "false")).lower() == "true"
         for location in (checkpoint, state):
@@ -99,10 +109,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 for o in sorted(operators, key=lambda o: o.name)
             ),
             key_groups=int(self._spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS),
-            storage_options={
-                **{k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
-                **self._cluster.conf.storage_options,
-            },
+            storage_options=options,
             # Whatever Spark lets a user go back to must be there.
             min_versions_to_retain=max(
                 self._cluster.conf.min_versions_to_retain, int(self._spark.conf.get(MIN_BATCHES_CONF, "100") or 100)

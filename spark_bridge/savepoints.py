@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator_actor import savepoint_format, savepoint_restore
@@ -81,7 +82,9 @@ def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatu
             time.sleep(POLL_SECONDS)
             status = ask()
         log.warning("The coordinator has been restarted: the savepoint is begun anew")
-    raise SavepointFailedError(f"The coordinator was lost {ATTEMPTS} times while the savepoint was made; look at its logs.")
+    raise SavepointFailedError(
+        f"The coordinator was lost {ATTEMPTS} times while the savepoint was made; look at its logs."
+    )
 
 
 def _running(name: str) -> StreamingQuery | None:
@@ -100,7 +103,7 @@ def _session() -> SparkSession | None:
 
 def _absolute(path: str) -> str:
     """Hosts and coordinator have working directories of their own."""
-    return path if ":" in path.partition("/")[0] else os.path.abspath(path)
+    return path if ":" in path.partition("/")[0] else str(Path(path).absolute())
 
 
 def restore_savepoint(

@@ -130,9 +130,7 @@ class World:
     def manifests(self) -> list[dict[str, Any]]:
         """What is written, with an entry for each partition instead of columns."""
         paths = sorted((self.root / "ck/statestore/manifests").glob("*.json"))
-        return [
-            json.loads(msgspec.json.encode(unseal(p.read_bytes(), Manifest, p.name), enc_hook=dict)) for p in paths
-        ]
+        return [json.loads(msgspec.json.encode(unseal(p.read_bytes(), Manifest, p.name), enc_hook=dict)) for p in paths]
 
 
 @pytest.fixture
