@@ -368,10 +368,14 @@ class Coordinator:
             run.driver_seen = self._last_needed = self._clock()
         with run.lock:
             # The progress event of a batch may have met a coordinator that was just being restarted.
-            following = run.completed + 1
-            if following in run.chain and run.chain[following].run_id == run_id and run.commits.has(run.completed):
-                self._complete(run, following)
+            self._catch_up(run)
         return True
+
+    def _catch_up(self, run: QueryState) -> None:
+        """Complete what Spark has committed, though nobody may have said so yet."""
+        following = run.completed + 1
+        if following in run.chain and run.chain[following].run_id == run.run_id and run.commits.has(run.completed):
+            self._complete(run, following)
 
     def _complete(self, run: QueryState, version: int) -> None:
         run.complete(version)
@@ -466,10 +470,7 @@ class Coordinator:
             if not nodes:
                 raise UnknownHostError(f"No state store host of session {run.registration.session_id} is alive.")
             infos = [self._hosts.leases[host_id].info for host_id in nodes]
-        if current is None:
-            held = run.reported_owners
-        else:
-            held = {task: current.owner(*task).host_id for task in run.tasks()}
+        held = run.reported_owners if current is None else {t: current.owner(*t).host_id for t in run.tasks()}
         names = {f"{operator}/{partition}": (operator, partition) for operator, partition in run.tasks()}
         owners = assign(
             list(names),
@@ -697,6 +698,7 @@ class Coordinator:
         run = self._find(query)
         with run.lock:
             self._require_current(run)
+            self._catch_up(run)
             base = path if path is not None else f"{run.registration.state_location}/savepoints"
             self._savepoints[run.run_id].trigger(request_id, base, stop=stop)
         return self.savepoint_status(request_id)

@@ -47,7 +47,7 @@ class Acknowledgements:
             answers: Sequence[Acknowledged | Refused | BaseException]
             try:
                 answers = self._send(run_id, tuple(w.message for w in together))
-            except BaseException as error:  # all of them wait for it
+            except BaseException as error:  # noqa: BLE001 - all of them wait for it
                 answers = [error] * len(together)
             with self._changed:
                 for waiting, answer in zip(together, answers, strict=True):

@@ -190,7 +190,7 @@ class Host:
         )
         self._exports = SavepointExports(
             info,
-            lambda run_id: self._registrations.get(run_id),
+            self._registrations.get,
             self._scan_for_savepoint,
             self._coordinator.savepoint_exported,
             lambda order: self._open_storage(order.location, order.storage_options),

@@ -18,7 +18,7 @@ from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoint_format import SavepointInfo
 from coordinator_actor.savepoint_restore import RestoredSavepoint
 from spark_bridge.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
-from spark_bridge.session import current_cluster
+from spark_bridge.session import current_cluster, current_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -62,7 +62,7 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
             made = _wait(begin, lambda: cluster.coordinator.call("savepoint_status", request_id))
             if stop and running is not None:
                 running.stop()
-        except Exception as error:  # it belongs to whoever waits for the savepoint
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the savepoint
             future.set_exception(error)
         else:
             future.set_result(made)
@@ -88,17 +88,11 @@ def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatu
 
 
 def _running(name: str) -> StreamingQuery | None:
-    spark = _session()
+    spark = current_spark()
     for query in spark.streams.active if spark is not None else ():
         if name in (query.name, str(query.id), str(query.runId)):
             return query
     return None
-
-
-def _session() -> SparkSession | None:
-    from pyspark.sql import SparkSession
-
-    return SparkSession.getActiveSession()
 
 
 def _absolute(path: str) -> str:
@@ -124,7 +118,7 @@ def restore_savepoint(
     are the Spark session's, where there is one. See ``coordinator_actor.savepoint_restore.restore_savepoint`` for
     the arguments and what is raised.
     """
-    spark = _session()
+    spark = current_spark()
     return savepoint_restore.restore_savepoint(
         _absolute(path),
         _absolute(checkpoint_location),
@@ -148,17 +142,17 @@ def _options(spark: SparkSession | None) -> dict[str, str]:
 
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
     """The savepoints directly below a directory, the oldest first."""
-    return savepoint_format.list_savepoints(_absolute(base_path), {**_options(_session()), **(storage_options or {})})
+    return savepoint_format.list_savepoints(_absolute(base_path), {**_options(current_spark()), **(storage_options or {})})
 
 
 def describe_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> SavepointInfo:
     """What is in a savepoint: query, version, operators with their schemas and rows. Raises ``SavepointError``."""
-    return savepoint_format.describe_savepoint(_absolute(path), {**_options(_session()), **(storage_options or {})})
+    return savepoint_format.describe_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
     """Remove a savepoint. Raises ``SavepointError`` for a path that is none."""
-    savepoint_format.delete_savepoint(_absolute(path), {**_options(_session()), **(storage_options or {})})
+    savepoint_format.delete_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
 
 
 def rebalance(query: str | None = None) -> dict[str, int]:

@@ -175,6 +175,11 @@ def current_cluster() -> StateCluster:
     return _current.cluster
 
 
+def current_spark() -> SparkSession | None:
+    """The Spark session of this process's session; None if there is none."""
+    return None if _current is None else _current.spark
+
+
 def _require_no_session() -> None:
     if _current is not None:
         raise SessionError("This process has a state store session already; call stop_spark() before another one.")
