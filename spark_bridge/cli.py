@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from spark_bridge import savepoint_cli
+
 PIPE_WIDTH = 240
 
 app = typer.Typer(
@@ -17,6 +19,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+app.add_typer(savepoint_cli.app)
 
 
 @app.command()

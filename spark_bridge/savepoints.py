@@ -142,12 +142,16 @@ def _options(spark: SparkSession | None) -> dict[str, str]:
 
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
     """The savepoints directly below a directory, the oldest first."""
-    return savepoint_format.list_savepoints(_absolute(base_path), {**_options(current_spark()), **(storage_options or {})})
+    return savepoint_format.list_savepoints(
+        _absolute(base_path), {**_options(current_spark()), **(storage_options or {})}
+    )
 
 
 def describe_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> SavepointInfo:
     """What is in a savepoint: query, version, operators with their schemas and rows. Raises ``SavepointError``."""
-    return savepoint_format.describe_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
+    return savepoint_format.describe_savepoint(
+        _absolute(path), {**_options(current_spark()), **(storage_options or {})}
+    )
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
