@@ -17,6 +17,7 @@ from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.java import ensure_java
 
 if TYPE_CHECKING:
+    from coordinator_actor.coordinator import CoordinatorConf
     from pyspark.sql import SparkSession
 
     from spark_bridge.listener import StateStoreQueryListener
@@ -56,6 +57,7 @@ def init_spark(
     num_hosts: int | None = None,
     state_location: str | None = None,
     conf: StateStoreConf | None = None,
+    coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
     **raydp_options: Any,
 ) -> SparkSession:
@@ -67,7 +69,8 @@ def init_spark(
     actors are started (default: one per executor core); they take no CPU slot.
     ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of
     its checkpoint location. ``recovery_timeout`` (seconds) is how long a task waits for a state
-    partition's new owner.
+    partition's new owner. ``coordinator_conf`` (its leases and timeouts) counts for the session that
+    finds no coordinator in the namespace and so starts it.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
     not fit, ``SessionError`` if this process has a session already.
@@ -96,6 +99,7 @@ def init_spark(
             num_hosts=num_hosts or num_executors * executor_cores,
             state_location=state_location,
             conf=conf or StateStoreConf(),
+            coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
             by_raydp=True,
             started_ray=started_ray,
@@ -117,6 +121,7 @@ def attach(
     num_hosts: int | None = None,
     state_location: str | None = None,
     conf: StateStoreConf | None = None,
+    coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
 ) -> SparkSession:
     """Give a Spark session made elsewhere (RayDP, ``local[n]``, any other) a state store in Ray.
@@ -135,6 +140,7 @@ def attach(
             num_hosts=num_hosts or max(1, min(spark.sparkContext.defaultParallelism, os.cpu_count() or 1)),
             state_location=state_location,
             conf=conf or StateStoreConf(),
+            coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
             by_raydp=False,
             started_ray=started_ray,
@@ -193,6 +199,7 @@ def _join(
     num_hosts: int,
     state_location: str | None,
     conf: StateStoreConf,
+    coordinator_conf: CoordinatorConf | None,
     recovery_timeout: float,
     by_raydp: bool,
     started_ray: bool,
@@ -212,6 +219,7 @@ def _join(
         num_hosts=num_hosts,
         executor_ips=_executor_ips(spark),
         conf=conf,
+        coordinator_conf=coordinator_conf,
         recovery_timeout=recovery_timeout,
     )
     listener = StateStoreQueryListener(spark, cluster)

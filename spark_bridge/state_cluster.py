@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 
 from backends.conf import StateStoreConf
 from coordinator_actor.actor import get_or_create_coordinator
+from coordinator_actor.coordinator import CoordinatorConf
 from spark_bridge.host_actor import RayCoordinatorPort, host_files_dir, start_hosts
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class StateCluster:
         num_hosts: int,
         executor_ips: list[str],
         conf: StateStoreConf,
+        coordinator_conf: CoordinatorConf | None = None,
         recovery_timeout: float,
     ) -> None:
         self.session_id = session_id
@@ -37,7 +39,7 @@ class StateCluster:
         self.coordinator_name = coordinator_name
         self.recovery_timeout = recovery_timeout
         self.conf = conf
-        get_or_create_coordinator(namespace, coordinator_name)
+        get_or_create_coordinator(namespace, coordinator_name, coordinator_conf)
         self.coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
         self.token: str = self.coordinator.call("token")
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())

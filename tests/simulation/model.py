@@ -20,6 +20,7 @@ from backends.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
 from backends.sealed import unseal
 from backends.snapshot import Snapshot
 from backends.storage import digest
+from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
 
 KEY_GROUPS = 16
@@ -96,6 +97,7 @@ class Model:
     """By manifest: whose value each key has."""
     epoch: int = 0
     fenced: set[int] = field(default_factory=set)
+    answered: dict[tuple[str, int, str, int], set[tuple[str, int]]] = field(default_factory=dict)
 
     def plan(self, token: str, batch: int, parent: Plan | None) -> Plan:
         """Plan a batch."""
@@ -210,11 +212,24 @@ class Model:
         self.manifests[manifest.id] = manifest
         self.plan_of_manifest[manifest.id] = plan
 
-    def check_acknowledged(self, manifest_id: int | None) -> None:
-        """A coordinator has answered that a version is prepared."""
+    def check_acknowledged(
+        self, coordinator: str, message: Acknowledge, manifest_id: int | None, num_tasks: int
+    ) -> None:
+        """A coordinator answers an acknowledgement: if it is the last one, a manifest that counts must be there."""
         if manifest_id in self.fenced:
             raise Violation(
                 f"Manifest {manifest_id} was written after a higher epoch was claimed, and is answered for."
+            )
+        # With a new epoch, whoever coordinates may have to learn all anew.
+        batch = (coordinator, self.epoch, message.run_id, message.version)
+        answered = self.answered.setdefault(batch, set())
+        answered.add((message.operator, message.partition))
+        if len(answered) == num_tasks and not any(
+            (m.run_id, m.version) == (message.run_id, message.version) for m in self.manifests.values()
+        ):
+            raise Violation(
+                f"The last acknowledgement of version {message.version} of {message.run_id} is answered, and no manifest "
+                "is there."
             )
 
     def check_openable(self, files: dict[str, bytes]) -> None:

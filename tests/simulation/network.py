@@ -42,9 +42,9 @@ class _Call:
 class Network:
     """The way between all processes. ``calls_under_way`` are the tasks that carry out calls, and since when."""
 
-    def __init__(self, faults: Faults, answered: Callable[[Any], None]) -> None:
+    def __init__(self, faults: Faults, acknowledged: Callable[[str, Any, Any], None]) -> None:
         self._faults = faults
-        self._answered = answered
+        self.acknowledged = acknowledged
         self.calls_under_way: dict[Task, float] = {}
 
     def delay(self) -> float:
@@ -96,8 +96,6 @@ class Network:
             if error is not None and not isinstance(error, (*KNOWN_ERRORS, Killed)):
                 s.fail(error)
                 return
-            if error is None:
-                self._answered(task.result)
             s.log("answer of", task.process.name, name, "ok" if error is None else f"{type(error).__name__}: {error}")
             if isinstance(error, Killed) or (through_ray and task.process.is_cut_off):
                 error = UnreachableError(f"{name}: the process died")
@@ -134,7 +132,10 @@ class CoordinatorPort:
 
             def carry_out(target: Process | None = target) -> Any:
                 assert target is not None
-                return getattr(target.memory["coordinator"], method)(*args, **kwargs)
+                answer = getattr(target.memory["coordinator"], method)(*args, **kwargs)
+                if method == "acknowledge_many":
+                    self._network.acknowledged(target.name, args[3], answer)
+                return answer
 
             try:
                 return self._network.call(target, method, carry_out, self._timeout, through_ray=True)

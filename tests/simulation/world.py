@@ -97,7 +97,7 @@ class World:
         self.schema = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
         self.clock_offset = 1000.0
         self.disk = Disk(self.faults, watch=self._watch)
-        self.network = Network(self.faults, self._answered)
+        self.network = Network(self.faults, self._acknowledged)
         self.addresses: dict[str, Process] = {}
         self.attempts = 0
         self.batches = 0
@@ -349,11 +349,12 @@ class World:
             elif path.startswith("epochs/"):
                 self.model.epoch = max(self.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
 
-    def _answered(self, answer: Any) -> None:
-        """A call is answered."""
-        for one in answer if isinstance(answer, tuple) else ():
-            if isinstance(one, Acknowledged):
-                self.model.check_acknowledged(one.manifest_id)
+    def _acknowledged(self, coordinator: str, messages: Any, answers: Any) -> None:
+        """A coordinator answers acknowledgements."""
+        for message, answer in zip(messages, answers, strict=True):
+            if isinstance(answer, Acknowledged):
+                num_tasks = self.layout_of_run[message.run_id][0] * len(self.model.operators)
+                self.model.check_acknowledged(coordinator, message, answer.manifest_id, num_tasks)
 
     def after_maintenance(self) -> None:
         """Files may have been removed."""
