@@ -11,6 +11,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,7 +61,7 @@ from coordinator_actor.messages import (
 from coordinator_actor.query import Assignment, QueryState
 from coordinator_actor.registry import HostRegistry, InstanceRegistry
 from coordinator_actor.retention import remove_garbage
-from coordinator_actor.savepoints import InBackground, RunSavepoints
+from coordinator_actor.savepoints import InBackground, RunSavepoints, status_of
 from coordinator_actor.snapshot_lag import SnapshotLag, SnapshotLagConf
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class Coordinator:
         self._over: dict[str, str] = {}
         self._ended_sessions: dict[str, None] = {}
         self._savepoints: dict[str, RunSavepoints] = {}
+        self._ended_savepoints: dict[str, Future[str]] = {}
         self._in_background = in_background or _in_thread
         self._lock = threading.RLock()
         self._last_needed = clock()
@@ -186,8 +188,7 @@ class Coordinator:
         with self._lock:
             # Its hosts are told to stop only afterwards, and must not bring it back meanwhile.
             self._ended_sessions[session_id] = None
-            while len(self._ended_sessions) > REMEMBERED_RUNS:
-                del self._ended_sessions[next(iter(self._ended_sessions))]
+            _forget_oldest(self._ended_sessions)
             for host_id in self._hosts.of_session(session_id):
                 del self._hosts.leases[host_id]
             gone = [r for r in self._runs.values() if r.registration.session_id == session_id]
@@ -252,7 +253,12 @@ class Coordinator:
         with self._lock:
             self._instances.deactivate(run.run_id)
         run.job_status_changed(JobStatus.FINISHED)
-        savepoints = self._savepoints.get(run.run_id)
+        with self._lock:
+            savepoints = self._savepoints.pop(run.run_id, None)
+            if savepoints is not None:
+                # One that is being written down may still be finished.
+                self._ended_savepoints.update(savepoints.requests)
+                _forget_oldest(self._ended_savepoints)
         if savepoints is not None:
             savepoints.shutdown(why)
 
@@ -349,12 +355,15 @@ class Coordinator:
         for operator, partitions in report.held.get(run.run_id, {}).items():
             for partition in partitions:
                 run.reported_owners.setdefault((operator, partition), host_id)
+        known: dict[int, dict[TaskKey, PartitionEntry]] = {}
         for message in report.pending:
             task = (message.operator, message.partition)
             if message.run_id != run.run_id or message.version <= run.completed:
                 continue
             run.reported_owners[task] = message.host_id
-            if task not in run.acknowledged(message.version) and message.base == run.head(message.version - 1, *task):
+            if message.version not in known:
+                known[message.version] = run.acknowledged(message.version)
+            if task not in known[message.version] and message.base == run.head(message.version - 1, *task):
                 run.acknowledge(message.version, task, PartitionEntry(message.attempt, message.file))
 
     def driver_heartbeat(self, run_id: str) -> bool:
@@ -379,7 +388,9 @@ class Coordinator:
 
     def _complete(self, run: QueryState, version: int) -> None:
         run.complete(version)
-        self._savepoints[run.run_id].on_completed()
+        savepoints = self._savepoints.get(run.run_id)
+        if savepoints is not None:
+            savepoints.on_completed()
 
     def _run(self, run_id: str) -> QueryState:
         with self._lock:
@@ -700,16 +711,18 @@ class Coordinator:
             self._require_current(run)
             self._catch_up(run)
             base = path if path is not None else f"{run.registration.state_location}/savepoints"
-            self._savepoints[run.run_id].trigger(request_id, base, stop=stop)
+            savepoints = self._savepoints.get(run.run_id)
+            if savepoints is None:
+                raise RetiredRunError(f"Run {run.run_id} is over; start the query again.")
+            savepoints.trigger(request_id, base, stop=stop)
         return self.savepoint_status(request_id)
 
     def savepoint_status(self, request_id: str) -> SavepointStatus:
         """How a savepoint stands that was asked for."""
         with self._lock:
-            held = list(self._savepoints.values())
-        return next(
-            (s for savepoints in held if (s := savepoints.status(request_id)) is not None), SavepointStatus(False)
-        )
+            requests = [savepoints.requests for savepoints in self._savepoints.values()]
+            found = next((r[request_id] for r in (*requests, self._ended_savepoints) if request_id in r), None)
+        return SavepointStatus(known=False) if found is None else status_of(found)
 
     def savepoint_exported(self, message: SavepointExported) -> None:
         """A host has exported a partition, or cannot."""
@@ -781,9 +794,10 @@ class Coordinator:
     def checkpoint_stats(self, query: str) -> dict[str, Any]:
         """Figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles."""
         run = self._find(query)
+        savepoints = self._savepoints.get(run.run_id)
         return {
             "checkpoints": run.stats.snapshot(),
-            "savepoints": self._savepoints[run.run_id].coordinator.stats.snapshot(),
+            "savepoints": {} if savepoints is None else savepoints.coordinator.stats.snapshot(),
         }
 
     # -- instances (Spark) ---------------------------------------------------------------------
@@ -837,10 +851,7 @@ class Coordinator:
     def _remember_over(self, run_id: str, why: str) -> None:
         with self._lock:
             self._over[run_id] = why
-            while len(self._over) > REMEMBERED_RUNS:
-                oldest = next(iter(self._over))
-                del self._over[oldest]
-                self._savepoints.pop(oldest, None)
+            _forget_oldest(self._over)
 
     # -- for people ----------------------------------------------------------------------------
 
@@ -881,6 +892,11 @@ class Coordinator:
             "retired_by": run.retired_by,
             "operators": {o.name: o.num_partitions for o in run.registration.operators},
         }
+
+
+def _forget_oldest(remembered: dict[str, Any]) -> None:
+    while len(remembered) > REMEMBERED_RUNS:
+        del remembered[next(iter(remembered))]
 
 
 def _in_thread(work: Callable[[], None]) -> None:

@@ -211,16 +211,14 @@ class SavepointExported(Struct, frozen=True):
 
 
 class SavepointStatus(Struct, frozen=True):
-    """How a savepoint stands: ``path`` once it is done, ``failure`` (class and message) if it is not to be.
+    """How a savepoint stands: ``path`` once it is done, ``failure`` if it is not to be, neither while it is being made.
 
-    Both None: ``acknowledged`` of ``total`` partitions are exported. ``known`` False: this coordinator has never heard of it.
+    ``known`` False: this coordinator has never heard of it.
     """
 
     known: bool
     path: str | None = None
     failure: Refused | None = None
-    acknowledged: int = 0
-    total: int = 0
 
 
 class HostOrders(Struct, frozen=True):

@@ -66,8 +66,22 @@ class _Savepoint:
     begun: bool = False
 
 
+def status_of(request: Future[str]) -> SavepointStatus:
+    """How a request for a savepoint stands."""
+    if not request.done():
+        return SavepointStatus(known=True)
+    error = request.exception()
+    if error is None:
+        return SavepointStatus(known=True, path=request.result())
+    cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ is not None else ""
+    return SavepointStatus(known=True, failure=Refused(type(error).__name__, f"{error}{cause}"))
+
+
 class RunSavepoints:
-    """The savepoints of one run. The run's lock is held in every call but ``status``, ``exported`` and ``shutdown``."""
+    """The savepoints of one run. The run's lock is held in every call but ``exported`` and ``shutdown``.
+
+    ``requests`` are the paths to come, by request id.
+    """
 
     def __init__(
         self,
@@ -83,7 +97,7 @@ class RunSavepoints:
         self._in_background = in_background
         self._clock = clock
         self._held: dict[int, _Savepoint] = {}
-        self._futures: dict[str, Future[str]] = {}
+        self.requests: dict[str, Future[str]] = {}
         self._stopping: Future[str] | None = None
         self.coordinator = SavepointCoordinator(
             run.run_id,
@@ -101,7 +115,7 @@ class RunSavepoints:
 
         Raises ``InvalidRequestError`` if no batch is committed yet.
         """
-        if request_id in self._futures:
+        if request_id in self.requests:
             return
         run = self._run
         version = run.completed
@@ -117,7 +131,7 @@ class RunSavepoints:
         if stop:
             run.held_from = version
         future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base})
-        self._futures[request_id] = future
+        self.requests[request_id] = future
         if stop:
             self._stopping = future
         self.settle()
@@ -125,19 +139,6 @@ class RunSavepoints:
     def is_pending(self) -> bool:
         """Whether a savepoint is being made."""
         return self.coordinator.get_number_of_pending_checkpoints() > 0
-
-    def status(self, request_id: str) -> SavepointStatus | None:
-        """How a request stands; None if there was no such."""
-        future = self._futures.get(request_id)
-        if future is None:
-            return None
-        if not future.done():
-            return SavepointStatus(known=True)
-        error = future.exception()
-        if error is None:
-            return SavepointStatus(known=True, path=future.result())
-        cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ is not None else ""
-        return SavepointStatus(known=True, failure=Refused(type(error).__name__, f"{error}{cause}"))
 
     def _trigger(self, pending: PendingCheckpoint) -> None:
         run, asked = self._run, pending.properties

@@ -17,9 +17,9 @@ from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.java import ensure_java
 
 if TYPE_CHECKING:
-    from coordinator_actor.coordinator import CoordinatorConf
     from pyspark.sql import SparkSession
 
+    from coordinator_actor.coordinator import CoordinatorConf
     from spark_bridge.listener import StateStoreQueryListener
     from spark_bridge.state_cluster import StateCluster
 

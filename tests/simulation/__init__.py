@@ -24,18 +24,24 @@ and every kept version opens from storage alone with exactly the right content.
     python -m tests.simulation --seeds 1000:2000     a search
     python -m tests.simulation --steps 1000000       a search for so many steps (a minute on one core)
 
-Bugs that it found:
+Bugs that it found (how each is mended stands behind it):
 
-- A driver that was replaced wrote ``commits/N`` after the new run was registered. Spark began the new run behind that batch,
-  and its tasks failed with an ``IncompleteBatchError`` that blames foreachBatch (any two drivers; 0.1 s are enough).
-- A registration read the manifests first and Spark's commits second. Another driver went on in between, and the run was refused:
-  "Spark has committed batch 37, so the query needs version 38, but versions 14 to 36 exist".
+- Two drivers: one that was replaced wrote ``commits/N`` after the new run was registered. Spark began the new run behind that
+  batch, and its tasks failed with an ``IncompleteBatchError`` that blames foreachBatch (seed 1).
+  Proposed: a run that has not opened the batch before takes the version of the run it has replaced.
+- Two drivers: a registration read the manifests first and Spark's commits second. The other one went on in between, and the
+  run was refused: "Spark has committed batch 37, so the query needs version 38, but versions 14 to 36 exist".
+  Proposed: the other order, and commits once more when the epoch is claimed.
+- The user removed Spark's last batches and restarted with another number of partitions: snapshots of the earlier layout that
+  only manifests of the removed batches named were not carried over, and what they had replaced was gone. The state could not
+  be loaded any more (seed 2). Proposed: a run that goes back writes the manifest of its base again, with these snapshots.
+- A repeated attempt's manifest was written, but the look at the epochs behind it failed, and the attempt was refused. The
+  coordinator and its hosts went on with the first attempt, the storage with the second: one version, two contents.
+  Proposed: after such an error the accepted manifest is written again before the version is completed.
 - A refresh of the manifests met one that maintenance was just removing, and a task failed: "does not exist".
-- ``Host.unload_run``, and the load of a partition of another run, removed the local directory in which a partition of
-  that run was just being loaded for the first time: it was not yet among the host's instances.
-- The user removed Spark's last batches and restarted with another number of partitions: snapshots that only the manifests
-  of the removed batches named were not carried over, as they are without rescaling, though what they had replaced was
-  gone. The state could not be loaded any more ("Version 37 of a/0 is kept, but cannot be opened").
-- With its clock turned back by 100 s, a coordinator removes no files and drops no lost hosts for 100 s: leases and
-  maintenance go by wall-clock time.
+  Proposed: what is gone since it was listed is left out; if it were needed, walking the chain would say so.
+- ``Host.unload_run`` removes the local directory in which a partition of that run is just being loaded for the first time: it
+  is not yet among the host's instances. The task fails with a file that "does not exist". Proposed: note what is loading.
+- With its clock turned back by 100 s, a coordinator removes no files and drops no lost hosts for 100 s. Proposed: a
+  monotonic clock for leases. Until then clocks are turned back here by 5 s at a time only (``World._turn_clock``).
 """
