@@ -283,12 +283,14 @@ class Coordinator:
             manifest_log = ManifestLog(storage, self.id)
             if manifest_log.superseded(registration.run_id):
                 return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
-            manifest_log.refresh()
+            # Before the manifests: an older run may go on meanwhile, and what Spark has committed has a manifest.
             commits = SparkCommits(spark)
+            completed = commits.next_batch()
+            manifest_log.refresh()
             run = QueryState(
                 registration, manifest_log, commits, self._clock, driver_seen=self._clock(), maintained=self._clock()
             )
-            run.completed = commits.next_batch()
+            run.completed = completed
             run.chain = manifest_log.chain()
             refusal = refusal_of(run)
             if refusal is not None:
@@ -305,6 +307,8 @@ class Coordinator:
             run.log.ensure(schema_path(schema_id), operator.schema.encode())
         run.log.claim(registration.run_id)
         run.counter.ensure_above(run.log.last_id())
+        # Nobody else can make a version any more, but an older run may just have committed one.
+        run.completed = max(run.completed, run.commits.next_batch())
         run.chain = run.log.chain()
         # Nobody knows the run before all of this has succeeded.
         if run.completed > 0 and run.completed not in run.chain:

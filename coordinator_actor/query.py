@@ -320,7 +320,9 @@ class QueryState:
 
     def complete(self, version: int) -> None:
         """Take a version as completed: Spark has committed its batch."""
-        if version not in self.chain or self.chain[version].run_id != self.run_id:
+        is_ours = self.highest_opened >= version - 1
+        if version not in self.chain or (is_ours and self.chain[version].run_id != self.run_id):
+            # If this run has not begun the batch, an older one, still running when this one was registered, has committed it.
             self.recover(version)
         self.completed = version
         self.last = None

@@ -95,6 +95,8 @@ class Model:
     plan_of_manifest: dict[int, Plan] = field(default_factory=dict)
     attempts: dict[int, dict[tuple[str, bytes], str]] = field(default_factory=dict)
     """By manifest: whose value each key has."""
+    named: set[str] = field(default_factory=set)
+    """Attempts that a manifest has named."""
     epoch: int = 0
     fenced: set[int] = field(default_factory=set)
     answered: dict[tuple[str, int, str, int], set[tuple[str, int]]] = field(default_factory=dict)
@@ -115,6 +117,8 @@ class Model:
         """A query client reads completed versions only."""
         if value_in(value) not in self.seen.get((operator, key), {None}):
             raise Violation(f"A query read {value!r} for {key!r} of {operator}: no completed version ever had it.")
+        if value is not None and value[DIGEST:].decode() not in self.named:
+            raise Violation(f"A query read {value!r} for {key!r} of {operator}: no manifest ever named that attempt.")
 
     def check_task_read(
         self, plan: Plan, operator: str, keys: list[bytes], contents: list[bytes | None], is_newest: bool
@@ -158,6 +162,7 @@ class Model:
         if manifest.id in self.manifests and (newest is None or manifest.epoch >= newest.epoch):
             # One that has lost the query may take an id that has been removed since; it counts for nothing.
             raise Violation(f"Manifest {manifest.id} is written twice.")
+        self.named.update(entry.attempt for _, _, entry in entries(manifest))
         if manifest.epoch < self.epoch:
             # By a coordinator that has lost the query, and perhaps stood still for long: nobody is answered.
             self.fenced.add(manifest.id)
