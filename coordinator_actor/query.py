@@ -71,7 +71,7 @@ class QueryState:
     next manifest will keep, ``recorded`` what the last one says. ``busy`` has the partitions that are
     being loaded or uploaded, and until when that is believed; ``rescaling`` those of them that are made of the files of
     an earlier layout. ``pinned`` are versions that must not be removed
-    whatever retention says. ``held_from`` is the first batch whose tasks must wait, if any.
+    whatever retention says. ``held_from`` is the first batch whose tasks must wait, if any. ``uncertain``: the last manifest could not be written, as far as one knows.
     """
 
     registration: QueryRegistration
@@ -103,6 +103,7 @@ class QueryState:
     stats: CheckpointStatsTracker = field(default_factory=CheckpointStatsTracker)
     lag: SnapshotLag | None = None
     warned_of: int | None = None
+    uncertain: bool = False
     unbalanced: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -273,7 +274,9 @@ class QueryState:
         self.batch, self.last = None, checkpoint
 
     def _append(self, manifest: Manifest) -> None:
+        self.uncertain = True
         appended = self.log.append(manifest, self.counter)
+        self.uncertain = False
         kept = {v: m for v, m in self.chain.items() if manifest.chain_from <= v < manifest.version}
         self.chain = {**kept, manifest.version: appended}
 
@@ -324,6 +327,9 @@ class QueryState:
         if version not in self.chain or (is_ours and self.chain[version].run_id != self.run_id):
             # If this run has not begun the batch, an older one, still running when this one was registered, has committed it.
             self.recover(version)
+        elif self.uncertain:
+            # A manifest whose writing failed may be there all the same, or come to be. What is completed must not change.
+            self._append(msgspec.structs.replace(self.chain[version], id=self.counter.get_and_increment()))
         self.completed = version
         self.last = None
         for name, operator in self.chain[version].operators.items():

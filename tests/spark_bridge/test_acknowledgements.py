@@ -1,0 +1,213 @@
+"""Acknowledgements of tasks that commit at the same time: one message for many, an answer for each; without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from backends.exceptions import StorageError
+from backends.manifest import FileRef
+from coordinator_actor.exceptions import LineageError, StaleOwnerError
+from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
+from spark_bridge.acknowledgements import Acknowledgements
+from spark_bridge.exceptions import HostUnavailableError
+
+WAIT = 20.0
+"""Seconds; only a test that fails waits so long."""
+
+
+def message(p: int, run: str = "run1", version: int = 1) -> Acknowledge:
+    return Acknowledge(run, "op", p, version, "try", "h0", "a", FileRef(f"{p}.changelog", 1, "d"), None)
+
+
+def accepted(_run: str, messages: Sequence[Acknowledge]) -> list[Acknowledged | Refused]:
+    """What a coordinator answers: the partition as the id of a manifest, to be told apart."""
+    return [Acknowledged(m.version, m.partition) for m in messages]
+
+
+class Coordinator:
+    """Answers when it is told to. ``calls`` are the partitions of each message that has come."""
+
+    def __init__(self, answer: Callable[[str, Sequence[Acknowledge]], Any] = accepted) -> None:
+        self.answer = answer
+        self.calls: list[tuple[str, list[int]]] = []
+        self.go = {run: threading.Event() for run in ("run1", "run2")}
+        self.come = threading.Condition()
+
+    def __call__(self, run: str, messages: tuple[Acknowledge, ...]) -> Any:
+        with self.come:
+            self.calls.append((run, [m.partition for m in messages]))
+            self.come.notify_all()
+        assert self.go[run].wait(WAIT)
+        return self.answer(run, messages)
+
+    def wait_for(self, calls: int) -> None:
+        with self.come:
+            assert self.come.wait_for(lambda: len(self.calls) >= calls, WAIT), self.calls
+
+
+class Host:
+    """Tasks, each in a thread of its own, that commit through one ``Acknowledgements``."""
+
+    def __init__(self, coordinator: Callable[..., Any], pool: ThreadPoolExecutor) -> None:
+        self.acknowledgements = Acknowledgements(coordinator)
+        self.pool = pool
+
+    def commit(self, p: int, run: str = "run1") -> Future[Acknowledged]:
+        """Returns when the task waits for its answer, or has it."""
+        waiting = self.acknowledgements._waiting
+        future = self.pool.submit(self.acknowledgements.acknowledge, message(p, run))
+        deadline = threading.Event()
+        for _ in range(2000):
+            queued = any(w.message.partition == p for w in waiting.get(run, ()))
+            sent = run in self.acknowledgements._sending and not queued
+            if queued or future.done() or sent:
+                return future
+            deadline.wait(0.005)
+        raise AssertionError(f"the task of partition {p} has not begun to wait")
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(64) as made:
+        yield made
+
+
+def begin(pool: ThreadPoolExecutor, answer: Callable[..., Any] = accepted) -> tuple[Coordinator, Host]:
+    """A host whose first message is under way."""
+    coordinator = Coordinator(answer)
+    return coordinator, Host(coordinator, pool)
+
+
+def test_one_alone_is_sent_at_once(pool):
+    coordinator, host = begin(pool)
+    coordinator.go["run1"].set()
+    assert host.acknowledgements.acknowledge(message(3)) == Acknowledged(1, 3)
+    assert host.acknowledgements.acknowledge(message(4)) == Acknowledged(1, 4)
+    assert coordinator.calls == [("run1", [3]), ("run1", [4])]
+
+
+def queue(coordinator: Coordinator, host: Host, partitions: range) -> list[Future[Acknowledged]]:
+    """Have one message under way, and others wait behind it."""
+    first = host.commit(0)
+    coordinator.wait_for(1)
+    futures = [first]
+    for n, p in enumerate(partitions, 1):
+        futures.append(pool_commit(host, p, n))
+    return futures
+
+
+def pool_commit(host: Host, p: int, waiting: int) -> Future[Acknowledged]:
+    future = host.pool.submit(host.acknowledgements.acknowledge, message(p))
+    tick = threading.Event()
+    for _ in range(4000):
+        if len(host.acknowledgements._waiting.get("run1", ())) >= waiting:
+            return future
+        tick.wait(0.005)
+    raise AssertionError(f"the task of partition {p} does not wait")
+
+
+def test_those_that_come_while_a_message_is_under_way_go_together(pool):
+    coordinator, host = begin(pool)
+    futures = queue(coordinator, host, range(1, 9))
+    assert coordinator.calls == [("run1", [0])], "one message at a time"
+    coordinator.go["run1"].set()
+    assert [f.result(WAIT) for f in futures] == [Acknowledged(1, p) for p in range(9)]
+    assert coordinator.calls == [("run1", [0]), ("run1", list(range(1, 9)))]
+    assert host.acknowledgements._waiting == {} and host.acknowledgements._sending == set()
+
+
+@pytest.mark.parametrize("error", [StorageError("disk full"), HostUnavailableError("gone"), KeyboardInterrupt()])
+def test_an_error_reaches_all_who_wait_for_that_message_and_no_others(pool, error):
+    def answer(run: str, messages: Sequence[Acknowledge]) -> Any:
+        if messages[0].partition == 1:
+            raise error
+        return accepted(run, messages)
+
+    coordinator, host = begin(pool, answer)
+    futures = queue(coordinator, host, range(1, 4))
+    coordinator.go["run1"].set()
+    assert futures[0].result(WAIT) == Acknowledged(1, 0)
+    assert [f.exception(WAIT) for f in futures[1:]] == [error] * 3
+    assert host.acknowledgements.acknowledge(message(7)) == Acknowledged(1, 7), "the next ones are sent"
+
+
+def test_a_refusal_reaches_the_one_that_it_belongs_to(pool):
+    refused = {2: Refused("LineageError", "applies to another"), 3: Refused("StaleOwnerError", "h1 does")}
+
+    def answer(run: str, messages: Sequence[Acknowledge]) -> Any:
+        return [refused.get(m.partition, a) for m, a in zip(messages, accepted(run, messages), strict=True)]
+
+    coordinator, host = begin(pool, answer)
+    futures = queue(coordinator, host, range(1, 5))
+    coordinator.go["run1"].set()
+    assert [futures[p].result(WAIT) for p in (0, 1, 4)] == [Acknowledged(1, p) for p in (0, 1, 4)]
+    for p, kind, words in ((2, LineageError, "applies to another"), (3, StaleOwnerError, "h1 does")):
+        with pytest.raises(kind, match=words):
+            futures[p].result(WAIT)
+
+
+def test_a_slow_run_does_not_hold_up_another(pool):
+    coordinator, host = begin(pool)
+    slow = host.commit(0)
+    coordinator.wait_for(1)
+    coordinator.go["run2"].set()
+    for p in (5, 6):
+        other = pool.submit(host.acknowledgements.acknowledge, message(p, "run2"))
+        assert other.result(WAIT) == Acknowledged(1, p)
+    assert not slow.done()
+    coordinator.go["run1"].set()
+    assert slow.result(WAIT) == Acknowledged(1, 0)
+    assert coordinator.calls == [("run1", [0]), ("run2", [5]), ("run2", [6])]
+
+
+def test_a_slow_message_is_waited_for_by_its_own_tasks_only(pool):
+    """Behind a message that hangs, the next one of the same run is not begun: the coordinator would wait as well."""
+    coordinator, host = begin(pool)
+    futures = queue(coordinator, host, range(1, 3))
+    assert [f.done() for f in futures] == [False] * 3 and len(coordinator.calls) == 1
+    coordinator.go["run1"].set()
+    assert [f.result(WAIT).manifest_id for f in futures] == [0, 1, 2]
+
+
+def test_many_threads_get_each_its_own_answer_in_few_messages(pool):
+    lock = threading.Lock()
+    under_way: list[str] = []
+    sent: list[tuple[str, int, int]] = []
+
+    def send(run: str, messages: tuple[Acknowledge, ...]) -> Any:
+        with lock:
+            assert run not in under_way, "two messages of one run at once"
+            under_way.append(run)
+            sent.extend((run, m.partition, m.version) for m in messages)
+            calls.append(len(messages))
+        pause.wait(0.002)
+        with lock:
+            under_way.remove(run)
+        return [
+            Refused("LineageError", f"{m.partition}:{m.version}") if m.partition % 7 == 0 else Acknowledged(m.version, m.partition)
+            for m in messages
+        ]
+
+    calls: list[int] = []
+    pause, start = threading.Event(), threading.Barrier(48)
+    host = Host(send, pool)
+
+    def task(i: int) -> None:
+        run = f"run{i % 3}"
+        start.wait(WAIT)
+        for version in range(1, 9):
+            try:
+                answer = host.acknowledgements.acknowledge(message(i, run, version))
+                assert (answer.version, answer.manifest_id) == (version, i) and i % 7
+            except LineageError as error:
+                assert str(error) == f"{i}:{version}" and i % 7 == 0
+
+    for future in [pool.submit(task, i) for i in range(48)]:
+        future.result(WAIT)
+    assert sorted(sent) == sorted((f"run{i % 3}", i, v) for i in range(48) for v in range(1, 9)), "each once"
+    assert len(calls) < len(sent) / 2
