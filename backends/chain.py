@@ -227,12 +227,12 @@ def retain(
     """Keep what versions from ``target`` on need. ``floor`` is what a manifest says is kept already.
 
     The oldest version kept is that of a snapshot at or below ``target``: nothing older could be removed anyway.
-    Above the floor it must be a sound one, or what leads past it would be lost. An earlier layout is kept until
-    every partition of the present one has a snapshot of its own at or below ``target``.
+    It must be a sound one, or what leads past it would be lost. An earlier layout is kept until every partition of the
+    present one has a snapshot of its own at or below ``target``; of those that have one, what is older goes before.
     """
     target = max(target, floor)  # after going back to an older version, less may be asked for than is kept
     bases: list[Base] = []
-    versions: list[int] = []
+    lowest: list[int] = []  # per partition of the lowest layout that is kept
     for operator in operators:
         for segment in segments(chain, operator):
             if segment.first > target and versions_below(chain, segment):
@@ -243,15 +243,15 @@ def retain(
             found = []
             for p in range_of(chain, segment):
                 fitting = [s for s in reversed(known.get(p, ())) if s.version <= target]
-                sound = next((s for s in fitting if s.version <= floor or is_sound(s)), None)
-                found.append(Base(segment, p, sound))
+                found.append(Base(segment, p, next((s for s in fitting if is_sound(s)), None)))
             bases += found
             if all(b.snapshot is not None for b in found) or not versions_below(chain, segment):
-                versions += [0 if b.snapshot is None else b.snapshot.version for b in found]
+                lowest += [0 if b.snapshot is None else b.snapshot.version for b in found]
                 break
-    if not versions or not chain:
+    if not lowest or not chain:
         return Retention(floor, min(chain, default=1), bases)
-    return Retention(max(versions), max(min(chain), min(versions)), bases)
+    oldest = max(0 if b.snapshot is None else b.snapshot.version for b in bases)
+    return Retention(max(oldest, floor), max(min(chain), min(lowest)), bases)
 
 
 def versions_below(chain: Chain, segment: Segment) -> bool:

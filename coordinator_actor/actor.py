@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -48,6 +48,12 @@ def open_storage(location: str, options: Mapping[str, str]) -> CheckpointStorage
     return CheckpointStorage.open(location, options)
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since 1970 that never go back: leases must not hang on a clock that somebody sets."""
+    start = time.time() - time.monotonic()
+    return lambda: start + time.monotonic()
+
+
 class StateStoreCoordinator:
     """One per namespace; restarted by Ray, and then told again by hosts and drivers what they hold.
 
@@ -61,7 +67,7 @@ class StateStoreCoordinator:
         self._name = name
         self._token = token
         self._node_ip = ray.util.get_node_ip_address()
-        self._coordinator = Coordinator(time.time, open_storage, conf)
+        self._coordinator = Coordinator(steady_clock(), open_storage, conf)
         tags = ("namespace",)
         self._hosts_gauge = Gauge("statestore_hosts", "Live state store hosts", tags)
         self._queries_gauge = Gauge("statestore_queries", "Registered streaming queries", tags)
@@ -119,9 +125,9 @@ class StateStoreCoordinator:
         """See ``Coordinator``."""
         return self._coordinator.register_query(registration)
 
-    def driver_heartbeat(self, run_id: str) -> bool:
+    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
         """See ``Coordinator``."""
-        return self._coordinator.driver_heartbeat(run_id)
+        return self._coordinator.driver_heartbeat(run_id, is_stopping=is_stopping)
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``Coordinator``."""

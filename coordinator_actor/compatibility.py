@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from backends.chain import layout_of
 from backends.manifest import Manifest
 from backends.schema import StateSchema, to_spark_type
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.query import QueryState, incomplete_message
+from coordinator_actor.query import QueryState, incomplete_message, tasks_of
 
 
 def refusal_of(run: QueryState) -> str | None:
@@ -74,22 +73,13 @@ def _schema_refusal(run: QueryState, spec: OperatorSpec, stored_id: str) -> str:
 
 def _missing_version(run: QueryState) -> str | None:
     versions = sorted(run.chain)
-    found, total = run.stored_changes(run.completed, run.log.runs()), run.num_tasks
-    lacking = [task for task in run.tasks() if task not in found]
+    layouts, found = run.stored_changes(run.completed)
+    tasks = tasks_of(layouts)
+    lacking = [task for task in tasks if task not in found]
     if not lacking:
         return None
-    if len(lacking) < total:
-        return incomplete_message(run.completed - 1, lacking, total)
-    newest = run.chain[versions[-1]] if versions else None
-    for name, entry in newest.operators.items() if newest is not None else ():
-        layout = run.layouts[name]
-        if layout_of(name, entry) != layout:
-            # What the hosts left of that version is in the old layout.
-            return (
-                f"The last version of the state at {run.registration.state_location} has to be put together first. Start the "
-                f"query once with num_partitions={entry.num_partitions} and the backend {entry.backend!r} for operator {name!r}, "
-                f"and then with {layout.num_partitions} and {layout.backend!r}."
-            )
+    if len(lacking) < len(tasks):
+        return incomplete_message(run.completed - 1, lacking, len(tasks))
     exist = f"versions {versions[0]} to {versions[-1]} exist" if versions else "no version exists"
     return (
         f"Spark has committed batch {run.completed - 1} of {run.registration.checkpoint_location}, so the query needs state "

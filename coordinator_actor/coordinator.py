@@ -170,16 +170,19 @@ class Coordinator:
             for run in present
             if run.announced is not None and held[run.run_id] < run.announced.version
         )
-        savepoints = tuple(order for run in present for order in self._savepoint_orders(run, host_id))
+        with self._lock:
+            of_session = [r for r in self._runs.values() if r.registration.session_id == lease.info.session_id]
+        # Also of runs that the host has nothing of yet: it may own partitions that nobody has opened.
+        savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
         return HostOrders(is_known, completed, tuple(over), savepoints)
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._savepoints.get(run.run_id)
         # The lock may be held by one who waits for the storage; the orders come again with the next heartbeat.
-        if savepoints is None or not savepoints.is_pending() or not run.lock.acquire(blocking=False):
+        if savepoints is None or run.ended or not savepoints.is_pending() or not run.lock.acquire(blocking=False):
             return []
         try:
-            return list(savepoints.orders_for(host_id))
+            return list(savepoints.orders_for(host_id, self._assign(run)))
         finally:
             run.lock.release()
 
@@ -305,14 +308,16 @@ class Coordinator:
         for operator in registration.operators:
             schema_id = StateSchema.from_json(operator.schema).id
             run.log.ensure(schema_path(schema_id), operator.schema.encode())
-        run.log.claim(registration.run_id)
+        run.log.claim(registration.run_id, run.layouts.values())
         run.counter.ensure_above(run.log.last_id())
+        # An older coordinator may be writing one more manifest, which nobody will be told of.
+        run.uncertain = True
         # Nobody else can make a version any more, but an older run may just have committed one.
         run.completed = max(run.completed, run.commits.next_batch())
         run.chain = run.log.chain()
         # Nobody knows the run before all of this has succeeded.
         if run.completed > 0 and run.completed not in run.chain:
-            run.recover(run.completed, run.log.runs())
+            run.recover(run.completed)
         following = run.chain.get(run.completed + 1)
         if following is not None and following.run_id == registration.run_id:
             # Prepared before this coordinator was restarted: it knows better than the hosts which attempts were last.
@@ -324,8 +329,12 @@ class Coordinator:
             run.last = CompletedCheckpoint(
                 following.id, following.created_ms / 1000, 0.0, states, properties={"version": following.version}
             )
+        elif run.go_back():
+            log.info("Run %s goes back to version %d", registration.run_id, run.completed)
         run.carry_snapshots()
         run.announce()
+        run.held_from = run.log.held_from(registration.run_id)
+        run.held_by_record = run.held_from is not None
         conf = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run.lag = SnapshotLag(run.run_id, run.tasks(), self._clock(), run.completed, conf)
         with self._lock:
@@ -370,8 +379,11 @@ class Coordinator:
             if task not in known[message.version] and message.base == run.head(message.version - 1, *task):
                 run.acknowledge(message.version, task, PartitionEntry(message.attempt, message.file))
 
-    def driver_heartbeat(self, run_id: str) -> bool:
-        """The driver of a run is alive. False asks it to register the run again."""
+    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
+        """The driver of a run is alive. False asks it to register the run again.
+
+        ``is_stopping``: it is making a savepoint, to stop with.
+        """
         with self._lock:
             run = self._runs.get(run_id)
             if self._over.get(run_id, LEASE_OVER) != LEASE_OVER or (run is not None and run.ended):
@@ -382,6 +394,9 @@ class Coordinator:
         with run.lock:
             # The progress event of a batch may have met a coordinator that was just being restarted.
             self._catch_up(run)
+            if run.held_by_record and not is_stopping:
+                # That savepoint has failed, and a coordinator has died of which nobody knows it.
+                run.held_from, run.held_by_record = None, False
         return True
 
     def _catch_up(self, run: QueryState) -> None:
@@ -570,6 +585,7 @@ class Coordinator:
             new, known = message.snapshot, {s.file.path for s in run.snapshots(*key, run.completed)}
             counts = (
                 run.assignment is not None
+                and run.is_in_layout(new.version, message.operator)
                 and run.assignment.owner(*key).host_id == message.host_id
                 and run.oldest < new.version <= run.completed
                 and run.head(new.version, *key) == new.head
@@ -638,6 +654,9 @@ class Coordinator:
             raise StaleOwnerError(
                 f"Host {message.host_id} does not own {task[0]}/{task[1]} of run {run.run_id}; {owner.host_id} does."
             )
+        if run.highest_opened < message.version - 1 == run.completed:
+            # The batch was opened before this coordinator was restarted, and the host has yet to say so.
+            run.highest_opened = run.completed
         if message.version != run.highest_opened + 1 or message.version <= run.completed:
             raise StaleBatchError(
                 f"Version {message.version} of run {run.run_id} cannot be committed: batch {run.highest_opened} is the "

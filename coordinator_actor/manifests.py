@@ -6,7 +6,7 @@ has written and before it answers, so that of two coordinators only one can comp
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from backends import chain
+from backends.chain import Layout
 from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.manifest import FORMAT_VERSION, Manifest
 from backends.sealed import seal, unseal
@@ -34,20 +35,26 @@ class QueryFile(Struct, frozen=True):
 
 
 class EpochFile(Struct, frozen=True):
-    """``epochs/<k>.json``: who coordinates."""
+    """``epochs/<k>.json``: who coordinates, which run, and in which layouts that run keeps its operators."""
 
     epoch: int
     coordinator_id: str
     run_id: str
+    layouts: tuple[Layout, ...] = ()
 
 
 class SavepointRecord(Struct, frozen=True):
-    """``savepoint-ids/<id>.json``: a savepoint was begun. Its own metadata file says whether it was finished."""
+    """``savepoint-ids/<id>.json``: a savepoint was begun. Its own metadata file says whether it was finished.
+
+    With ``stop`` no batch of the run ``run_id`` behind the version may be done before the run's driver says so.
+    """
 
     checkpoint_id: int
     version: int
     location: str
     created_ms: int
+    run_id: str
+    stop: bool
 
 
 def savepoint_record_path(checkpoint_id: int) -> str:
@@ -92,18 +99,21 @@ class ManifestLog:
         files = self._read_all([epoch_path(k) for k in self._ids("epochs")], EpochFile)
         return any(f.run_id == run_id for f in files)
 
-    def runs(self) -> tuple[str, ...]:
-        """The runs that have claimed an epoch, the last one first."""
+    def runs(self) -> dict[str, dict[str, Layout]]:
+        """The runs that have claimed an epoch, the last one first, with the layouts of their operators."""
         files = self._read_all([epoch_path(k) for k in self._ids("epochs")], EpochFile)
-        return tuple(dict.fromkeys(f.run_id for f in reversed(files)))
+        found: dict[str, dict[str, Layout]] = {}
+        for file in reversed(files):
+            found.setdefault(file.run_id, {layout.operator: layout for layout in file.layouts})
+        return found
 
-    def claim(self, run_id: str) -> None:
+    def claim(self, run_id: str, layouts: Iterable[Layout] = ()) -> None:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
         while True:
             ids = self._ids("epochs")
             epoch = (ids[-1] if ids else 0) + 1
             try:
-                self._create(epoch_path(epoch), EpochFile(epoch, self._coordinator_id, run_id))
+                self._create(epoch_path(epoch), EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts)))
             except FileExistsInStorageError:
                 continue
             self.epoch = epoch
@@ -113,14 +123,23 @@ class ManifestLog:
     def refresh(self) -> None:
         """Read the manifests that are not known yet."""
         missing = [i for i in self._ids("manifests") if i not in self.manifests]
+        # One that maintenance has removed since it was listed is not needed; if it were, walking the chain would say so.
         for manifest in self._read_all([manifest_path(i) for i in missing], Manifest):
             self.manifests[manifest.id] = manifest
 
     def _read_all(self, paths: list[str], kind: type[T]) -> list[T]:
         if len(paths) < 2:
-            return [self._read(path, kind) for path in paths]
-        with ThreadPoolExecutor(READERS) as pool:
-            return list(pool.map(lambda path: self._read(path, kind), paths))
+            found = [self._read_or_none(path, kind) for path in paths]
+        else:
+            with ThreadPoolExecutor(READERS) as pool:
+                found = list(pool.map(lambda path: self._read_or_none(path, kind), paths))
+        return [record for record in found if record is not None]
+
+    def _read_or_none(self, path: str, kind: type[T]) -> T | None:
+        try:
+            return self._read(path, kind)
+        except MissingFileError:
+            return None
 
     def last_id(self) -> int:
         """The highest checkpoint id that was ever given out: to a manifest or to a savepoint."""
@@ -129,6 +148,10 @@ class ManifestLog:
     def record_savepoint(self, record: SavepointRecord) -> None:
         """Write down, durably, that a savepoint takes a checkpoint id. Raises ``FileExistsInStorageError``."""
         self._create(savepoint_record_path(record.checkpoint_id), record)
+
+    def held_from(self, run_id: str) -> int | None:
+        """The version behind which a run may do no batch, for it was being stopped with a savepoint; None if it was not."""
+        return next((r.version for r in reversed(self.savepoints()) if r.stop and r.run_id == run_id), None)
 
     def savepoints(self) -> list[SavepointRecord]:
         """The savepoints of this query that were ever begun, by ascending id."""
@@ -220,14 +243,22 @@ class SparkCommits:
 
         As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever has been removed from either directory.
         """
-        begun, done = self._last("offsets"), self._last("commits")
+        begun, done = self.last_begun(), self._last("commits")
         if begun is None:
             return 0 if done is None else done + 1
         return begun + 1 if done is not None and done >= begun else begun
 
+    def last_begun(self) -> int | None:
+        """The last batch that Spark has planned, None if there is none."""
+        return self._last("offsets")
+
     def _last(self, directory: str) -> int | None:
         names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list(f"{directory}/")]
         return max((int(n) for n in names if n.isdigit()), default=None)
+
+    def has_begun(self, batch_id: int) -> bool:
+        """Whether a batch is planned: if it is run again, it has the same rows."""
+        return self._storage.exists(f"offsets/{batch_id}")
 
     def has(self, batch_id: int) -> bool:
         """Whether a batch is committed."""

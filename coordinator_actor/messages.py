@@ -183,14 +183,21 @@ class HostReport(Struct, frozen=True):
 
 
 class SavepointOrder(Struct, frozen=True):
-    """A host is to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``."""
+    """A host is to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``.
 
-    run_id: str
+    ``registration`` is that of the run, which the host may not have heard of.
+    """
+
+    registration: QueryRegistration
     checkpoint_id: int
     version: int
     location: str
     partitions: dict[str, list[int]]
-    storage_options: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self.registration.run_id
 
 
 class SavepointExported(Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import msgspec
 
@@ -30,6 +31,8 @@ from coordinator_actor.job_status import JobStatus
 from coordinator_actor.manifests import ManifestLog, SparkCommits
 from coordinator_actor.messages import Completed, HostInfo, OperatorSpec, QueryRegistration
 from coordinator_actor.snapshot_lag import SnapshotLag
+
+EMPTY: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ class QueryState:
     next manifest will keep, ``recorded`` what the last one says. ``busy`` has the partitions that are
     being loaded or uploaded, and until when that is believed; ``rescaling`` those of them that are made of the files of
     an earlier layout. ``pinned`` are versions that must not be removed
-    whatever retention says. ``held_from`` is the first batch whose tasks must wait, if any. ``uncertain``: the last manifest could not be written, as far as one knows.
+    whatever retention says. ``held_from`` is the first batch whose tasks must wait, if any;
+    ``held_by_record``: because an earlier coordinator has written so. ``uncertain``: the last manifest could not be
+    written, as far as one knows.
     """
 
     registration: QueryRegistration
@@ -91,6 +96,7 @@ class QueryState:
     rescaling: dict[TaskKey, float] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)
     held_from: int | None = None
+    held_by_record: bool = False
     maintained: float = 0.0
     assignment: Assignment | None = None
     reported_owners: dict[TaskKey, str] = field(default_factory=dict)
@@ -194,6 +200,36 @@ class QueryState:
                 if lost := tuple(s for s in found if s not in named.get(partition, ())):
                     self.unnamed[(operator, partition)] = lost
 
+    def is_in_layout(self, version: int, operator: str) -> bool:
+        """Whether a version of the chain is in the layout that the run declares."""
+        manifest = self.chain.get(version)
+        held = manifest.operators.get(operator) if manifest else None
+        return held is not None and chains.layout_of(operator, held) == self.layouts[operator]
+
+    def go_back(self) -> bool:
+        """Make the completed version the newest one in the record if those above it are given up; True if they are.
+
+        They are if the user has removed Spark's last batches: with other rows to come, nothing may be put together with
+        them. A version that was merely not committed in time stays, for its batch comes again with the same rows.
+        What only manifests above it name of snapshots is named again, also for the sake of an earlier layout, whose snapshots
+        the manifests of the run's own layout cannot name.
+        """
+        if self.completed not in self.chain or max(self.chain) == self.completed:
+            return False
+        below, lost = self.below, {}
+        for operator in self.layouts:
+            for held in chains.segments(below, operator)[:1]:
+                named = chains.snapshots(below, held)
+                for partition, found in chains.snapshots(below, held, self.chain.values()).items():
+                    if gone := tuple(s for s in found if s not in named.get(partition, ())):
+                        lost[(operator, partition)] = gone
+        is_same_layout = all(self.is_in_layout(self.completed, operator) for operator, _ in lost)
+        comes_again = max(self.chain) == self.completed + 1 and self.commits.has_begun(self.completed)
+        if is_same_layout and comes_again:
+            return False  # carry_snapshots sees to them
+        self._write_again(self.completed, lost)
+        return True
+
     def plan_retention(self, is_sound: Callable[[SnapshotRef], bool]) -> None:
         """Decide which versions the next manifest keeps."""
         target = max(0, self.completed - self.registration.min_versions_to_retain - 1)
@@ -242,36 +278,43 @@ class QueryState:
         """Write the manifest of a checkpoint that every partition has acknowledged."""
         version: int = checkpoint.properties["version"]
         held: dict[TaskKey, PartitionEntry] = checkpoint.states
-        below = self.chain.get(version - 1)
-        operators = {
-            o.name: OperatorEntry.of(
-                o.num_partitions,
-                self._schema_ids[o.name],
-                o.backend,
-                {
-                    p: PartitionEntry(e.attempt, e.changelog, self.unnamed.get((o.name, p), ()))
-                    for p in range(o.num_partitions)
-                    if (e := held[(o.name, p)])
-                },
-            )
-            for o in self.registration.operators
-        }
-        keep = self.planned or Retention(self.oldest, min(self.chain, default=1))
-        self._append(
-            Manifest(
-                id=checkpoint.id,
-                parent=below.id if below else None,
-                version=version,
-                epoch=self.log.epoch,
-                run_id=self.run_id,
-                created_ms=self._now_ms(),
-                operators=operators,
-                oldest=keep.oldest,
-                chain_from=keep.chain_from,
-            )
-        )
+        self._append(self._manifest(version, checkpoint.id, self.layouts, held))
         self.recorded = self.planned
         self.batch, self.last = None, checkpoint
+
+    def _manifest(
+        self, version: int, manifest_id: int, layouts: Mapping[str, Layout], held: Mapping[TaskKey, PartitionEntry]
+    ) -> Manifest:
+        below = self.chain.get(version - 1)
+        keep = self.planned or Retention(self.oldest, min(self.chain, default=1))
+        return Manifest(
+            id=manifest_id,
+            parent=below.id if below else None,
+            version=version,
+            epoch=self.log.epoch,
+            run_id=self.run_id,
+            created_ms=self._now_ms(),
+            operators={
+                name: OperatorEntry.of(
+                    layout.num_partitions,
+                    self._schema_ids[name],
+                    layout.backend,
+                    {
+                        p: PartitionEntry(e.attempt, e.changelog, self._unnamed_in(layout, p))
+                        for p in range(layout.num_partitions)
+                        if (e := held[(name, p)])
+                    },
+                )
+                for name, layout in layouts.items()
+            },
+            oldest=keep.oldest,
+            chain_from=keep.chain_from,
+        )
+
+    def _unnamed_in(self, layout: Layout, partition: int) -> tuple[SnapshotRef, ...]:
+        if layout != self.layouts[layout.operator]:
+            return ()
+        return self.unnamed.get((layout.operator, partition), ())
 
     def _append(self, manifest: Manifest) -> None:
         self.uncertain = True
@@ -297,16 +340,20 @@ class QueryState:
             or max(self.chain, default=0) != self.completed
         ):
             return
-        current = self.chain[self.completed]
+        named = {task: found for task, found in self.unnamed.items() if self.is_in_layout(self.completed, task[0])}
+        self._write_again(self.completed, named)
+        self.unnamed.clear()
+
+    def _write_again(self, version: int, found: Mapping[TaskKey, tuple[SnapshotRef, ...]] = EMPTY) -> None:
+        """Write a version's manifest once more, as the newest and under this epoch, naming more snapshots."""
+        current = self.chain[version]
         operators = {
             name: msgspec.structs.replace(
                 operator,
                 partitions=operator.partitions.with_snapshots(
-                    {p: self.unnamed.get((name, p), ()) for p in operator.partitions}
+                    {p: found[(name, p)] for p in operator.partitions if (name, p) in found}
                 ),
             )
-            if chains.layout_of(name, operator) == self.layouts.get(name)
-            else operator
             for name, operator in current.operators.items()
         }
         self._append(
@@ -317,9 +364,11 @@ class QueryState:
                 run_id=self.run_id,
                 created_ms=self._now_ms(),
                 operators=operators,
+                # What a newer one has let go of does not come back.
+                oldest=max(current.oldest, self.oldest),
+                chain_from=max(current.chain_from, min(self.chain)),
             )
         )
-        self.unnamed.clear()
 
     def complete(self, version: int) -> None:
         """Take a version as completed: Spark has committed its batch."""
@@ -329,7 +378,7 @@ class QueryState:
             self.recover(version)
         elif self.uncertain:
             # A manifest whose writing failed may be there all the same, or come to be. What is completed must not change.
-            self._append(msgspec.structs.replace(self.chain[version], id=self.counter.get_and_increment()))
+            self._write_again(version)
         self.completed = version
         self.last = None
         for name, operator in self.chain[version].operators.items():
@@ -349,7 +398,7 @@ class QueryState:
             heads = self.heads(self.completed, self.assignment.of_host[host.host_id])
             self.announced_by_host[host.host_id] = Completed(self.run_id, self.completed, heads)
 
-    def recover(self, version: int, earlier_runs: Sequence[str] = ()) -> None:
+    def recover(self, version: int) -> None:
         """Prepare a version that Spark has committed although this coordinator saw no manifest of it.
 
         Hosts may have died together with an earlier coordinator after their acknowledgements; the
@@ -359,33 +408,41 @@ class QueryState:
         self.chain = self.log.chain()
         if version in self.chain and self.chain[version].run_id == self.run_id:
             return
-        found = self.stored_changes(version, earlier_runs)
-        lacking = [task for task in self.tasks() if task not in found]
+        layouts, found = self.stored_changes(version)
+        lacking = [task for task in tasks_of(layouts) if task not in found]
         if lacking:
-            raise IncompleteBatchError(incomplete_message(version - 1, lacking, self.num_tasks))
-        self._start(version, found)
+            raise IncompleteBatchError(incomplete_message(version - 1, lacking, len(tasks_of(layouts))))
+        if self.batch is not None:
+            self.checkpoints.cancel_checkpoint(self.batch.id, f"batch {version - 1} is committed")
+            self.batch = None
+        self._append(self._manifest(version, self.counter.get_and_increment(), layouts, found))
 
-    def stored_changes(self, version: int, earlier_runs: Sequence[str] = ()) -> dict[TaskKey, PartitionEntry]:
-        """What the partitions have acknowledged of a version, or else what the storage has of it. Changes nothing.
+    def stored_changes(self, version: int) -> tuple[Mapping[str, Layout], dict[TaskKey, PartitionEntry]]:
+        """What the partitions have acknowledged of a version, or else what the storage has of it, and in which layouts.
 
-        ``earlier_runs``, the last one first, may be looked into for a version that Spark has committed before this run
-        began. Changes of two runs never make one version: each may have seen other rows.
+        If this run has done nothing of it, an earlier one has: Spark had committed its batch before this run began, perhaps
+        with another number of partitions. Changes of two runs never make one version: each may have seen other rows.
         """
         found = dict(self.acknowledged(version))
-        for run_id in (self.run_id, *earlier_runs):
-            for operator, partition in self.tasks():
-                if (operator, partition) not in found:
-                    changes = self._stored_changelog(operator, partition, version, run_id)
+        runs = {
+            self.run_id: self.layouts,
+            **{r: layouts for r, layouts in self.log.runs().items() if r != self.run_id},
+        }
+        for run_id, layouts in runs.items():
+            if layouts.keys() != self.layouts.keys():
+                continue
+            for name, partition in tasks_of(layouts):
+                if (name, partition) not in found:
+                    changes = self._stored_changelog(layouts[name], partition, version, run_id)
                     if changes is not None:
-                        found[(operator, partition)] = changes
+                        found[(name, partition)] = changes
             if found:
-                break
-        return found
+                return layouts, found
+        return self.layouts, found
 
-    def _stored_changelog(self, operator: str, partition: int, version: int, run_id: str) -> PartitionEntry | None:
-        base = self.head(version - 1, operator, partition)
-        prefix = f"{self.layouts[operator].directory(partition)}/"
-        for path, size in reversed(self.log.storage.list(prefix)):
+    def _stored_changelog(self, layout: Layout, partition: int, version: int, run_id: str) -> PartitionEntry | None:
+        base = chains.head_of(self.chain, version - 1, layout, partition, self.registration.key_groups)
+        for path, size in reversed(self.log.storage.list(f"{layout.directory(partition)}/")):
             name = path.rsplit("/", 1)[-1]
             if not name.startswith(f"{version}-") or not name.endswith(".changelog"):
                 continue
@@ -394,6 +451,11 @@ class QueryState:
             if (meta.query_run_id, meta.version, meta.base) == (run_id, version, base):
                 return PartitionEntry(meta.attempt, FileRef(path, size, digest(data)))
         return None
+
+
+def tasks_of(layouts: Mapping[str, Layout]) -> list[TaskKey]:
+    """Every partition of every operator."""
+    return [(name, p) for name, layout in layouts.items() for p in range(layout.num_partitions)]
 
 
 def incomplete_message(batch_id: int, lacking: list[TaskKey], total: int) -> str:

@@ -27,7 +27,7 @@ from coordinator_actor.checkpoints import (
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.manifests import SavepointRecord
 from coordinator_actor.messages import Refused, SavepointExported, SavepointOrder, SavepointStatus
-from coordinator_actor.query import QueryState
+from coordinator_actor.query import Assignment, QueryState
 from coordinator_actor.savepoint_coordinator import SavepointCoordinator
 from coordinator_actor.savepoint_export import copy_spark_files
 from coordinator_actor.savepoint_format import (
@@ -120,17 +120,20 @@ class RunSavepoints:
         run = self._run
         version = run.completed
         if stop:
-            if run.held_from is not None:
+            if self._stopping is not None:
                 raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
             # A batch that has begun may have been seen by the sink: the savepoint is of the version behind it.
-            version = max(run.completed, run.highest_opened + 1)
+            begun = run.commits.last_begun()
+            version = max(run.completed, run.highest_opened + 1, 0 if begun is None else begun + 1)
+            if run.held_from is not None:
+                version = run.held_from  # an earlier coordinator has let nothing behind it begin
         if version == 0:
             raise InvalidRequestError(
                 f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait for one."
             )
         if stop:
-            run.held_from = version
-        future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base})
+            run.held_from, run.held_by_record = version, False
+        future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
         self.requests[request_id] = future
         if stop:
             self._stopping = future
@@ -143,7 +146,10 @@ class RunSavepoints:
     def _trigger(self, pending: PendingCheckpoint) -> None:
         run, asked = self._run, pending.properties
         location = f"{asked['base'].rstrip('/')}/savepoint-{run.registration.query_id[:8]}-{pending.id}"
-        run.log.record_savepoint(SavepointRecord(pending.id, asked["version"], location, int(self._clock() * 1000)))
+        now_ms = int(self._clock() * 1000)
+        run.log.record_savepoint(
+            SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
+        )
         self._held[pending.id] = _Savepoint(asked["version"], location)
         log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
         self.on_completed()
@@ -186,23 +192,20 @@ class RunSavepoints:
         size = sum(f.size for f in message.files.values())
         self._acknowledge(message.checkpoint_id, task, message.files, size, message.duration)
 
-    def orders_for(self, host_id: str) -> Iterator[SavepointOrder]:
+    def orders_for(self, host_id: str, assignment: Assignment) -> Iterator[SavepointOrder]:
         """What a host has yet to export."""
         run = self._run
-        if run.assignment is None:
-            return
         pending = self.coordinator.get_pending_checkpoints()
         for checkpoint_id, held in list(self._held.items()):
             if not held.begun or checkpoint_id not in pending:
                 continue
             missing = pending[checkpoint_id].not_yet_acknowledged
             partitions: dict[str, list[int]] = {}
-            for operator, partition in run.assignment.of_host.get(host_id, ()):
+            for operator, partition in assignment.of_host.get(host_id, ()):
                 if (operator, partition) in missing:
                     partitions.setdefault(operator, []).append(partition)
             if partitions:
-                options = run.registration.storage_options
-                yield SavepointOrder(run.run_id, checkpoint_id, held.version, held.location, partitions, options)
+                yield SavepointOrder(run.registration, checkpoint_id, held.version, held.location, partitions)
 
     def _store(self, completed: CompletedCheckpoint) -> str:
         run, held = self._run, self._held[completed.id]

@@ -11,8 +11,9 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
 from pathlib import Path
@@ -162,7 +163,7 @@ class Host:
         *,
         conf: StateStoreConf | None = None,
         open_storage: Callable[[str, Mapping[str, str]], CheckpointStorage] | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.info = info
         self._coordinator = coordinator
@@ -181,6 +182,7 @@ class Host:
         self._counters = {"opens": 0, "commits": 0, "keys_written": 0, "keys_read": 0, "loads": 0, "snapshots": 0}
         self._uploads = ThreadPoolExecutor(self._conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
         self._uploading: dict[InstanceKey, Future[None]] = {}
+        self._loading_runs: dict[object, str] = {}
         self._granted: dict[str, _Granted] = {}
         self._granting: dict[str, threading.Lock] = {}
         self._acknowledgements = Acknowledgements(
@@ -190,10 +192,9 @@ class Host:
         )
         self._exports = SavepointExports(
             info,
-            self._registrations.get,
             self._scan_for_savepoint,
             self._coordinator.savepoint_exported,
-            lambda order: self._open_storage(order.location, order.storage_options),
+            lambda order: self._open_storage(order.location, order.registration.storage_options),
             local_dir / "savepoints",
         )
 
@@ -280,7 +281,9 @@ class Host:
         self._exports.forget(run_id)
         for instance in gone:
             self._unload(instance)
-        for left in self._local_dir.glob(f"*/{run_id}"):  # of an incarnation that was killed
+        with self._lock:
+            is_loading = run_id in self._loading_runs.values()
+        for left in () if is_loading else self._local_dir.glob(f"*/{run_id}"):  # of an incarnation that was killed
             shutil.rmtree(left, ignore_errors=True)
 
     def _unload(self, instance: Instance) -> None:
@@ -296,6 +299,18 @@ class Host:
         """Held by whoever loads or unloads a partition."""
         with self._lock:
             return self._loading.setdefault(key, threading.Lock())
+
+    @contextmanager
+    def _noted_as_loading(self, run_id: str) -> Iterator[None]:
+        """Meanwhile the run's local directory is left alone: what is being loaded is not among the instances yet."""
+        token = object()
+        with self._lock:
+            self._loading_runs[token] = run_id
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._loading_runs[token]
 
     def _destroy(self, instance: Instance) -> None:
         with instance.commit_lock:
@@ -366,7 +381,7 @@ class Host:
         """The instance, at exactly the version and lineage of the grant."""
         registration = grant.registration
         key = (registration.query_id, operator, partition)
-        with self._loading_lock(key):
+        with self._loading_lock(key), self._noted_as_loading(registration.run_id):
             with self._lock:
                 instance = self._instances.get(key)
                 self._registrations[registration.run_id] = registration
@@ -578,9 +593,10 @@ class Host:
                 running = self._uploading.get(key)
                 version = instance.state.version
                 # What was made of an earlier layout's files is expensive to load until it has a snapshot of its own.
-                is_due = version - instance.snapshot_version >= self._conf.deltas_per_snapshot or (
-                    instance.rescaled_at is not None and version > instance.rescaled_at
-                )
+                if instance.rescaled_at is not None:
+                    is_due = version > instance.rescaled_at
+                else:
+                    is_due = version - instance.snapshot_version >= self._conf.deltas_per_snapshot
                 if is_due and (running is None or running.done()):
                     self._uploading[key] = self._uploads.submit(self._upload_snapshot, instance)
                     begun.append(self._uploading[key])
@@ -626,9 +642,7 @@ class Host:
         self, order: SavepointOrder, operator: str, partition: int
     ) -> tuple[Scans, Callable[[], None]]:
         """A partition at the version of a savepoint: as it is held here, or else a copy from storage."""
-        registration = self._registrations.get(order.run_id)
-        if registration is None:
-            raise StoreClosedError(f"Run {order.run_id} is over.")
+        registration = order.registration
         spec = next(o for o in registration.operators if o.name == operator)
         variables = variables_of(spec.schema)
         instance = self._instance(order.run_id, operator, partition)

@@ -204,7 +204,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 registrations = list(self._registrations.values())
             for registration in registrations:
                 try:
-                    if not self._cluster.coordinator.call("driver_heartbeat", registration.run_id):
+                    is_stopping = registration.run_id in self._cluster.stopping
+                    if not self._cluster.coordinator.call(
+                        "driver_heartbeat", registration.run_id, is_stopping=is_stopping
+                    ):
                         self._cluster.coordinator.call("register_query", registration)
                 except Exception:  # the thread must go on
                     log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)

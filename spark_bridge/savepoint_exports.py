@@ -21,7 +21,7 @@ from backends.exceptions import StoreClosedError
 from backends.key_groups import partition_range
 from backends.schema import StateSchema
 from backends.storage import CheckpointStorage
-from coordinator_actor.messages import HostInfo, QueryRegistration, SavepointExported, SavepointOrder
+from coordinator_actor.messages import HostInfo, SavepointExported, SavepointOrder
 from coordinator_actor.savepoint_export import export_partition
 from coordinator_actor.savepoint_format import ExportedFile
 from coordinator_actor.savepoints import variables_of
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 Scans = dict[str, Iterator[pa.RecordBatch]]
 """Batches of ``key`` and ``value`` by state variable."""
-Key = tuple[int, str, int]
-"""Checkpoint id, operator, partition."""
+Key = tuple[str, int, str, int]
+"""Run id, checkpoint id, operator, partition."""
 
 SHARE_OF_A_CORE = 0.25
 
@@ -42,7 +42,6 @@ class SavepointExports:
     def __init__(
         self,
         info: HostInfo,
-        registration: Callable[[str], QueryRegistration | None],
         scan: Callable[[SavepointOrder, str, int], tuple[Scans, Callable[[], None]]],
         send: Callable[[SavepointExported], None],
         open_storage: Callable[[SavepointOrder], CheckpointStorage],
@@ -50,7 +49,6 @@ class SavepointExports:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._info = info
-        self._registration = registration
         self._scan = scan
         self._send = send
         self._open_storage = open_storage
@@ -65,7 +63,7 @@ class SavepointExports:
         """Begin what is new in an order, and report again what is done: the answer may have been lost."""
         for operator, partitions in order.partitions.items():
             for partition in partitions:
-                key = (order.checkpoint_id, operator, partition)
+                key = (order.run_id, order.checkpoint_id, operator, partition)
                 with self._lock:
                     is_new = key not in self._states
                     done = self._states.setdefault(key, None)
@@ -75,7 +73,7 @@ class SavepointExports:
                     self._pool.submit(self._report, done)
 
     def _export(self, order: SavepointOrder, operator: str, partition: int) -> None:
-        key = (order.checkpoint_id, operator, partition)
+        key = (order.run_id, order.checkpoint_id, operator, partition)
         started = time.monotonic()
         message = SavepointExported(
             order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
@@ -86,7 +84,7 @@ class SavepointExports:
             # It was unloaded; whoever owns it now is told to export it.
             log.info("Partition %d of %s was unloaded before it was exported", partition, operator)
             with self._lock:
-                del self._states[key]
+                self._states.pop(key, None)
             return
         except Exception as error:  # whatever it is, the savepoint fails of it
             log.warning("Partition %d of %s was not exported", partition, operator, exc_info=True)
@@ -104,9 +102,7 @@ class SavepointExports:
             log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
 
     def _files(self, order: SavepointOrder, operator: str, partition: int) -> dict[str, ExportedFile]:
-        registration = self._registration(order.run_id)
-        if registration is None:
-            raise StoreClosedError(f"Run {order.run_id} is over.")
+        registration = order.registration
         spec = next(o for o in registration.operators if o.name == operator)
         first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
         storage = self._open_storage(order)
@@ -133,7 +129,7 @@ class SavepointExports:
     def forget(self, run_id: str) -> None:
         """A run is over."""
         with self._lock:
-            self._states = {k: m for k, m in self._states.items() if m is None or m.run_id != run_id}
+            self._states = {k: m for k, m in self._states.items() if m is None or k[0] != run_id}
 
     def close(self) -> None:
         """Give up what is under way."""

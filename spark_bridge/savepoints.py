@@ -58,6 +58,8 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
         return status
 
     def follow() -> None:
+        run_id = str(running.runId) if stop and running is not None else ""
+        cluster.stopping.add(run_id)
         try:
             made = _wait(begin, lambda: cluster.coordinator.call("savepoint_status", request_id))
             if stop and running is not None:
@@ -66,6 +68,8 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
             future.set_exception(error)
         else:
             future.set_result(made)
+        finally:
+            cluster.stopping.discard(run_id)
 
     threading.Thread(target=follow, name="statestore-savepoint", daemon=True).start()
     return future

@@ -39,6 +39,8 @@ class StateCluster:
         self.coordinator_name = coordinator_name
         self.recovery_timeout = recovery_timeout
         self.conf = conf
+        self.stopping: set[str] = set()
+        """Runs that stop with the savepoint that is being made of them."""
         get_or_create_coordinator(namespace, coordinator_name, coordinator_conf)
         self.coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
         self.token: str = self.coordinator.call("token")

@@ -149,9 +149,7 @@ class Query:
         kept = chains.retain(self.chain, ["op"], target, self.oldest, lambda ref: True)
         self.oldest, self.chain_from = kept.oldest, kept.chain_from
         files = [path for path, _ in self.storage.list("operators")]
-        gone = chains.garbage(
-            files, self.chain, kept, lambda ref: snapshot.read_descriptor(self.storage, ref).paths
-        )
+        gone = chains.garbage(files, self.chain, kept, lambda ref: snapshot.read_descriptor(self.storage, ref).paths)
         for path in gone:
             self.storage.delete(path)
         self.chain = {v: m for v, m in self.chain.items() if v >= kept.chain_from}

@@ -98,6 +98,11 @@ class World:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("v1\n{}")
 
+    def plan_spark(self, batch: int) -> None:
+        path = self.root / "ck" / "offsets" / str(batch)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("v1\n{}\n{}")
+
     def open(self, c: Coordinator, batch: int, partition: int = 0, run: str = "run1", host: int = 0) -> OpenGrant:
         info = self.host(host)
         grant = c.open_batch(OpenBatch(run, batch, info.host_id, info.incarnation))
@@ -273,6 +278,7 @@ def test_a_newer_run_retires_the_older_and_starts_from_the_last_committed_batch(
 def test_an_uncommitted_version_of_an_older_run_is_done_again_from_its_base(world: World, started: Coordinator) -> None:
     """The driver was killed between our commit and Spark's own."""
     world.run_batch(started, 0)
+    world.plan_spark(1)
     for p in range(2):
         started.acknowledge(world.stage(world.open(started, 1, p), p, 1, "t"))
     answer = world.coordinator().register_query(world.registration("run2"))
@@ -292,10 +298,12 @@ def test_a_user_who_deletes_sparks_last_commits_goes_back(world: World, started:
         (world.root / "ck/commits" / str(batch)).unlink()
     c = world.coordinator()
     assert c.register_query(world.registration("run2")).completed_version == 2
+    back = world.manifests()[-1]
+    assert (back["version"], back["parent"], back["operators"]) == (2, 1, world.manifests()[1]["operators"])
     grant = world.open(c, 2, 0, "run2")
-    assert grant.head == world.manifests()[1]["operators"]["op"]["partitions"]["0"]["changelog"]["path"]
+    assert grant.head == back["operators"]["op"]["partitions"]["0"]["changelog"]["path"]
     world.run_batch(c, 2, run="run2")
-    assert world.manifests()[-1]["parent"] == 2
+    assert world.manifests()[-1]["parent"] == back["id"]
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,14 @@ and every kept version opens from storage alone with exactly the right content.
 Bugs that it found (how each is mended stands behind it):
 
 - Two drivers: one that was replaced wrote ``commits/N`` after the new run was registered. Spark began the new run behind that
-  batch, and its tasks failed with an ``IncompleteBatchError`` that blames foreachBatch (seed 1).
+  batch, and its tasks failed with an ``IncompleteBatchError`` that blames foreachBatch.
   Proposed: a run that has not opened the batch before takes the version of the run it has replaced.
 - Two drivers: a registration read the manifests first and Spark's commits second. The other one went on in between, and the
   run was refused: "Spark has committed batch 37, so the query needs version 38, but versions 14 to 36 exist".
   Proposed: the other order, and commits once more when the epoch is claimed.
 - The user removed Spark's last batches and restarted with another number of partitions: snapshots of the earlier layout that
   only manifests of the removed batches named were not carried over, and what they had replaced was gone. The state could not
-  be loaded any more (seed 2). Proposed: a run that goes back writes the manifest of its base again, with these snapshots.
+  be loaded any more. Proposed: a run that goes back writes the manifest of its base again, with these snapshots.
 - A repeated attempt's manifest was written, but the look at the epochs behind it failed, and the attempt was refused. The
   coordinator and its hosts went on with the first attempt, the storage with the second: one version, two contents.
   Proposed: after such an error the accepted manifest is written again before the version is completed.

@@ -58,17 +58,16 @@ class Host:
         self.pool = pool
 
     def commit(self, p: int, run: str = "run1") -> Future[Acknowledged]:
-        """Returns when the task waits for its answer, or has it."""
-        waiting = self.acknowledgements._waiting
-        future = self.pool.submit(self.acknowledgements.acknowledge, message(p, run))
-        deadline = threading.Event()
-        for _ in range(2000):
-            queued = any(w.message.partition == p for w in waiting.get(run, ()))
-            sent = run in self.acknowledgements._sending and not queued
-            if queued or future.done() or sent:
-                return future
-            deadline.wait(0.005)
-        raise AssertionError(f"the task of partition {p} has not begun to wait")
+        return self.pool.submit(self.acknowledgements.acknowledge, message(p, run))
+
+    def wait_for_waiting(self, n: int) -> None:
+        """Until so many tasks of run1 wait behind the message that is under way."""
+        tick = threading.Event()
+        for _ in range(4000):
+            if len(self.acknowledgements._waiting.get("run1", ())) >= n:
+                return
+            tick.wait(0.005)
+        raise AssertionError(f"there are not {n} tasks that wait")
 
 
 @pytest.fixture
@@ -92,23 +91,13 @@ def test_one_alone_is_sent_at_once(pool):
 
 
 def queue(coordinator: Coordinator, host: Host, partitions: range) -> list[Future[Acknowledged]]:
-    """Have one message under way, and others wait behind it."""
-    first = host.commit(0)
+    """Have one message under way, that of partition 0, and others wait behind it, in this order."""
+    futures = [host.commit(0)]
     coordinator.wait_for(1)
-    futures = [first]
     for n, p in enumerate(partitions, 1):
-        futures.append(pool_commit(host, p, n))
+        futures.append(host.commit(p))
+        host.wait_for_waiting(n)
     return futures
-
-
-def pool_commit(host: Host, p: int, waiting: int) -> Future[Acknowledged]:
-    future = host.pool.submit(host.acknowledgements.acknowledge, message(p))
-    tick = threading.Event()
-    for _ in range(4000):
-        if len(host.acknowledgements._waiting.get("run1", ())) >= waiting:
-            return future
-        tick.wait(0.005)
-    raise AssertionError(f"the task of partition {p} does not wait")
 
 
 def test_those_that_come_while_a_message_is_under_way_go_together(pool):
@@ -189,7 +178,9 @@ def test_many_threads_get_each_its_own_answer_in_few_messages(pool):
         with lock:
             under_way.remove(run)
         return [
-            Refused("LineageError", f"{m.partition}:{m.version}") if m.partition % 7 == 0 else Acknowledged(m.version, m.partition)
+            Refused("LineageError", f"{m.partition}:{m.version}")
+            if m.partition % 7 == 0
+            else Acknowledged(m.version, m.partition)
             for m in messages
         ]
 

@@ -21,8 +21,6 @@ import ray
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from coordinator_actor.actor import get_or_create_coordinator
-from coordinator_actor.coordinator import CoordinatorConf
 from spark_bridge import QueryableStateClient
 from spark_bridge.session import current_cluster
 
@@ -184,6 +182,7 @@ from pathlib import Path
 import ray
 from pyspark.sql import SparkSession
 from backends import StateStoreConf
+from coordinator_actor.coordinator import CoordinatorConf
 from spark_bridge import attach, stop_spark
 from spark_bridge.java import ensure_java
 from spark_bridge.session import current_cluster
@@ -200,7 +199,8 @@ else:
 spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
 spark.sparkContext.setLogLevel("OFF")
 conf = StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3)
-attach(spark, num_hosts=2, namespace=options["namespace"], conf=conf)
+coordinator_conf = CoordinatorConf(**options["coordinator_conf"])
+attach(spark, num_hosts=2, namespace=options["namespace"], conf=conf, coordinator_conf=coordinator_conf)
 
 def sink(batch, n):
     batch.collect()
@@ -242,6 +242,7 @@ class Driver:
         partitions: tuple[int, int] = PARTITIONS,
         die_in_batch: int = -1,
         namespace: str = "statestore",
+        coordinator_conf: dict[str, float] | None = None,
     ) -> None:
         self._ready, self._end, self._log = scratch / "ready.json", scratch / "end", scratch / "driver.log"
         options = {
@@ -250,6 +251,7 @@ class Driver:
             "partitions": partitions,
             "die_in_batch": die_in_batch,
             "namespace": namespace,
+            "coordinator_conf": coordinator_conf or {},
             "ready": str(self._ready),
             "end": str(self._end),
         }
@@ -364,17 +366,14 @@ def actors_of(namespace: str) -> list[str]:
 def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     """Its hosts go with it, its leases run out, and the coordinator that nobody needs any more ends."""
     namespace = "left-behind"
-    conf = CoordinatorConf(host_timeout=2.0, driver_timeout=3.0, idle_timeout=10.0)
-    coordinator = get_or_create_coordinator(namespace, conf=conf)
+    leases = {"host_timeout": 2.0, "driver_timeout": 3.0, "idle_timeout": 12.0}
     flow.add(2)
-    with Driver(flow.stream, tmp_path, ray="same", namespace=namespace) as driver:
+    with Driver(flow.stream, tmp_path, ray="same", namespace=namespace, coordinator_conf=leases) as driver:
         driver.wait_until_ready().close()
-        described = ray.get(coordinator.describe.remote())
-        assert (len(described["hosts"]), len(described["queries"])) == (2, 1)
-        assert len(actors_of(namespace)) == 3
-        hosts = [ray.get_actor(name, namespace=namespace) for name in actors_of(namespace) if "Host" in name]
-        pids = ray.get([*(h.pid.remote() for h in hosts)])
-        pids.append(described["pid"])
+        actors = [ray.get_actor(name, namespace=namespace) for name in actors_of(namespace)]
+        described = [ray.get(actor.describe.remote()) for actor in actors]
+        coordinator, said = next((a, d) for a, d in zip(actors, described, strict=True) if "queries" in d)
+        assert (len(actors), len(said["hosts"]), len(said["queries"])) == (3, 2, 1)
         driver.kill()
 
     def no_leases() -> bool:
@@ -382,9 +381,9 @@ def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStat
         return not now["hosts"] and not now["queries"]
 
     wait_until(no_leases)
-    wait_until(lambda: not actors_of(namespace))
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     flow.add()
     query = start(flow.frame(*PARTITIONS), flow.stream.checkpoint, Sink())
     settle(query)
     flow.check(client, query)
+    wait_until(lambda: not actors_of(namespace))
+    wait_until(lambda: not any(psutil.pid_exists(d["pid"]) for d in described))
