@@ -174,12 +174,13 @@ class Coordinator:
             of_session = [r for r in self._runs.values() if r.registration.session_id == lease.info.session_id]
         # Also of runs that the host has nothing of yet: it may own partitions that nobody has opened.
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
-        return HostOrders(is_known, completed, tuple(over), savepoints)
+        pending = {r.run_id: s.pending() for r in of_session if (s := self._savepoints.get(r.run_id)) is not None}
+        return HostOrders(is_known, completed, tuple(over), savepoints, {r: ids for r, ids in pending.items() if ids})
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._savepoints.get(run.run_id)
         # The lock may be held by one who waits for the storage; the orders come again with the next heartbeat.
-        if savepoints is None or run.ended or not savepoints.is_pending() or not run.lock.acquire(blocking=False):
+        if savepoints is None or run.ended or not savepoints.pending() or not run.lock.acquire(blocking=False):
             return []
         try:
             return list(savepoints.orders_for(host_id, self._assign(run)))
@@ -377,7 +378,7 @@ class Coordinator:
             if message.version not in known:
                 known[message.version] = run.acknowledged(message.version)
             if task not in known[message.version] and message.base == run.head(message.version - 1, *task):
-                run.acknowledge(message.version, task, PartitionEntry(message.attempt, message.file))
+                run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)})
 
     def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
         """The driver of a run is alive. False asks it to register the run again.
@@ -638,15 +639,32 @@ class Coordinator:
             for message in messages if run.assignment is None else ():
                 run.reported_owners.setdefault((message.operator, message.partition), host_id)
             assignment = self._assign(run)
-            answers: list[Acknowledged | Refused] = []
-            for message in messages:
+            answers: dict[int, Acknowledged | Refused] = {}
+            entries: dict[TaskKey, PartitionEntry] = {}
+            version = run.highest_opened + 1
+            for i, message in enumerate(messages):
+                task = (message.operator, message.partition)
                 try:
-                    answers.append(self._acknowledge(run, message, assignment))
+                    prepared = self._check(run, message, assignment)
                 except (CoordinatorError, StateStoreError) as error:
-                    answers.append(Refused(type(error).__name__, str(error)))
-            return tuple(answers)
+                    answers[i] = Refused(type(error).__name__, str(error))
+                    continue
+                version = message.version
+                if prepared is None:
+                    entries[task] = PartitionEntry(message.attempt, message.file)
+                else:
+                    answers[i] = Acknowledged(version, prepared)
+            accepted: Acknowledged | Refused
+            try:
+                durations = {(m.operator, m.partition): m.duration for m in messages}
+                manifest_id = run.acknowledge(version, entries, durations) if entries else None
+                accepted = Acknowledged(version, manifest_id)
+            except (CoordinatorError, StateStoreError) as error:
+                accepted = Refused(type(error).__name__, str(error))
+            return tuple(answers.get(i, accepted) for i in range(len(messages)))
 
-    def _acknowledge(self, run: QueryState, message: Acknowledge, assignment: Assignment) -> Acknowledged:
+    def _check(self, run: QueryState, message: Acknowledge, assignment: Assignment) -> int | None:
+        """Raise unless the changes may be taken; the manifest's id if it names them already: its answer was lost."""
         task = (message.operator, message.partition)
         self._require_partition(run, *task)
         owner = assignment.owner(*task)
@@ -669,16 +687,11 @@ class Coordinator:
             )
         run.busy.pop(task, None)
         run.rescaling.pop(task, None)
-        entry = PartitionEntry(message.attempt, message.file)
         prepared = run.chain.get(message.version)
-        if (
-            prepared is not None
-            and prepared.run_id == run.run_id
-            and run.acknowledged(message.version).get(task) == entry
-        ):
-            # Its answer was lost: the manifest that names it is there.
-            return Acknowledged(message.version, prepared.id)
-        return Acknowledged(message.version, run.acknowledge(message.version, task, entry, duration=message.duration))
+        if prepared is None or prepared.run_id != run.run_id or run.batch is not None:
+            return None
+        held = run.acknowledged(message.version).get(task)
+        return prepared.id if held == PartitionEntry(message.attempt, message.file) else None
 
     def batch_committed(self, run_id: str, batch_id: int) -> bool:
         """Spark reports progress: batch N is committed, so version N + 1 is completed. False if that was known.

@@ -231,13 +231,15 @@ class SavepointStatus(Struct, frozen=True):
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat: ``known`` False asks it to register again with its report.
 
-    ``savepoints`` come again until the partitions are acknowledged.
+    ``savepoints`` come again until the partitions are acknowledged; what is not ``pending`` (checkpoint ids by run) any more
+    is given up.
     """
 
     known: bool
     completed: tuple[Completed, ...] = ()
     unload_runs: tuple[str, ...] = ()
     savepoints: tuple[SavepointOrder, ...] = ()
+    pending: dict[str, list[int]] = field(default_factory=dict)
 
 
 class OperatorLocation(Struct, frozen=True):

@@ -33,6 +33,7 @@ from coordinator_actor.messages import Completed, HostInfo, OperatorSpec, QueryR
 from coordinator_actor.snapshot_lag import SnapshotLag
 
 EMPTY: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
+NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -253,17 +254,20 @@ class QueryState:
                 return checkpoint.states
         return {}
 
-    def acknowledge(self, version: int, task: TaskKey, entry: PartitionEntry, *, duration: float = 0.0) -> int | None:
-        """Take a partition's changes; the last one's writes the manifest. Returns its id once the version is prepared.
+    def acknowledge(
+        self, version: int, entries: Mapping[TaskKey, PartitionEntry], durations: Mapping[TaskKey, float] = NO_DURATIONS
+    ) -> int | None:
+        """Take partitions' changes; the last ones write the manifest. Returns its id once the version is prepared.
 
-        Changes of a prepared version, by a repeated attempt, make another manifest with a higher id.
+        Changes of a prepared version, by repeated attempts, make another manifest with a higher id. ``durations`` in seconds.
         """
         batch = self.batch
         if batch is None or batch.is_discarded or batch.properties["version"] != version:
-            self._start(version, {**self.acknowledged(version), task: entry})
+            self._start(version, {**self.acknowledged(version), **entries})
         else:
-            size = entry.changelog.size
-            self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
+            for task, entry in entries.items():
+                size, duration = entry.changelog.size, durations.get(task, 0.0)
+                self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
         return self.chain[version].id if self.batch is None else None
 
     def _start(self, version: int, states: dict[TaskKey, PartitionEntry]) -> None:

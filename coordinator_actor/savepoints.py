@@ -139,9 +139,9 @@ class RunSavepoints:
             self._stopping = future
         self.settle()
 
-    def is_pending(self) -> bool:
-        """Whether a savepoint is being made."""
-        return self.coordinator.get_number_of_pending_checkpoints() > 0
+    def pending(self) -> list[int]:
+        """The ids of the savepoints that are being made. Needs no lock."""
+        return list(self.coordinator.get_pending_checkpoints())
 
     def _trigger(self, pending: PendingCheckpoint) -> None:
         run, asked = self._run, pending.properties

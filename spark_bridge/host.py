@@ -238,6 +238,8 @@ class Host:
             self.on_completed(completed)
         for run_id in orders.unload_runs:
             self.unload_run(run_id)
+        if orders.known:
+            self._exports.give_up_others(orders.pending)
         for order in orders.savepoints:
             self._exports.take(order)
 
@@ -278,7 +280,6 @@ class Host:
             gone = [i for i in self._instances.values() if i.registration.run_id == run_id]
             for held in (self._registrations, self._opened, self._granted, self._granting):
                 held.pop(run_id, None)
-        self._exports.forget(run_id)
         for instance in gone:
             self._unload(instance)
         with self._lock:

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,6 +74,8 @@ class SavepointExports:
 
     def _export(self, order: SavepointOrder, operator: str, partition: int) -> None:
         key = (order.run_id, order.checkpoint_id, operator, partition)
+        if self._is_given_up(key):
+            return
         started = time.monotonic()
         message = SavepointExported(
             order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
@@ -81,8 +83,8 @@ class SavepointExports:
         try:
             files = self._files(order, operator, partition)
         except StoreClosedError:
-            # It was unloaded; whoever owns it now is told to export it.
-            log.info("Partition %d of %s was unloaded before it was exported", partition, operator)
+            # It was unloaded, and whoever owns it now is told to export it; or the savepoint was given up.
+            log.info("Partition %d of %s was not exported", partition, operator)
             with self._lock:
                 self._states.pop(key, None)
             return
@@ -92,6 +94,8 @@ class SavepointExports:
         else:
             message = msgspec.structs.replace(message, files=files, duration=time.monotonic() - started)
         with self._lock:
+            if key not in self._states:
+                return
             self._states[key] = message
         self._report(message)
 
@@ -102,7 +106,7 @@ class SavepointExports:
             log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
 
     def _files(self, order: SavepointOrder, operator: str, partition: int) -> dict[str, ExportedFile]:
-        registration = order.registration
+        registration, key = order.registration, (order.run_id, order.checkpoint_id, operator, partition)
         spec = next(o for o in registration.operators if o.name == operator)
         first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
         storage = self._open_storage(order)
@@ -119,17 +123,20 @@ class SavepointExports:
                     scans[variable],
                     scratch=self._scratch / uuid.uuid4().hex,
                     throttle=lambda worked: self._sleep(worked * (1 / SHARE_OF_A_CORE - 1)),
-                    is_cancelled=self._closed.is_set,
+                    is_cancelled=lambda: self._is_given_up(key),
                 )
                 for variable, schema in variables_of(spec.schema).items()
             }
         finally:
             close()
 
-    def forget(self, run_id: str) -> None:
-        """A run is over."""
+    def give_up_others(self, pending: Mapping[str, Collection[int]]) -> None:
+        """Only these savepoints are still being made: checkpoint ids by run."""
         with self._lock:
-            self._states = {k: m for k, m in self._states.items() if m is None or k[0] != run_id}
+            self._states = {k: m for k, m in self._states.items() if k[1] in pending.get(k[0], ())}
+
+    def _is_given_up(self, key: Key) -> bool:
+        return self._closed.is_set() or key not in self._states
 
     def close(self) -> None:
         """Give up what is under way."""
