@@ -334,8 +334,9 @@ class Coordinator:
             log.info("Run %s goes back to version %d", registration.run_id, run.completed)
         run.carry_snapshots()
         run.announce()
-        run.held_from = run.log.held_from(registration.run_id)
-        run.held_by_record = run.held_from is not None
+        held_from = run.log.held_from(registration.run_id)
+        if held_from is not None and held_from >= run.completed:  # or it was let go since
+            run.held_from, run.held_by_record = held_from, True
         conf = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run.lag = SnapshotLag(run.run_id, run.tasks(), self._clock(), run.completed, conf)
         with self._lock:
@@ -455,6 +456,7 @@ class Coordinator:
                 )
             assignment = self._assign(run, rebalance=request.batch_id > run.highest_opened)
             run.highest_opened = request.batch_id
+            run.begin(request.batch_id + 1)
             is_news = request.assignment != assignment.number
             return BatchGrant(
                 version=request.batch_id,

@@ -263,20 +263,23 @@ class QueryState:
         """
         batch = self.batch
         if batch is None or batch.is_discarded or batch.properties["version"] != version:
-            self._start(version, {**self.acknowledged(version), **entries})
-        else:
-            for task, entry in entries.items():
-                size, duration = entry.changelog.size, durations.get(task, 0.0)
-                self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
+            batch = self._start(version, {t: e for t, e in self.acknowledged(version).items() if t not in entries})
+        for task, entry in entries.items():
+            size, duration = entry.changelog.size, durations.get(task, 0.0)
+            self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
         return self.chain[version].id if self.batch is None else None
 
-    def _start(self, version: int, states: dict[TaskKey, PartitionEntry]) -> None:
+    def begin(self, version: int) -> None:
+        """The first task of a batch is there: its checkpoint begins, unless it has before."""
+        known = (self.batch, self.last)
+        if all(checkpoint is None or checkpoint.properties["version"] != version for checkpoint in known):
+            self._start(version, {})
+
+    def _start(self, version: int, states: dict[TaskKey, PartitionEntry]) -> PendingCheckpoint:
         if self.batch is not None:
             self.checkpoints.cancel_checkpoint(self.batch.id, f"batch {version - 1} has begun")
-            self.batch = None
-        pending = self.checkpoints.start_checkpoint(states=states, properties={"version": version})
-        if not pending.is_discarded:
-            self.batch = pending
+        self.batch = self.checkpoints.start_checkpoint(states=states, properties={"version": version})
+        return self.batch
 
     def _prepare(self, checkpoint: CompletedCheckpoint) -> None:
         """Write the manifest of a checkpoint that every partition has acknowledged."""
