@@ -92,7 +92,10 @@ OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
 
 class Coordinator:
-    """One per namespace. Thread-safe: a lock per query for what touches storage, one for the registries."""
+    """One per namespace. Thread-safe: a lock per query for what touches storage, one for the registries.
+
+    ``clock`` gives seconds since 1970 and never goes back. ``in_background`` runs what must not hold up a message.
+    """
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.coordinator import CoordinatorConf
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownQueryError
 from coordinator_actor.location_oracle import KvStateLocationOracle
+from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from coordinator_actor.snapshot_lag import SnapshotLagConf
 from spark_bridge.protocol import TaskIdentity
 
@@ -285,6 +286,46 @@ def test_there_is_no_oracle_of_a_query_that_does_not_run(stream):
     assert oracle is not None and oracle.run_id == "run2"
     s.c.deactivate_instances("run2")
     assert s.c.get_kv_state_location_oracle("q") is None
+
+
+# -- what is acknowledged together -------------------------------------------------------------
+
+
+def staged(s: Stream, p: int, batch: int, attempt: str) -> Acknowledge:
+    """What a host has made durable of a partition, and is about to acknowledge."""
+    return s.world.stage(s.c.open_for_read("run1", "op", p), p, batch, attempt)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the missing one first", "the repeated one first"])
+def test_a_repeated_attempt_that_comes_with_the_last_missing_one_counts(stream, order):
+    """The last acknowledged attempt counts, whatever it comes together with."""
+    s = stream(n=2, hosts=1)
+    s.hosts[0].open(TaskIdentity("run1", "op", 0, 1, "x", uuid.uuid4().hex))
+    s.c.acknowledge(staged(s, 1, 1, "first"))
+    both = [staged(s, 0, 1, "missing"), staged(s, 1, 1, "repeated")]
+    answers = s.c.acknowledge_many("run1", "h0", "a", [both[i] for i in order])
+    newest = s.log().head()
+    assert newest is not None and newest.version == 2
+    named = {p: e.attempt for p, e in newest.operators["op"].partitions.items()}
+    assert named == {0: "missing", 1: "repeated"}, answers
+
+
+def test_a_wrong_one_among_many_is_refused_alone(stream):
+    s = stream(n=2, hosts=1)
+    s.hosts[0].open(TaskIdentity("run1", "op", 0, 1, "x", uuid.uuid4().hex))
+    good = [staged(s, p, 1, "t") for p in (0, 1)]
+    wrong = [
+        msgspec.structs.replace(good[0], base="elsewhere"),
+        msgspec.structs.replace(good[0], partition=7),
+        msgspec.structs.replace(good[0], version=5),
+    ]
+    answers = s.c.acknowledge_many("run1", "h0", "a", [good[0], *wrong, good[1]])
+    assert [a.error if isinstance(a, Refused) else None for a in answers] == [
+        None, "LineageError", "InvalidRequestError", "StaleBatchError", None,
+    ]  # fmt: skip
+    assert isinstance(answers[4], Acknowledged) and answers[4].manifest_id == 2
+    assert s.c.acknowledge_many("run1", "h0", "a", [good[1]]) == (Acknowledged(2, 2),), "its answer was lost"
+    assert sorted(s.log().manifests) == [1, 2]
 
 
 # -- figures and warnings ----------------------------------------------------------------------

@@ -28,20 +28,23 @@ Bugs that it found (how each is mended stands behind it):
 
 - Two drivers: one that was replaced wrote ``commits/N`` after the new run was registered. Spark began the new run behind that
   batch, and its tasks failed with an ``IncompleteBatchError`` that blames foreachBatch.
-  Proposed: a run that has not opened the batch before takes the version of the run it has replaced.
+  A run that has not begun the batch itself takes the version of the run it has replaced, and writes it down as its own.
 - Two drivers: a registration read the manifests first and Spark's commits second. The other one went on in between, and the
   run was refused: "Spark has committed batch 37, so the query needs version 38, but versions 14 to 36 exist".
-  Proposed: the other order, and commits once more when the epoch is claimed.
+  Now the other order, and commits once more when the epoch is claimed.
 - The user removed Spark's last batches and restarted with another number of partitions: snapshots of the earlier layout that
   only manifests of the removed batches named were not carried over, and what they had replaced was gone. The state could not
   be loaded any more. Proposed: a run that goes back writes the manifest of its base again, with these snapshots.
 - A repeated attempt's manifest was written, but the look at the epochs behind it failed, and the attempt was refused. The
   coordinator and its hosts went on with the first attempt, the storage with the second: one version, two contents.
-  Proposed: after such an error the accepted manifest is written again before the version is completed.
+  After such an error the accepted manifest is written again before the version is completed.
 - A refresh of the manifests met one that maintenance was just removing, and a task failed: "does not exist".
-  Proposed: what is gone since it was listed is left out; if it were needed, walking the chain would say so.
+  What is gone since it was listed is left out; if it were needed, walking the chain would say so.
 - ``Host.unload_run`` removes the local directory in which a partition of that run is just being loaded for the first time: it
-  is not yet among the host's instances. The task fails with a file that "does not exist". Proposed: note what is loading.
-- With its clock turned back by 100 s, a coordinator removes no files and drops no lost hosts for 100 s. Proposed: a
-  monotonic clock for leases. Until then clocks are turned back here by 5 s at a time only (``World._turn_clock``).
+  is not yet among the host's instances. The task fails with a file that "does not exist". What is loading is noted.
+- With its clock turned back by 100 s, a coordinator removed no files and dropped no lost hosts for 100 s. The actor's clock
+  never goes back now; here clocks are turned back by up to 5 s all the same (``World._turn_clock``).
+- Coordinator and hosts died with a batch that Spark had committed and no manifest named, and the user restarted with another
+  number of partitions: refused. Epochs now say in which layouts a run keeps its operators, and the version is put
+  together in those (seed 2244).
 """

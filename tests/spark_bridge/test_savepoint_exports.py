@@ -245,15 +245,30 @@ def test_what_a_failed_export_has_opened_is_closed(host, monkeypatch):
     assert message.failure == "OSError: disk full" and host.closed == [0]
 
 
-def test_a_run_that_is_over_is_forgotten_and_others_are_not(host):
+def test_what_is_no_longer_being_made_is_forgotten_and_the_rest_is_not(host):
     host.take(0)
-    host.take(1, run="run2", checkpoint=8)
-    host.wait_sent(2)
-    host.exports.forget("run1")
-    assert {m.run_id for m in host.exports._states.values() if m is not None} == {"run2"}
-    host.take(1, run="run2", checkpoint=8)
+    host.take(0, checkpoint=6)
+    host.take(1, run="run2", checkpoint=5)
     host.wait_sent(3)
-    assert host.scanned == [("run1", 5, 0), ("run2", 8, 1)]
+    host.exports.give_up_others({"run1": [6], "run2": [5]})
+    assert {(k[0], k[1]) for k in host.exports._states} == {("run1", 6), ("run2", 5)}
+    host.take(1, run="run2", checkpoint=5)
+    host.wait_sent(4)
+    assert host.scanned == [("run1", 5, 0), ("run1", 6, 0), ("run2", 5, 1)], "it is reported again, not exported again"
+    host.exports.give_up_others({})
+    assert host.exports._states == {}
+
+
+def test_what_is_under_way_ends_when_it_is_no_longer_wanted(host):
+    host.gate.clear()
+    host.take(0, 1)
+    assert host.at_gate.wait(WAIT)
+    host.exports.give_up_others({"run1": [5]})
+    host.exports.give_up_others({"run1": [6]})
+    host.gate.set()
+    host.idle()
+    assert host.sent == [] and host.exports._states == {}
+    assert not list((host.root / "savepoint-run1-5").rglob("*.parquet"))
 
 
 def test_a_host_that_closes_gives_up_what_is_under_way(host):
