@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +22,13 @@ app = typer.Typer(
 )
 
 
+class Backend(str, Enum):
+    """The backends that come along."""
+
+    rocksdb = "rocksdb"
+    file = "file"
+
+
 app.add_typer(savepoint_cli.app)
 
 
@@ -37,6 +45,12 @@ def demo(
         int | None, typer.Option(min=1, help="Stop after this many batches; needs --checkpoint.")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, max=1000, help="In how many batches the year is split.")] = 50,
+    partitions: Annotated[
+        int, typer.Option(min=1, max=1024, help="Partitions of the state; a later run may take other ones.")
+    ] = 2,
+    backend: Annotated[
+        Backend, typer.Option(help="What keeps the state; a later run may take the other one.")
+    ] = Backend.rocksdb,
 ) -> None:
     """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end."""
     from spark_bridge.demo.app import run_demo
@@ -46,7 +60,15 @@ def demo(
         raise typer.BadParameter("--stop-after needs --checkpoint DIR, or there is nothing to go on from")
     console = Console()
     try:
-        code = run_demo(console, kill_host=kill_host, checkpoint=checkpoint, stop_after=stop_after, batches=batches)
+        code = run_demo(
+            console,
+            kill_host=kill_host,
+            checkpoint=checkpoint,
+            stop_after=stop_after,
+            batches=batches,
+            partitions=partitions,
+            backend=backend.value,
+        )
     except (ModuleNotFoundError, ReplayMismatchError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         code = 2

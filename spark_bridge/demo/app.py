@@ -53,6 +53,8 @@ def run_demo(
     checkpoint: Path | None = None,
     stop_after: int | None = None,
     batches: int = 50,
+    partitions: int = 2,
+    backend: str = "rocksdb",
 ) -> int:
     """Run the demo; returns the exit code: 0 if the state is what pandas computes.
 
@@ -78,7 +80,9 @@ def run_demo(
             scratch / "tmp",
             log_path,
             batches,
-            lambda fd: StreamOptions(fd, str(directory), ray_directory, batches, stop_after, kill_host),
+            lambda fd: StreamOptions(
+                fd, str(directory), ray_directory, batches, stop_after, kill_host, partitions, backend
+            ),
         )
         if code == 0 and checkpoint is not None and stop_after is not None:
             console.print(

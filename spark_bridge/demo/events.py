@@ -17,6 +17,8 @@ class StreamOptions(msgspec.Struct, frozen=True):
     batches: int
     stop_after: int | None
     kill_host: bool
+    partitions: int
+    backend: str
 
 
 class LookupOptions(msgspec.Struct, frozen=True):

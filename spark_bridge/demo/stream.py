@@ -21,6 +21,7 @@ import ray
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
+from backends import StateStoreConf
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo.events import (
@@ -49,7 +50,6 @@ from spark_bridge.session import NAMESPACE, current_cluster
 
 log = logging.getLogger(__name__)
 
-STATE_PARTITIONS = 2
 UNKNOWN_KEYS = ["N00000", "", "no such aircraft", "n14228"]
 POLL_SECONDS = 0.05
 BATCH_TIMEOUT_S = 120.0
@@ -87,7 +87,13 @@ class FlightStream:
         address = start_ray(Path(self._options.ray_directory))
         try:
             self._send(Progress("starting Spark on Ray"))
-            spark = init_spark("flights-demo", num_executors=2, executor_cores=1, executor_memory="1g")
+            spark = init_spark(
+                "flights-demo",
+                num_executors=2,
+                executor_cores=1,
+                executor_memory="1g",
+                conf=StateStoreConf(provider=self._options.backend),
+            )
             try:
                 self._run_query(spark, flights, address, done, target)
             finally:
@@ -119,7 +125,7 @@ class FlightStream:
             flights,
             by=KEY,
             operator=OPERATOR,
-            num_partitions=STATE_PARTITIONS,
+            num_partitions=self._options.partitions,
             flights=S.count(),
             air_time=S.sum("air_time"),
             mean_delay=S.mean("arr_delay"),

@@ -34,7 +34,7 @@ Bugs that it found (how each is mended stands behind it):
   Now the other order, and commits once more when the epoch is claimed.
 - The user removed Spark's last batches and restarted with another number of partitions: snapshots of the earlier layout that
   only manifests of the removed batches named were not carried over, and what they had replaced was gone. The state could not
-  be loaded any more. Proposed: a run that goes back writes the manifest of its base again, with these snapshots.
+  be loaded any more. A run that goes back writes the manifest of its base again, with these snapshots.
 - A repeated attempt's manifest was written, but the look at the epochs behind it failed, and the attempt was refused. The
   coordinator and its hosts went on with the first attempt, the storage with the second: one version, two contents.
   After such an error the accepted manifest is written again before the version is completed.

@@ -53,7 +53,7 @@ def test_stop_go_on_kill_a_host_and_end_with_the_same_state(tmp_path: Path) -> N
         assert "batch 2/8" in first
         assert "batch 3/8" not in first
         assert "Go on with: statestore demo --checkpoint" in first
-        second = run_demo(scratch, *options, "--kill-host")
+        second = run_demo(scratch, *options, "--kill-host", "--partitions", "3", "--backend", "file")
         assert "batch 2/8" not in second
         assert "kill -9" in second
         assert "batch 8/8" in second
