@@ -7,7 +7,7 @@ a state store host, so that the worker need not join Ray; ``spark_bridge`` offer
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import entry_points
 from typing import Any
@@ -126,6 +126,11 @@ class StateStoreCoordinatorRef:
         """``executor_<host>_<executor id>`` of the active instance, or None."""
         location: str | None = self._transport("get_location", {"provider_id": provider_id})
         return location
+
+    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        """``get_location`` of many instances in one call, in the order asked."""
+        locations: list[str | None] = self._transport("get_locations", {"provider_ids": tuple(provider_ids)})
+        return locations
 
     def deactivate_instances(self, run_id: str) -> bool:
         """Forget the instances of a run."""

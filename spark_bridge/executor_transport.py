@@ -17,8 +17,11 @@ from spark_bridge.exceptions import HostUnavailableError, RequestError
 from spark_bridge.flight_client import client_for, forget_client
 from spark_bridge.state_task import local_endpoints
 
-PROVIDER_ARGUMENTS = ("provider_id", "other_provider_ids")
-METHODS = frozenset({"report_active_instance", "verify_if_instance_active", "get_location", "deactivate_instances"})
+METHODS = frozenset(
+    {"report_active_instance", "verify_if_instance_active", "get_location", "get_locations", "deactivate_instances"}
+)
+SEVERAL = ("other_provider_ids", "provider_ids")
+"""Arguments that are several provider ids."""
 
 
 def find() -> Transport | None:
@@ -39,7 +42,7 @@ def find() -> Transport | None:
                 forget_client(address, token)
                 failure = error
             else:
-                return [from_wire(p) for p in answer] if isinstance(answer, list) else answer
+                return [from_wire(p) for p in answer] if method == "report_active_instance" else answer
         raise HostUnavailableError(f"No state store host passed on {method}; last failure: {failure}")
 
     return send
@@ -50,8 +53,9 @@ def to_wire(args: dict[str, Any]) -> dict[str, Any]:
     plain = dict(args)
     if "provider_id" in plain:
         plain["provider_id"] = asdict(plain["provider_id"])
-    if "other_provider_ids" in plain:
-        plain["other_provider_ids"] = [asdict(p) for p in plain["other_provider_ids"]]
+    for name in SEVERAL:
+        if name in plain:
+            plain[name] = [asdict(p) for p in plain[name]]
     return plain
 
 
@@ -72,6 +76,7 @@ def checked_call(method: str, args: dict[str, Any]) -> dict[str, Any]:
     typed = dict(args)
     if "provider_id" in typed:
         typed["provider_id"] = from_wire(typed["provider_id"])
-    if "other_provider_ids" in typed:
-        typed["other_provider_ids"] = tuple(from_wire(p) for p in typed["other_provider_ids"])
+    for name in SEVERAL:
+        if name in typed:
+            typed[name] = tuple(from_wire(p) for p in typed[name])
     return typed

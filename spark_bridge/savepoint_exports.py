@@ -54,6 +54,7 @@ class SavepointExports:
         self._open_storage = open_storage
         self._scratch = scratch
         self._sleep = sleep
+        shutil.rmtree(scratch, ignore_errors=True)  # of an incarnation of this host that was killed
         self._states: dict[Key, SavepointExported | None] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="statestore-savepoint")
         self._closed = threading.Event()
