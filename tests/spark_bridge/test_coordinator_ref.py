@@ -37,6 +37,7 @@ def converse(ref: StateStoreCoordinatorRef, run: str) -> list[Any]:
     # Executor e1 still has the first one, which is active elsewhere by now, and one that nobody knows.
     others = (one, provider(3, run))
     answers.append(ref.report_active_instance(two, "hostA", "e1", others).result(timeout=60))
+    answers.append(ref.get_locations([two, provider(4, run), one]))
     answers += [ref.deactivate_instances(run), ref.get_location(one), ref.verify_if_instance_active(two, "e1")]
     return answers
 
@@ -46,7 +47,8 @@ def conversation(run: str) -> list[Any]:
     before = [None, False]
     reported = [[], "executor_hostA_e1", True]
     moved = [[], "executor_hostB_e2", False]
-    return [*before, *reported, *moved, [provider(1, run)], True, None, False]
+    located = ["executor_hostA_e1", None, "executor_hostB_e2"]
+    return [*before, *reported, *moved, [provider(1, run)], located, True, None, False]
 
 
 # -- without a coordinator ---------------------------------------------------------------------
