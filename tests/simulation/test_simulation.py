@@ -18,7 +18,7 @@ from tests.simulation.scheduler import Violation
 from tests.simulation.world import Result, run
 
 QUICK = range(16)
-LONG = range(1000, 1300, 25)
+LONG = range(1000, 1080, 20)
 
 
 def check(result: Result) -> None:
@@ -34,7 +34,7 @@ def test_a_troubled_world_keeps_the_rules(seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_many_troubled_worlds_keep_the_rules(first: int) -> None:
-    for seed in range(first, first + 25):
+    for seed in range(first, first + 20):
         check(run(seed))
 
 
