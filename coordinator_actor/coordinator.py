@@ -337,9 +337,9 @@ class Coordinator:
             log.info("Run %s goes back to version %d", registration.run_id, run.completed)
         run.carry_snapshots()
         run.announce()
-        held_from = run.log.held_from(registration.run_id)
-        if held_from is not None and held_from >= run.completed:  # or it was let go since
-            run.held_from, run.held_by_record = held_from, True
+        hold = run.log.hold_of(registration.run_id)
+        if hold is not None:
+            run.held_from, run.held_by_record = hold.version, hold.checkpoint_id
         conf = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run.lag = SnapshotLag(run.run_id, run.tasks(), self._clock(), run.completed, conf)
         with self._lock:
@@ -399,9 +399,10 @@ class Coordinator:
         with run.lock:
             # The progress event of a batch may have met a coordinator that was just being restarted.
             self._catch_up(run)
-            if run.held_by_record and not is_stopping:
-                # That savepoint has failed, and a coordinator has died of which nobody knows it.
-                run.held_from, run.held_by_record = None, False
+            if run.held_by_record is not None and not is_stopping:
+                # That savepoint has failed, and the coordinator has died before it could write so.
+                run.log.release(run.held_by_record)
+                run.held_from, run.held_by_record = None, None
         return True
 
     def _catch_up(self, run: QueryState) -> None:

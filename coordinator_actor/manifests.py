@@ -62,6 +62,13 @@ def savepoint_record_path(checkpoint_id: int) -> str:
     return f"savepoint-ids/{checkpoint_id:020d}.json"
 
 
+RELEASED = ".released"
+
+
+def _released_path(checkpoint_id: int) -> str:
+    return savepoint_record_path(checkpoint_id).removesuffix(".json") + RELEASED
+
+
 def manifest_path(manifest_id: int) -> str:
     """Where a manifest is kept; names sort by id."""
     return f"manifests/{manifest_id:020d}.json"
@@ -149,9 +156,15 @@ class ManifestLog:
         """Write down, durably, that a savepoint takes a checkpoint id. Raises ``FileExistsInStorageError``."""
         self._create(savepoint_record_path(record.checkpoint_id), record)
 
-    def held_from(self, run_id: str) -> int | None:
-        """The version behind which a run may do no batch, for it was being stopped with a savepoint; None if it was not."""
-        return next((r.version for r in reversed(self.savepoints()) if r.stop and r.run_id == run_id), None)
+    def hold_of(self, run_id: str) -> SavepointRecord | None:
+        """The savepoint that a run was being stopped with, and behind which it may do no batch; None if it was let go."""
+        released = {path for path, _ in self.storage.list("savepoint-ids/") if path.endswith(RELEASED)}
+        held = [r for r in self.savepoints() if r.stop and r.run_id == run_id]
+        return next((r for r in reversed(held) if _released_path(r.checkpoint_id) not in released), None)
+
+    def release(self, checkpoint_id: int) -> None:
+        """Write down, durably, that a savepoint has failed that a run was to be stopped with: it goes on."""
+        self.ensure(_released_path(checkpoint_id), b"")
 
     def savepoints(self) -> list[SavepointRecord]:
         """The savepoints of this query that were ever begun, by ascending id."""

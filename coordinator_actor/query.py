@@ -76,7 +76,7 @@ class QueryState:
     being loaded or uploaded, and until when that is believed; ``rescaling`` those of them that are made of the files of
     an earlier layout. ``pinned`` are versions that must not be removed
     whatever retention says. ``held_from`` is the first batch whose tasks must wait, if any;
-    ``held_by_record``: because an earlier coordinator has written so. ``uncertain``: the last manifest could not be
+    ``held_by_record``: for a savepoint of that id, begun by an earlier coordinator. ``uncertain``: the last manifest could not be
     written, as far as one knows.
     """
 
@@ -97,7 +97,7 @@ class QueryState:
     rescaling: dict[TaskKey, float] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)
     held_from: int | None = None
-    held_by_record: bool = False
+    held_by_record: int | None = None
     maintained: float = 0.0
     assignment: Assignment | None = None
     reported_owners: dict[TaskKey, str] = field(default_factory=dict)

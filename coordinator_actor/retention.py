@@ -44,20 +44,18 @@ def remove_garbage(run: QueryState, now: float, require_current: Callable[[Query
             # New partitions are being made of the files of the old ones, whichever those are.
             busy = ("operators/",)
         _read_descriptors(run, [*refs, *unnamed])
-        try:
-            removed = chains.garbage(
-                [*sizes, *storage.unfinished("operators")],
-                run.chain,
-                recorded,
-                lambda s: run.descriptors[s.file.path].paths,
-                unnamed,
-            )
-        except KeyError as error:
-            # Until that snapshot is no longer kept, nobody can tell which files are its own.
-            log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
-            return []
-        removed = [path for path in removed if not path.startswith(busy)]
-        removed += run.log.forget({m.id for m in run.chain.values()})
+        # Neither is ever changed, only replaced. A load that begins from now on is told of nothing that is not kept.
+        chain, descriptors = run.chain, run.descriptors
+        manifests = run.log.forget({m.id for m in chain.values()})
+    # Without the lock, for there may be a million files.
+    try:
+        files = [*sizes, *storage.unfinished("operators")]
+        found = chains.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
+    except KeyError as error:
+        # Until that snapshot is no longer kept, nobody can tell which files are its own.
+        log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
+        found = []
+    removed = [path for path in found if not path.startswith(busy)] + manifests
     for path in removed:
         storage.delete(path)
     return removed

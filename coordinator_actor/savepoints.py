@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.changelog import DEFAULT_FAMILY
+from backends.exceptions import StorageError
 from backends.schema import StateSchema
 from backends.storage import CheckpointStorage
 from coordinator_actor.checkpoint_coordinator import Timers
@@ -99,6 +100,7 @@ class RunSavepoints:
         self._held: dict[int, _Savepoint] = {}
         self.requests: dict[str, Future[str]] = {}
         self._stopping: Future[str] | None = None
+        self._stopping_id: int | None = None
         self.coordinator = SavepointCoordinator(
             run.run_id,
             [*run.tasks(), SPARKS_FILES],
@@ -132,7 +134,7 @@ class RunSavepoints:
                 f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait for one."
             )
         if stop:
-            run.held_from, run.held_by_record = version, False
+            run.held_from, run.held_by_record = version, None
         future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
         self.requests[request_id] = future
         if stop:
@@ -151,6 +153,8 @@ class RunSavepoints:
             SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
         )
         self._held[pending.id] = _Savepoint(asked["version"], location)
+        if asked["stop"]:
+            self._stopping_id = pending.id
         log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
         self.on_completed()
 
@@ -256,7 +260,19 @@ class RunSavepoints:
             del self._held[checkpoint_id]
             self._run.pinned.pop(checkpoint_id, None)
         if self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None:
-            self._stopping = self._run.held_from = None
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The savepoint has failed that the run was to be stopped with. First that is written down, for a later coordinator."""
+        if self._stopping_id is not None:
+            try:
+                self._run.log.release(self._stopping_id)
+            except StorageError:
+                log.warning(
+                    "Run %s is held until the failure of its savepoint is written down", self._run.run_id, exc_info=True
+                )
+                return
+        self._stopping, self._stopping_id, self._run.held_from = None, None, None
 
     def shutdown(self, why: str) -> None:
         """The run is over: what is pending fails."""

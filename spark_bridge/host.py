@@ -647,7 +647,8 @@ class Host:
         spec = next(o for o in registration.operators if o.name == operator)
         variables = variables_of(spec.schema)
         instance = self._instance(order.run_id, operator, partition)
-        if instance is not None:
+        # What is accepted for a version that is not completed here yet need not be what the manifest names.
+        if instance is not None and instance.state.version >= order.version:
             try:
                 return {v: instance.state.scan(order.version, column_family=v) for v in variables}, lambda: None
             except (VersionNotFoundError, StoreClosedError):

@@ -710,6 +710,21 @@ def test_a_stop_that_failed_long_ago_does_not_make_a_later_one_old(stream):
     assert s.savepoint_rows(s.finish("again")) == s.at[5]
 
 
+def test_nor_does_it_leave_out_the_batch_that_was_let_go_then(stream):
+    s = stream()
+    s.trigger(stop=True)
+    decline(s)
+    s.reason()
+    for host in s.hosts.values():
+        host._exports._scan = host._scan_for_savepoint
+    s.c.expire()
+    s.begin(2, {3: 33}, range(1))  # its tasks run, and the sink may have seen some of it
+    s.restart_coordinator()
+    s.trigger("again", stop=True)
+    assert s.background == [], "it waits for that batch"
+    assert not open_fails_as_held(s, 2)
+
+
 def test_a_batch_that_spark_has_planned_is_in_it(stream):
     """Its tasks may be about to open: they are not held, and the savepoint waits for them."""
     s = stream()
