@@ -180,6 +180,10 @@ class PendingCheckpoint:
         """The tasks that have not acknowledged it."""
         return set(self._missing)
 
+    def lacks(self, task: TaskKey) -> bool:
+        """Whether a task has not acknowledged it."""
+        return task in self._missing
+
     @property
     def num_not_yet_acknowledged(self) -> int:
         """How many tasks have not acknowledged it."""

@@ -314,14 +314,14 @@ class Coordinator:
             run.log.ensure(schema_path(schema_id), operator.schema.encode())
         run.log.claim(registration.run_id, run.layouts.values())
         run.counter.ensure_above(run.log.last_id())
-        # An older coordinator may be writing one more manifest, which nobody will be told of.
-        run.uncertain = True
         # Nobody else can make a version any more, but an older run may just have committed one.
         run.completed = max(run.completed, run.commits.next_batch())
         run.chain = run.log.chain()
         # Nobody knows the run before all of this has succeeded.
         if run.completed > 0 and run.completed not in run.chain:
             run.recover(run.completed)
+        if run.take_over():
+            log.info("Run %s goes back to version %d", registration.run_id, run.completed)
         following = run.chain.get(run.completed + 1)
         if following is not None and following.run_id == registration.run_id:
             # Prepared before this coordinator was restarted: it knows better than the hosts which attempts were last.
@@ -333,8 +333,6 @@ class Coordinator:
             run.last = CompletedCheckpoint(
                 following.id, following.created_ms / 1000, 0.0, states, properties={"version": following.version}
             )
-        elif run.go_back():
-            log.info("Run %s goes back to version %d", registration.run_id, run.completed)
         run.carry_snapshots()
         run.announce()
         hold = run.log.hold_of(registration.run_id)

@@ -191,15 +191,9 @@ class QueryState:
 
     def carry_snapshots(self) -> None:
         """Take up the snapshots that only manifests of versions above the completed one name: those may be replaced."""
-        below = self.below
-        for operator, layout in self.layouts.items():
-            held = chains.segments(below, operator)
-            if not held or held[0].layout != layout:
-                continue
-            named = chains.snapshots(below, held[0])
-            for partition, found in chains.snapshots(below, held[0], self.chain.values()).items():
-                if lost := tuple(s for s in found if s not in named.get(partition, ())):
-                    self.unnamed[(operator, partition)] = lost
+        for task, found in self._named_only_above().items():
+            if self.is_in_layout(self.completed, task[0]):
+                self.unnamed[task] = found
 
     def is_in_layout(self, version: int, operator: str) -> bool:
         """Whether a version of the chain is in the layout that the run declares."""
@@ -207,16 +201,31 @@ class QueryState:
         held = manifest.operators.get(operator) if manifest else None
         return held is not None and chains.layout_of(operator, held) == self.layouts[operator]
 
-    def go_back(self) -> bool:
-        """Make the completed version the newest one in the record if those above it are given up; True if they are.
+    def take_over(self) -> bool:
+        """Make what is there the record of this epoch: what an older coordinator may yet write counts for nothing then.
 
-        They are if the user has removed Spark's last batches: with other rows to come, nothing may be put together with
-        them. A version that was merely not committed in time stays, for its batch comes again with the same rows.
-        What only manifests above it name of snapshots is named again, also for the sake of an earlier layout, whose snapshots
-        the manifests of the run's own layout cannot name.
+        Returns whether versions above the completed one are given up. They are if the user has removed Spark's last
+        batches: with other rows to come, nothing may be put together with them. A version that was merely not committed
+        in time stays, for its batch comes again with the same rows. What only manifests that are given up name of
+        snapshots is named again, also for the sake of an earlier layout, whose snapshots the manifests of the run's own
+        layout cannot name.
         """
-        if self.completed not in self.chain or max(self.chain) == self.completed:
+        if not self.chain:
             return False
+        newest = max(self.chain)
+        lost = {} if newest == self.completed else self._named_only_above()
+        is_same_layout = all(self.is_in_layout(self.completed, operator) for operator, _ in lost)
+        is_ours = self.chain[newest].run_id == self.run_id
+        comes_again = newest == self.completed + 1 and (is_ours or self.commits.has_begun(self.completed))
+        goes_back = newest > self.completed and self.completed in self.chain and not (is_same_layout and comes_again)
+        if goes_back:
+            self._write_again(self.completed, lost)
+        elif self.chain[newest].epoch != self.log.epoch:
+            self._write_again(newest)
+        return goes_back
+
+    def _named_only_above(self) -> dict[TaskKey, tuple[SnapshotRef, ...]]:
+        """Snapshots of the completed versions that only manifests above these name."""
         below, lost = self.below, {}
         for operator in self.layouts:
             for held in chains.segments(below, operator)[:1]:
@@ -224,12 +233,7 @@ class QueryState:
                 for partition, found in chains.snapshots(below, held, self.chain.values()).items():
                     if gone := tuple(s for s in found if s not in named.get(partition, ())):
                         lost[(operator, partition)] = gone
-        is_same_layout = all(self.is_in_layout(self.completed, operator) for operator, _ in lost)
-        comes_again = max(self.chain) == self.completed + 1 and self.commits.has_begun(self.completed)
-        if is_same_layout and comes_again:
-            return False  # carry_snapshots sees to them
-        self._write_again(self.completed, lost)
-        return True
+        return lost
 
     def plan_retention(self, is_sound: Callable[[SnapshotRef], bool]) -> None:
         """Decide which versions the next manifest keeps."""
@@ -264,7 +268,8 @@ class QueryState:
         batch = self.batch
         if batch is None or batch.is_discarded or batch.properties["version"] != version:
             batch = self._start(version, {t: e for t, e in self.acknowledged(version).items() if t not in entries})
-        for task, entry in entries.items():
+        # Those that are repeated first: with the last missing one the checkpoint is complete.
+        for task, entry in sorted(entries.items(), key=lambda named: batch.lacks(named[0])):
             size, duration = entry.changelog.size, durations.get(task, 0.0)
             self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
         return self.chain[version].id if self.batch is None else None
@@ -368,7 +373,6 @@ class QueryState:
                 current,
                 id=self.counter.get_and_increment(),
                 epoch=self.log.epoch,
-                run_id=self.run_id,
                 created_ms=self._now_ms(),
                 operators=operators,
                 # What a newer one has let go of does not come back.

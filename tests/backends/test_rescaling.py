@@ -453,16 +453,19 @@ def test_a_load_that_failed_can_be_repeated_in_the_same_process(query, backend):
 def test_what_was_made_once_is_not_made_again_by_the_next_process(query, tmp_path):
     q = query(4).commit(everywhere(b"1"))
     layout, local = Layout("op", 3, "rocksdb"), tmp_path / "host"  # the file backend keeps nothing locally
-    lineage = q.lineage(1, layout=layout)
     state = q.open(1, local, layout)
-    state.load(lineage)
+    state.load(q.lineage(1, layout=layout))
     state.close()
-    expected = {k: v for k, v in q.content[1]["default"].items() if partition_of(group_of(k), G, 3) == 1}
+    q.rescale(3, "rocksdb").commit({key(12): b"2"})
     for path in q.files(4):
         q.file(path).unlink()
-    again = q.open(1, local, layout)
-    again.load(lineage)
-    assert content_of(again)["default"] == expected and again.metrics().num_keys == len(expected)
+    for version in (1, 2):
+        again = q.open(1, local, layout)
+        again.load(q.lineage(1, version))
+        held = q.content[version]["default"]
+        expected = {k: v for k, v in held.items() if partition_of(group_of(k), G, 3) == 1}
+        assert content_of(again)["default"] == expected and again.metrics().num_keys == len(expected)
+        again.close()
 
 
 @backends
@@ -471,7 +474,7 @@ def test_what_was_made_of_other_files_is_made_anew(query, backend, tmp_path):
     q = query(4, backend).commit(everywhere(b"1"))
     base = q.chain.copy(), q.content[1]
     layout, local = Layout("op", 1, OTHER[backend]), tmp_path / "host"
-    q.commit({key(0): b"first", key(1): b"first"})
+    q.commit({key(0): b"first", key(1): b"first", key(1, "only then"): b"first"})
     old = q.lineage(0, layout=layout)
     state = q.open(0, local, layout)
     state.load(old)
@@ -542,6 +545,23 @@ def test_without_a_snapshot_of_the_new_layout_nothing_below_it_is_lost(query):
     kept, gone = q.retain(3)
     assert (kept.oldest, gone) == (0, [])
     q.assert_right()
+
+
+def test_what_was_planned_before_the_query_went_back_is_not_taken_for_another_layout(query):
+    q = query(4).commit(everywhere(b"1")).snapshots()
+    for value in (b"2", b"3", b"4", b"5"):
+        q.commit({key(0): value})
+    kept = chains.retain(q.chain, ["op"], 5, 0, lambda ref: True)
+    assert kept.oldest == 1
+    q.chain = {v: m for v, m in q.chain.items() if v <= 3}
+    q.rescale(3, "file").commit({key(0): b"4 again"}).commit({key(1): b"5 again"})
+    files = [path for path, _ in q.storage.list("operators")]
+    gone = chains.garbage(files, q.chain, kept, lambda ref: snapshot.read_descriptor(q.storage, ref).paths)
+    assert gone and all("/1-" in path and path.endswith(".changelog") for path in gone)
+    for path in gone:
+        q.storage.delete(path)
+    for v in (1, 3, 5):
+        q.assert_right(v)
 
 
 def test_four_three_four_loses_nothing_to_retention_and_keeps_no_litter(query):

@@ -272,7 +272,8 @@ def test_a_newer_run_retires_the_older_and_starts_from_the_last_committed_batch(
         world.open(started, 1)
     assert started.heartbeat_host("h0", "a", {"run1": 0}).unload_runs == ("run1",)
     world.run_batch(started, 1, run="run2")
-    assert [m["run_id"] for m in world.manifests()] == ["run1", "run2"]
+    # The newer one has first made what was there the record of its own epoch.
+    assert [(m["run_id"], m["epoch"]) for m in world.manifests()] == [("run1", 1), ("run1", 2), ("run2", 2)]
 
 
 def test_an_uncommitted_version_of_an_older_run_is_done_again_from_its_base(world: World, started: Coordinator) -> None:
@@ -286,8 +287,8 @@ def test_an_uncommitted_version_of_an_older_run_is_done_again_from_its_base(worl
     c = world.coordinator()
     c.register_query(world.registration("run3"))
     world.run_batch(c, 1, run="run3")
-    assert [(m["version"], m["parent"], m["run_id"]) for m in world.manifests()] == [
-        (1, None, "run1"), (2, 1, "run1"), (2, 1, "run3"),
+    assert [(m["version"], m["parent"], m["run_id"], m["epoch"]) for m in world.manifests()] == [
+        (1, None, "run1", 1), (2, 1, "run1", 1), (2, 1, "run1", 2), (2, 1, "run1", 3), (2, 1, "run3", 3),
     ]  # fmt: skip
 
 
@@ -417,7 +418,7 @@ def test_a_restarted_coordinator_learns_the_running_batch_from_its_hosts(world: 
     for i in range(2):
         restarted.register_host(world.host(i), report)
     answer = restarted.acknowledge(world.stage(grants[1], 1, 1, "t"))
-    assert answer.manifest_id == 2
+    assert answer.manifest_id == 3
     assert world.manifests()[-1]["epoch"] == 2
 
 
@@ -437,7 +438,7 @@ def test_acknowledgements_lost_with_coordinator_and_host_are_found_in_storage(
     world.commit_spark(1)
     grant = world.open(restarted, 2, 0)
     assert grant.version == 2 and grant.head is not None
-    assert [m["version"] for m in world.manifests()] == [1, 2]
+    assert [m["version"] for m in world.manifests()] == [1, 1, 2]
 
 
 def test_an_old_run_reported_by_a_host_does_not_retire_the_newer_one(world: World, started: Coordinator) -> None:

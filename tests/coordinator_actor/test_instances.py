@@ -153,6 +153,7 @@ def test_a_new_host_gets_its_share_where_the_next_batch_begins_and_no_task_fails
     s = stream(hosts=1)
     s.begin(1, dict.fromkeys(range(30), 1), range(2))
     s.add_host(1)
+    s.world.now += 2  # what the host was told of the batch is old by now: it asks again
     s.begin(1, dict.fromkeys(range(30), 1), range(2, 4))  # of a batch that has begun, none moves
     assert set(owners(s)) == {"h0"}
     s.commit(1)

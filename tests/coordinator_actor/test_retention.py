@@ -113,7 +113,7 @@ def test_snapshots_of_a_stopped_query_are_there_for_the_next_run(world: World) -
     again = begin(world, "run2")
     assert again.lineage("run2", "op", 1, 3).snapshots == (made,)
     run_batches(world, again, 3, 3, "run2")
-    assert world.manifests()[-1]["parent"] == 4
+    assert world.manifests()[-1]["parent"] == 5
 
 
 def test_what_is_no_longer_kept_is_removed_and_the_rest_can_be_loaded(world: World) -> None:

@@ -754,10 +754,10 @@ def test_ids_ascend_for_good_and_are_shared_with_the_manifests(stream):
     assert s.c.trigger_savepoint("after", "name", str(s.world.root / "sp")).known
     s.batch(4)
     path = s.finish("after")
-    assert describe_savepoint(path).metadata.checkpoint_id == 8 and s.savepoint_rows(path) == s.at[4]
-    assert max(s.log().manifests) == 9
-    assert [(r.checkpoint_id, r.version) for r in s.log().savepoints()] == [(3, 2), (5, 3), (7, 4), (8, 4)]
-    assert Path(path).name == "savepoint-q-8"
+    assert describe_savepoint(path).metadata.checkpoint_id == 9 and s.savepoint_rows(path) == s.at[4]
+    assert max(s.log().manifests) == 10
+    assert [(r.checkpoint_id, r.version) for r in s.log().savepoints()] == [(3, 2), (5, 3), (7, 4), (9, 4)]
+    assert Path(path).name == "savepoint-q-9"
 
 
 def test_a_savepoint_of_a_quiet_stream_is_made_by_a_restarted_coordinator(stream):
@@ -845,11 +845,11 @@ def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend
         assert after.rows() == after.at[3]
         after.batch(3)
         assert after.rows() == after.at[4]
-        assert sorted(after.log().manifests) == [0, 1]
+        assert sorted(after.log().manifests) == [0, 1, 2]
         after.trigger("r2")
         second = after.finish("r2")
         assert after.savepoint_rows(second) == after.at[4]
-        assert describe_savepoint(second).metadata.checkpoint_id == 2
+        assert describe_savepoint(second).metadata.checkpoint_id == 3
     finally:
         after.close()
     assert s.savepoint_rows(path) == s.at[3]

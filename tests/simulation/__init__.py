@@ -42,6 +42,9 @@ Bugs that it found (how each is mended stands behind it):
   What is gone since it was listed is left out; if it were needed, walking the chain would say so.
 - ``Host.unload_run`` removes the local directory in which a partition of that run is just being loaded for the first time: it
   is not yet among the host's instances. The task fails with a file that "does not exist". What is loading is noted.
+- A coordinator that had been replaced stored a manifest, which it answered to nobody; its successor died before it had written one of its
+  own, and the next one took the late manifest for the newest. Whoever claims a query now writes the newest manifest
+  again under its own epoch (seed 1255).
 - With its clock turned back by 100 s, a coordinator removed no files and dropped no lost hosts for 100 s. The actor's clock
   never goes back now; here clocks are turned back by up to 5 s all the same (``World._turn_clock``).
 - Coordinator and hosts died with a batch that Spark had committed and no manifest named, and the user restarted with another

@@ -187,7 +187,7 @@ def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: Q
         table = client.get_many("again", list(expected))
         assert dict(zip(table["k"].to_pylist(), table["total"].to_pylist(), strict=True)) == expected
         query.stop()
-    # A task that Spark had to run again makes one more manifest of its version.
+    # Each run begins by making what is there its own record, and a task that Spark had to run again adds a manifest as well.
     versions = [m["version"] for m in manifests(stream)]
     assert versions == sorted(versions)
     assert set(versions) == {1, 2, 3, 4, 5, 6}
