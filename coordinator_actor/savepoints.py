@@ -127,7 +127,7 @@ class RunSavepoints:
             # A batch that has begun may have been seen by the sink: the savepoint is of the version behind it.
             begun = run.commits.last_begun()
             version = max(run.completed, run.highest_opened + 1, 0 if begun is None else begun + 1)
-            if run.held_from is not None:
+            if run.held_from is not None and run.held_from > run.highest_opened:
                 version = run.held_from  # an earlier coordinator has let nothing behind it begin
         if version == 0:
             raise InvalidRequestError(

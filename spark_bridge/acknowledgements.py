@@ -47,6 +47,8 @@ class Acknowledgements:
             answers: Sequence[Acknowledged | Refused | BaseException]
             try:
                 answers = self._send(run_id, tuple(w.message for w in together))
+                if len(answers) != len(together):
+                    raise ValueError(f"{len(together)} acknowledgements of run {run_id} got {len(answers)} answers")
             except BaseException as error:  # noqa: BLE001 - all of them wait for it
                 answers = [error] * len(together)
             with self._changed:
