@@ -338,6 +338,7 @@ class Coordinator:
         hold = run.log.hold_of(registration.run_id)
         if hold is not None:
             run.held_from, run.held_by_record = hold.version, hold.checkpoint_id
+        run.job_status_changed(JobStatus.RUNNING)
         conf = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run.lag = SnapshotLag(run.run_id, run.tasks(), self._clock(), run.completed, conf)
         with self._lock:
@@ -355,7 +356,6 @@ class Coordinator:
             self._over.pop(registration.run_id, None)
         for other in replaced:
             self._end(other, f"run {registration.run_id} has replaced it")
-        run.job_status_changed(JobStatus.RUNNING)
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,

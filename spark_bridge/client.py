@@ -102,6 +102,10 @@ class QueryableStateClient:
         )
 
     def _get_many(self, operator: str, keys: Sequence[Any], query: str | None) -> tuple[pa.RecordBatch, pa.Table]:
+        # As a whole: a query that was restarted may have another number of partitions.
+        return self._retrying(operator, query, lambda: self._get_many_once(operator, keys, query))
+
+    def _get_many_once(self, operator: str, keys: Sequence[Any], query: str | None) -> tuple[pa.RecordBatch, pa.Table]:
         schema, location = self._locate(operator, query)
         key_batch = key_columns(schema.key, keys)
         groups = key_groups(key_batch, location.key_groups)
@@ -109,7 +113,7 @@ class QueryableStateClient:
         partitions = (groups.astype(np.int64) * location.operator.num_partitions) // location.key_groups
         asked = [(int(p), np.flatnonzero(partitions == p)) for p in np.unique(partitions)]
         answers = list(
-            self._pool.map(lambda part: self._ask(operator, query, part[0], encoded.take(pa.array(part[1]))), asked)
+            self._pool.map(lambda part: self._ask(location, part[0], encoded.take(pa.array(part[1]))), asked)
         )
         order = np.concatenate([rows for _, rows in asked]) if asked else np.zeros(0, np.int64)
         values = pa.concat_arrays(answers) if answers else pa.array([], pa.binary())
@@ -119,13 +123,9 @@ class QueryableStateClient:
         fields = [*result_fields(schema.value), pa.field(PRESENT, pa.bool_())]
         return key_batch, pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
-    def _ask(self, operator: str, query: str | None, partition: int, keys: pa.BinaryArray) -> pa.BinaryArray:
-        def once() -> pa.BinaryArray:
-            _, location = self._locate(operator, query)
-            command = GetCommand(location.run_id, operator, partition)
-            return self._host(location.owners[partition]).get_many(command, keys)
-
-        return self._retrying(operator, query, once)
+    def _ask(self, location: OperatorLocation, partition: int, keys: pa.BinaryArray) -> pa.BinaryArray:
+        command = GetCommand(location.run_id, location.operator.name, partition)
+        return self._host(location.owners[partition]).get_many(command, keys)
 
     def _locate(self, operator: str, query: str | None) -> tuple[StateSchema, OperatorLocation]:
         cached = self._locations.get((operator, query))
