@@ -298,11 +298,13 @@ def test_a_savepoint_while_batches_go_on(flow: Flow, client: QueryableStateClien
 
     saved = [check_savepoint(flow, path) for path in [*paths, third]]
     assert saved[0] >= 1
-    assert saved == sorted(saved)
     assert saved[2] == 6
     made = [described(path) for path in [*paths, third]]
     ids = [d.checkpoint_id for d in made]
-    assert ids == sorted(set(ids))
+    # The first two were asked for at once, so either may have come first.
+    assert len(set(ids)) == 3
+    assert ids[2] == max(ids)
+    assert [batch for _, batch in sorted(zip(ids, saved, strict=True))] == sorted(saved)
     assert [Path(path).name for path in [*paths, third]] == [f"savepoint-{str(query.id)[:8]}-{i}" for i in ids]
     assert all(d.query_id == str(query.id) for d in made)
     assert {str(Path(s.path)) for s in list_savepoints(str(tmp_path / "sp"))} == {*paths, third}
@@ -470,8 +472,10 @@ def test_the_state_alone_starts_a_new_query(
 
 
 def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
-    flow: Flow, client: QueryableStateClient, tmp_path: Path
+    flow: Flow, client: QueryableStateClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The query is stopped only that late: time enough for batches that nothing holds.
+    monkeypatch.setattr("spark_bridge.savepoints.POLL_SECONDS", 4.0)
     flow.add(7)
     sink = Sink(0.15)
     query = start(flow.frame(), flow.stream.checkpoint, sink)
