@@ -146,6 +146,18 @@ class StateSchema:
     key: pa.Schema
     value: pa.Schema
 
+    def encode_values(self, rows: pa.RecordBatch) -> pa.BinaryArray:
+        """The bytes of rows of the value's columns; see ``backends.values``."""
+        from backends.values import encode_values
+
+        return encode_values(rows)
+
+    def decode_values(self, values: pa.Array | pa.ChunkedArray) -> pa.RecordBatch:
+        """The rows of stored values, in the value's columns; a null gives a row of nulls. See ``backends.values``."""
+        from backends.values import decode_values
+
+        return decode_values(values, self.value)
+
     def __post_init__(self) -> None:
         for part in ("key", "value"):
             fields = [getattr(self, part).field(i) for i in range(len(getattr(self, part)))]

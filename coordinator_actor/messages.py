@@ -16,8 +16,8 @@ from coordinator_actor.savepoint_format import ExportedFile
 class OperatorSpec(Struct, frozen=True):
     """One stateful operator of a query, as the program declares it.
 
-    ``schema`` is the JSON of a ``backends.schema.StateSchema``; its digest is the schema id.
-    ``kind`` tells readers how to turn stored values into results.
+    ``schema`` is the JSON of a ``backends.operator_schema.OperatorSchema``; its digest is the schema id.
+    ``kind`` tells readers how to turn stored values into results. ``uses_time``: its tasks need the times of the batch.
     """
 
     name: str
@@ -25,6 +25,32 @@ class OperatorSpec(Struct, frozen=True):
     schema: str
     backend: str = "rocksdb"
     kind: str = "aggregate"
+    uses_time: bool = False
+
+
+class BatchTimes(Struct, frozen=True):
+    """The times of a micro-batch, in ms since 1970, as Spark has logged them: the same whenever the batch is run again.
+
+    ``timestamp_ms`` is the batch's processing time. ``watermark_ms`` closes windows and fires timers;
+    rows at or before ``late_watermark_ms``, the watermark of the batch before, are late.
+    """
+
+    timestamp_ms: int = 0
+    watermark_ms: int = 0
+    late_watermark_ms: int = 0
+
+
+class OperatorFigures(Struct, frozen=True):
+    """What one task did to the state of its partition (Spark: ``StateOperatorProgress``).
+
+    ``num_rows`` counts input rows that were not late; ``custom`` has the operator's own figures.
+    """
+
+    num_rows: int = 0
+    num_rows_updated: int = 0
+    num_rows_removed: int = 0
+    num_rows_dropped_by_watermark: int = 0
+    custom: dict[str, float] = field(default_factory=dict)
 
 
 class QueryRegistration(Struct, frozen=True):
