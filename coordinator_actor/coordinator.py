@@ -468,6 +468,7 @@ class Coordinator:
                 heads=run.heads(request.batch_id, assignment.of_host.get(request.host_id, ())),
                 hosts=assignment.hosts if is_news else (),
                 owners=dict(assignment.owners) if is_news else {},
+                times=run.times(request.batch_id),
             )
 
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:

@@ -15,12 +15,13 @@ from msgspec import Struct
 
 from backends import chain
 from backends.chain import Layout
-from backends.exceptions import FileExistsInStorageError, MissingFileError
+from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
 from backends.manifest import FORMAT_VERSION, Manifest
 from backends.sealed import seal, unseal
 from backends.storage import CheckpointStorage
 from coordinator_actor.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.exceptions import FencedError
+from coordinator_actor.messages import BatchTimes
 
 T = TypeVar("T", bound=Struct)
 READERS = 16
@@ -276,3 +277,30 @@ class SparkCommits:
     def has(self, batch_id: int) -> bool:
         """Whether a batch is committed."""
         return self._storage.exists(f"commits/{batch_id}")
+
+    def times(self, batch_id: int) -> BatchTimes:
+        """The times of a batch that Spark has planned; rows that are late by the watermark of the one before are late.
+
+        Raises ``MissingFileError``, and ``DamagedFileError`` if a file is not as Spark writes it.
+        """
+        own = self._offsets(batch_id)
+        late = self._offsets(batch_id - 1).batchWatermarkMs if batch_id > 0 else 0
+        return BatchTimes(own.batchTimestampMs, own.batchWatermarkMs, late)
+
+    def _offsets(self, batch_id: int) -> _OffsetSeqMetadata:
+        path = f"offsets/{batch_id}"
+        lines = self._storage.get(path).split(b"\n")
+        try:
+            return msgspec.json.decode(lines[1], type=_OffsetSeqMetadata)
+        except (IndexError, msgspec.MsgspecError) as error:
+            where = self._storage.full_location(path)
+            raise DamagedFileError(
+                f"{where} does not say the times of its batch as Spark writes them: {error}"
+            ) from error
+
+
+class _OffsetSeqMetadata(Struct):
+    """The second line of a file in ``offsets/``, as Spark names it."""
+
+    batchWatermarkMs: int
+    batchTimestampMs: int

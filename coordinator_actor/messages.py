@@ -121,7 +121,7 @@ class BatchGrant(Struct, frozen=True):
     version 0); since files are unique and never overwritten, it identifies the whole lineage. ``owners`` has an index
     into ``hosts`` for each partition of each operator; both are empty if the assignment that the host knows still holds.
     ``epoch`` tells a grant of an older run from one of a newer. ``registration`` lets the host report the query again to a
-    coordinator that has lost it.
+    coordinator that has lost it. ``times`` are there if an operator of the query uses them.
     """
 
     version: int
@@ -131,6 +131,7 @@ class BatchGrant(Struct, frozen=True):
     heads: dict[str, dict[int, str]]
     hosts: tuple[HostInfo, ...] = ()
     owners: dict[str, list[int]] = field(default_factory=dict)
+    times: BatchTimes | None = None
 
 
 class OpenGrant(Struct, frozen=True):
@@ -141,6 +142,7 @@ class OpenGrant(Struct, frozen=True):
     head: str | None
     registration: QueryRegistration
     epoch: int = 0
+    times: BatchTimes | None = None
 
 
 class Acknowledge(Struct, frozen=True):

@@ -29,7 +29,7 @@ from coordinator_actor.checkpoints import (
 from coordinator_actor.exceptions import IncompleteBatchError
 from coordinator_actor.job_status import JobStatus
 from coordinator_actor.manifests import ManifestLog, SparkCommits
-from coordinator_actor.messages import Completed, HostInfo, OperatorSpec, QueryRegistration
+from coordinator_actor.messages import BatchTimes, Completed, HostInfo, OperatorSpec, QueryRegistration
 from coordinator_actor.snapshot_lag import SnapshotLag
 
 EMPTY: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
@@ -115,6 +115,7 @@ class QueryState:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
+        self._times: tuple[int, BatchTimes] | None = None
         operators = self.registration.operators
         self._specs = {o.name: o for o in operators}
         self.layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
@@ -273,6 +274,14 @@ class QueryState:
             size, duration = entry.changelog.size, durations.get(task, 0.0)
             self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
         return self.chain[version].id if self.batch is None else None
+
+    def times(self, batch_id: int) -> BatchTimes | None:
+        """The times of a batch, as Spark has logged them; None if no operator uses them."""
+        if not any(o.uses_time for o in self.registration.operators):
+            return None
+        if self._times is None or self._times[0] != batch_id:
+            self._times = (batch_id, self.commits.times(batch_id))
+        return self._times[1]
 
     def begin(self, version: int) -> None:
         """The first task of a batch is there: its checkpoint begins, unless it has before."""

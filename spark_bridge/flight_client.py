@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,15 +16,19 @@ from coordinator_actor.messages import Acknowledged, OperatorLocation
 from spark_bridge import exceptions as bridge_errors
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
 from spark_bridge.protocol import (
+    CHANGES_SCHEMA,
     KEYS_SCHEMA,
+    RANGES_SCHEMA,
     CommitCommand,
     CoordinatorCall,
     ErrorInfo,
     GetCommand,
     LocateRequest,
     Opened,
+    ScanCommand,
     TaskIdentity,
 )
+from spark_bridge.state_access import KeyRange
 
 UNREACHABLE = (
     flight.FlightUnavailableError,
@@ -112,13 +117,32 @@ class HostClient:
             raise HostUnavailableError(f"{self.address} answered {len(column)} values for {len(keys)} keys.")
         return column
 
-    def commit(self, command: CommitCommand, changes: pa.RecordBatch) -> Acknowledged:
-        """Commit a task's changes (schema ``CHANGES_SCHEMA``, sorted by key)."""
+    def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
+        """The pairs of ranges of keys, as they come; whoever stops early ends the call."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
-            writer, reader = self._client.do_put(descriptor, changes.schema, self._options)
+            writer, reader = self._client.do_exchange(descriptor, self._options)
             with writer:
-                writer.write_batch(changes)
+                writer.begin(RANGES_SCHEMA)
+                bounds = [pa.array([r[i] for r in ranges], pa.binary()) for i in range(2)]
+                writer.write_batch(pa.record_batch(bounds, schema=RANGES_SCHEMA))
+                writer.done_writing()
+                for chunk in reader:
+                    if chunk.data is not None and chunk.data.num_rows:
+                        yield chunk.data
+        except flight.FlightError as error:
+            raise error_from(error) from None
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+
+    def commit(self, command: CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
+        """Commit a task's changes: column families and batches of ``CHANGES_SCHEMA``; sorted by key is fastest."""
+        descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        try:
+            writer, reader = self._client.do_put(descriptor, CHANGES_SCHEMA, self._options)
+            with writer:
+                for family, batch in changes:
+                    writer.write_with_metadata(batch, family.encode())
                 writer.done_writing()
                 answer = reader.read()
         except flight.FlightError as error:

@@ -15,22 +15,27 @@ import msgspec
 import pyarrow as pa
 from pyarrow import flight
 
-from backends.changelog import Changes
+from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.exceptions import StateStoreError
+from backends.ids import check_name
+from backends.sorted_pairs import SortedPairs, to_bytes_list
 from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import RequestError, SparkBridgeError
+from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
 from spark_bridge.host import Host
 from spark_bridge.protocol import (
     CHANGES_SCHEMA,
     KEYS_SCHEMA,
+    RANGES_SCHEMA,
     VALUES_SCHEMA,
     CommitCommand,
     CoordinatorCall,
     ErrorInfo,
     GetCommand,
     LocateRequest,
+    ScanCommand,
     TaskIdentity,
 )
+from spark_bridge.state_access import KeyRange
 
 log = logging.getLogger(__name__)
 
@@ -92,31 +97,69 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             return iter([ENCODE(answer)])
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Bulk get: batches of keys in, a batch of values for each, in the same order."""
+        """Bulk get: batches of keys in, a batch of values for each, in the same order. Scan: ranges in, pairs out."""
         with translated_errors():
-            command = msgspec.json.decode(descriptor.command, type=GetCommand)
+            command = msgspec.json.decode(descriptor.command, type=GetCommand | ScanCommand)
             host = self._host()
+            if isinstance(command, ScanCommand):
+                ranges = [r for c in reader if c.data is not None for r in key_ranges(c.data)]
+                writer.begin(PAIRS_SCHEMA)
+                for pairs in host.scan(command, ranges):
+                    writer.write_batch(pairs)
+                return
             writer.begin(VALUES_SCHEMA)
             for chunk in reader:
                 if chunk.data is None:
                     continue
                 check_schema(chunk.data.schema, KEYS_SCHEMA)
                 values = host.get_many(
-                    command.run_id, command.operator, command.partition, command.version, chunk.data.column(0)
+                    command.run_id,
+                    command.operator,
+                    command.partition,
+                    command.version,
+                    chunk.data.column(0),
+                    command.column_family,
                 )
                 writer.write_batch(pa.record_batch([values], schema=VALUES_SCHEMA))
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Commit: one stream of sorted changes in, the coordinator's acknowledgement out."""
+        """Commit: one stream of changes in, the coordinator's acknowledgement out."""
         with translated_errors():
             command = msgspec.json.decode(descriptor.command, type=CommitCommand)
             check_schema(reader.schema, CHANGES_SCHEMA)
-            table = reader.read_all().combine_chunks()
-            batches = table.to_batches()
-            batch = batches[0] if batches else pa.RecordBatch.from_pylist([], schema=CHANGES_SCHEMA)
-            changes = Changes.of(batch.column(0), batch.column(1))
-            answer = self._host().commit(command.task, changes, command.timings)
+            received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
+            for chunk in reader:
+                if chunk.data is not None:
+                    family = DEFAULT_FAMILY if chunk.app_metadata is None else chunk.app_metadata.to_pybytes().decode()
+                    received.setdefault(check_name("a column family", family), []).append(chunk.data)
+            changes = Changes({family: changes_of(batches) for family, batches in received.items()})
+            answer = self._host().commit(command.task, changes, command.timings, command.figures)
             writer.write(pa.py_buffer(ENCODE(answer)))
+
+
+def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:
+    """The ranges of a scan."""
+    check_schema(batch.schema, RANGES_SCHEMA)
+    return list(zip(to_bytes_list(batch.column(0)), to_bytes_list(batch.column(1)), strict=True))  # type: ignore[arg-type]
+
+
+def changes_of(batches: list[pa.RecordBatch]) -> SortedPairs:
+    """What was written to one column family, in the order it came: of a key that came several times the last counts."""
+    if not batches:
+        return SortedPairs.empty()
+    if len(batches) == 1:
+        keys, values = batches[0].columns
+    else:
+        try:
+            keys, values = (pa.concat_arrays([b.column(i) for b in batches]) for i in range(2))
+        except pa.ArrowInvalid as error:
+            raise StateTooLargeError(
+                f"The changes of one partition and batch have more than 2 GiB in one column family ({error}): use more "
+                "partitions (num_partitions=), or smaller batches."
+            ) from error
+    if keys.null_count:
+        raise RequestError(f"{keys.null_count} of {len(keys)} changed keys are null.")
+    return SortedPairs.last_wins(keys, values)
 
 
 def check_schema(given: pa.Schema, expected: pa.Schema) -> None:

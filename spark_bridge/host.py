@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import pyarrow as pa
+from msgspec import to_builtins
 
-from backends.changelog import ChangelogMeta, Changes
+from backends.changelog import DEFAULT_FAMILY, ChangelogMeta, Changes
 from backends.conf import StateStoreConf
 from backends.exceptions import (
     ConcurrentCommitError,
@@ -52,6 +53,7 @@ from coordinator_actor.messages import (
     HostReport,
     OpenBatch,
     OpenGrant,
+    OperatorFigures,
     OperatorLocation,
     QueryRegistration,
     Refused,
@@ -62,8 +64,9 @@ from coordinator_actor.messages import (
 from coordinator_actor.savepoints import variables_of
 from spark_bridge.acknowledgements import Acknowledgements
 from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
-from spark_bridge.protocol import Opened, TaskIdentity
+from spark_bridge.protocol import Opened, ScanCommand, TaskIdentity
 from spark_bridge.savepoint_exports import SavepointExports, Scans
+from spark_bridge.state_access import KeyRange
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +132,7 @@ class Instance:
     invocations_of: int = -1
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
     last_commit: dict[str, float] = field(default_factory=dict)
+    figures: OperatorFigures = field(default_factory=OperatorFigures)
     snapshot_version: int = 0
     rescaled_at: int | None = None
 
@@ -349,7 +353,9 @@ class Host:
                 "a second time. Something behind the operator merges its partitions (coalesce, union); "
                 "put .repartition(n) between the operator and it."
             )
-        return Opened(None, grant.version)
+        registration = grant.registration
+        schema = next(o.schema for o in registration.operators if o.name == task.operator)
+        return Opened(None, grant.version, registration.key_groups, schema, grant.times)
 
     def _grant(self, task: TaskIdentity) -> OpenGrant:
         """Who owns the task's partition, and what its state is: asked for once for all tasks that come close together."""
@@ -376,7 +382,8 @@ class Host:
                 f"{ {name: len(places) for name, places in held.owners.items()} }."
             )
         head = grant.heads.get(task.operator, {}).get(task.partition)
-        return OpenGrant(held.hosts[owners[task.partition]], grant.version, head, grant.registration, grant.epoch)
+        owner = held.hosts[owners[task.partition]]
+        return OpenGrant(owner, grant.version, head, grant.registration, grant.epoch, grant.times)
 
     def _load(self, grant: OpenGrant, operator: str, partition: int, *, for_read: bool = False) -> Instance:
         """The instance, at exactly the version and lineage of the grant."""
@@ -485,10 +492,17 @@ class Host:
         return None
 
     def get_many(
-        self, run_id: str, operator: str, partition: int, version: int | None, keys: pa.BinaryArray
+        self,
+        run_id: str,
+        operator: str,
+        partition: int,
+        version: int | None,
+        keys: pa.BinaryArray,
+        column_family: str = DEFAULT_FAMILY,
     ) -> pa.BinaryArray:
         """Values of keys at a version (None: the last completed one); null where a key has none.
 
+        A column family that was never written to is empty.
         Raises ``NotOwnerError`` if the partition is not this host's, or not open here at that version.
         """
         instance = self._instance(run_id, operator, partition)
@@ -497,12 +511,35 @@ class Host:
         elif instance is None or instance.state.version != version:
             raise self._not_open(run_id, operator, partition, version)
         try:
-            values = instance.state.get_many(keys, version)
+            if column_family != DEFAULT_FAMILY and column_family not in instance.state.column_families(version):
+                return pa.nulls(len(keys), pa.binary())
+            values = instance.state.get_many(keys, version, column_family)
         except (VersionNotFoundError, StoreClosedError) as error:
             raise self._not_open(run_id, operator, partition, version) from error
         with self._lock:
             self._counters["keys_read"] += len(keys)
         return values
+
+    def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
+        """The pairs of ranges of keys, one range after the other; raises as ``get_many`` does."""
+        run_id, operator, partition, version = command.run_id, command.operator, command.partition, command.version
+        instance = self._instance(run_id, operator, partition)
+        if instance is None or instance.state.version != version:
+            raise self._not_open(run_id, operator, partition, version)
+        left = command.limit
+        try:
+            is_there = command.column_family in instance.state.column_families(version)
+            for start, end in ranges if is_there else ():
+                for batch in instance.state.scan(version, start, end, command.column_family):
+                    pairs = batch if left is None else batch.slice(0, left)
+                    if left is not None:
+                        left -= pairs.num_rows
+                    if pairs.num_rows:
+                        yield pairs
+                    if left == 0:
+                        return
+        except (VersionNotFoundError, StoreClosedError) as error:
+            raise self._not_open(run_id, operator, partition, version) from error
 
     def _not_open(self, run_id: str, operator: str, partition: int, version: int | None) -> NotOwnerError:
         return NotOwnerError(
@@ -521,7 +558,13 @@ class Host:
             )
         return self._load(grant, operator, partition, for_read=True)
 
-    def commit(self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float]) -> Acknowledged:
+    def commit(
+        self,
+        task: TaskIdentity,
+        changes: Changes,
+        timings: Mapping[str, float],
+        figures: OperatorFigures | None = None,
+    ) -> Acknowledged:
         """Make a task's changes durable and acknowledge them; returns when the coordinator has accepted.
 
         The changelog is durable before the coordinator hears of it (DESIGN, rule 2). If the
@@ -556,6 +599,7 @@ class Host:
                 raise
             instance.state.accept(version, task.attempt)
             instance.acknowledged[version] = message
+            instance.figures = figures or OperatorFigures()
         done = time.perf_counter()
         with self._lock:
             self._counters["commits"] += 1
@@ -650,7 +694,7 @@ class Host:
         # What is accepted for a version that is not completed here yet need not be what the manifest names.
         if instance is not None and instance.state.version >= order.version:
             try:
-                return {v: instance.state.scan(order.version, column_family=v) for v in variables}, lambda: None
+                return _scans(instance.state, variables, order.version), lambda: None
             except (VersionNotFoundError, StoreClosedError):
                 log.debug("Version %d of %s is read from storage", order.version, self._describe_id(instance))
         lineage = self._coordinator.lineage(order.run_id, operator, partition, order.version)
@@ -661,7 +705,7 @@ class Host:
         copy = provider_class(conf).partition_state(local, storage, layout, conf)
         try:
             copy.load(lineage)
-            return {v: copy.scan(column_family=v) for v in variables}, copy.destroy
+            return _scans(copy, variables), copy.destroy
         except BaseException:
             copy.destroy()
             raise
@@ -688,7 +732,8 @@ class Host:
                         "operator": i.operator,
                         "partition": i.partition,
                         "version": i.state.version,
-                        "keys": i.state.metrics().num_keys,
+                        **_size(i.state),
+                        "figures": to_builtins(i.figures),
                         "last_commit": i.last_commit,
                     }
                     for i in self._instances.values()
@@ -705,3 +750,14 @@ class Host:
     @staticmethod
     def _describe_id(instance: Instance) -> str:
         return f"StateStoreId[operator={instance.operator}, partition={instance.partition}]"
+
+
+def _size(state: PartitionState) -> dict[str, int]:
+    figures = state.metrics()
+    return {"keys": figures.num_keys, "memory_bytes": figures.memory_bytes}
+
+
+def _scans(state: PartitionState, variables: Iterable[str], version: int | None = None) -> Scans:
+    """Of all state variables; one that was never written to is empty."""
+    there = state.column_families(version)
+    return {v: state.scan(version, column_family=v) if v in there else iter(()) for v in variables}

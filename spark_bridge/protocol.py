@@ -9,9 +9,13 @@ from __future__ import annotations
 import pyarrow as pa
 from msgspec import Struct, field
 
+from backends.changelog import DEFAULT_FAMILY
+from coordinator_actor.messages import BatchTimes, OperatorFigures
+
 KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])
 VALUES_SCHEMA = pa.schema([pa.field("value", pa.binary())])
 CHANGES_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+RANGES_SCHEMA = pa.schema([pa.field("start", pa.binary(), nullable=False), pa.field("end", pa.binary())])
 
 
 class TaskIdentity(Struct, frozen=True):
@@ -26,10 +30,16 @@ class TaskIdentity(Struct, frozen=True):
 
 
 class Opened(Struct, frozen=True):
-    """The answer to ``open``: the address of the owner to go to, or None if the host asked is the owner."""
+    """The answer to ``open``: the address of the owner to go to, or None if the host asked is the owner.
+
+    ``times`` are those of the batch, if the operator uses them; ``schema`` is the operator's, with its history.
+    """
 
     redirect: str | None
     version: int
+    key_groups: int = 0
+    schema: str = ""
+    times: BatchTimes | None = None
 
 
 class GetCommand(Struct, frozen=True, tag="get"):
@@ -39,13 +49,29 @@ class GetCommand(Struct, frozen=True, tag="get"):
     operator: str
     partition: int
     version: int | None = None
+    column_family: str = DEFAULT_FAMILY
+
+
+class ScanCommand(Struct, frozen=True, tag="scan"):
+    """Read the pairs of ranges of keys, one range after the other, ``limit`` of them in all."""
+
+    run_id: str
+    operator: str
+    partition: int
+    version: int
+    column_family: str = DEFAULT_FAMILY
+    limit: int | None = None
 
 
 class CommitCommand(Struct, frozen=True, tag="commit"):
-    """Commit the changes of one task as version ``batch_id + 1``. ``timings`` are milliseconds by step."""
+    """Commit the changes of one task as version ``batch_id + 1``. ``timings`` are milliseconds by step.
+
+    Each batch of changes names its column family in its metadata.
+    """
 
     task: TaskIdentity
     timings: dict[str, float] = field(default_factory=dict)
+    figures: OperatorFigures = field(default_factory=OperatorFigures)
 
 
 class LocateRequest(Struct, frozen=True):

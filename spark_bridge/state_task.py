@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
 from spark_bridge.protocol import TaskIdentity
+from spark_bridge.state_access import StateAccess
 from spark_bridge.task_client import Endpoints, TaskStore
 
 PARTITION_COLUMN = "__statestore_partition"
@@ -35,8 +36,10 @@ EMIT_ROWS = 1 << 16
 class Logic(Protocol):
     """An operator's work on one partition: takes the rows, leaves changes in the store, gives output."""
 
-    def process(self, batches: Iterable[pa.RecordBatch], store: TaskStore, timer: StepTimer) -> pa.RecordBatch:
-        """Consume all rows, read and commit state once, and return the rows to emit."""
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Consume all rows, read and commit state once, and only then give the rows to emit."""
 
 
 class StepTimer:
@@ -84,12 +87,15 @@ class StateTask:
             invocation=uuid.uuid4().hex,
         )
         timer = StepTimer()
-        store = TaskStore(task, endpoints)
-        store.open()
-        timer.step("open_ms")
-        output = self.logic.process(self._checked(first, batches, partition), store, timer)
-        for start in range(0, output.num_rows, EMIT_ROWS):
-            yield output.slice(start, EMIT_ROWS)
+        store = TaskStore(task, self.num_partitions, endpoints)
+        try:
+            store.open()
+            timer.step("open_ms")
+            for output in self.logic.process(self._checked(first, batches, partition), store, timer):
+                for start in range(0, output.num_rows, EMIT_ROWS):
+                    yield output.slice(start, EMIT_ROWS)
+        finally:
+            store.close()
 
     def _partition(self, task_partition: int, first: pa.RecordBatch | None) -> int:
         """This task's shuffle partition: the one carried by its rows; a task without rows can only go by its number."""

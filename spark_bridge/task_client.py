@@ -7,7 +7,7 @@ looks into the node's Ray session directory when those do not answer any more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,11 +15,16 @@ from typing import TypeVar
 import msgspec
 import pyarrow as pa
 
+from backends.changelog import DEFAULT_FAMILY
+from backends.key_groups import partition_range
+from backends.operator_schema import OperatorSchema
 from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
-from coordinator_actor.messages import Acknowledged
+from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.flight_client import HostClient, client_for, forget_client
-from spark_bridge.protocol import CommitCommand, GetCommand, HostFile, TaskIdentity
+from spark_bridge.protocol import CommitCommand, GetCommand, HostFile, Opened, ScanCommand, TaskIdentity
+from spark_bridge.staged_changes import StagedChanges
+from spark_bridge.state_access import KeyRange
 
 RETRIABLE = (HostUnavailableError, NotOwnerError, StaleOwnerError, UnknownHostError, UnknownRunError)
 RETRY_DELAY = 0.1
@@ -60,32 +65,99 @@ _owners: dict[tuple[str, str, int], tuple[str, str]] = {}
 
 
 class TaskStore:
-    """The store of one state task: opened at version = batch id, committed once.
+    """The store of one state task: opened at version = batch id, committed once (``StateAccess``).
 
     Each call waits for a new owner, at most ``endpoints.timeout`` seconds, and then goes on
     (DESIGN, rule 7); after that it raises ``HostUnavailableError`` naming the last failure.
     """
 
-    def __init__(self, task: TaskIdentity, endpoints: Endpoints) -> None:
+    def __init__(self, task: TaskIdentity, num_partitions: int, endpoints: Endpoints) -> None:
         self._task = task
+        self._num_partitions = num_partitions
         self._endpoints = endpoints
         self._key = (task.run_id, task.operator, task.partition)
         self._owner: HostClient | None = None
         self._owner_token = endpoints.token
+        self._opened: Opened | None = None
+        self._schema: OperatorSchema | None = None
+        self._staged = StagedChanges()
 
     def open(self) -> None:
         """Open the store at its owner."""
         self._with_owner(lambda owner: None)
 
-    def get_many(self, keys: pa.BinaryArray) -> pa.BinaryArray:
+    @property
+    def batch_id(self) -> int:
+        """The micro-batch, which is the version that is read."""
+        return self._task.batch_id
+
+    def _told(self) -> Opened:
+        if self._opened is None:
+            # The owner was known from an earlier task of this worker: it has yet to say what it knows of this one.
+            self._owner = None
+            self.open()
+        assert self._opened is not None
+        return self._opened
+
+    @property
+    def times(self) -> BatchTimes:
+        """Processing time and watermarks of the batch."""
+        times = self._told().times
+        if times is None:
+            raise HostUnavailableError(f"The times of batch {self.batch_id} are not known for {self._task.operator!r}.")
+        return times
+
+    @property
+    def schema(self) -> OperatorSchema:
+        """The operator's schema with its history."""
+        if self._schema is None:
+            self._schema = OperatorSchema.from_json(self._told().schema)
+        return self._schema
+
+    @property
+    def key_groups(self) -> tuple[int, int]:
+        """The partition's key groups: from the first (included) to the last (not included)."""
+        return partition_range(self._task.partition, self._num_partitions, self._told().key_groups)
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Values of keys at the version opened."""
         task = self._task
-        command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id)
+        command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
         return self._with_owner(lambda owner: owner.get_many(command, keys))
 
-    def commit(self, changes: pa.RecordBatch, timings: dict[str, float]) -> Acknowledged:
-        """Commit; returns when the changes are durable and accepted."""
-        return self._with_owner(lambda owner: owner.commit(CommitCommand(self._task, timings), changes))
+    def scan(
+        self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Pairs of the ranges, one range after the other; goes on with the next owner where the last one stopped."""
+        task, left, rest = self._task, limit, list(ranges)
+        while rest and left != 0:
+            command = ScanCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family, left)
+            try:
+                for pairs in self._with_owner(lambda owner: owner).scan(command, rest):
+                    rest = _behind(rest, pairs.column(0)[-1].as_py())
+                    if left is not None:
+                        left -= pairs.num_rows
+                    yield pairs
+            except RETRIABLE as error:
+                self._forget_owner(error)
+                # Finds the next owner, or gives up after the time allowed.
+                self._with_owner(lambda owner: None)
+                continue
+            return
+
+    def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
+        """Add changes to the commit; a null value removes its key."""
+        self._staged.add(column_family, keys, values)
+
+    def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
+        """Commit what was staged; returns when the changes are durable and accepted."""
+        command = CommitCommand(self._task, timings or {}, figures)
+        self._with_owner(lambda owner: owner.commit(command, self._staged))
+        self._staged.close()
+
+    def close(self) -> None:
+        """Drop what is staged and not committed."""
+        self._staged.close()
 
     def _with_owner(self, call: Callable[[HostClient], T]) -> T:
         deadline = time.monotonic() + self._endpoints.timeout
@@ -127,13 +199,21 @@ class TaskStore:
                 if opened.redirect is not None:
                     address = opened.redirect  # noqa: PLW2901 - the owner replaces the host asked
                     host = client_for(address, token)
-                    if (again := host.open(self._task)).redirect is not None:
-                        raise NotOwnerError(f"{address} sent the task on to {again.redirect}; ownership is changing.")
+                    opened = host.open(self._task)
+                    if opened.redirect is not None:
+                        raise NotOwnerError(f"{address} sent the task on to {opened.redirect}; ownership is changing.")
             except HostUnavailableError as error:
                 forget_client(address, token)
                 failure = error
                 continue
             _owners[self._key] = (address, token)
+            self._opened = opened
             self._owner_token = token
             return host
         raise failure
+
+
+def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
+    """What is left of ranges, read one after the other, behind the last key that was read."""
+    at = next(i for i, (start, end) in enumerate(ranges) if start <= key and (end is None or key < end))
+    return [(key + b"\x00", ranges[at][1]), *ranges[at + 1 :]]

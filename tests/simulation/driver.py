@@ -7,15 +7,17 @@ Tasks use the real ``spark_bridge.task_client.TaskStore``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.changelog import Changes
+from backends.changelog import DEFAULT_FAMILY, Changes
 from backends.exceptions import FileExistsInStorageError, StorageError
-from coordinator_actor.messages import Acknowledged, OperatorSpec, QueryRegistration
+from coordinator_actor.messages import Acknowledged, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.protocol import CHANGES_SCHEMA, CommitCommand, GetCommand, Opened, TaskIdentity
+from spark_bridge.flight_server import changes_of
+from spark_bridge.protocol import CommitCommand, GetCommand, Opened, TaskIdentity
 from spark_bridge.task_client import Endpoints, TaskStore
 from tests.simulation import model
 from tests.simulation import scheduler as scheduling
@@ -62,9 +64,10 @@ class HostClient:
         """Values of keys."""
         return self._call("get_many", command.run_id, command.operator, command.partition, command.version, keys)
 
-    def commit(self, command: CommitCommand, changes: pa.RecordBatch) -> Acknowledged:
+    def commit(self, command: CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
         """Commit a task's changes."""
-        given = Changes.of(changes.column(0), changes.column(1))
+        batches = [batch for _, batch in changes]
+        given = Changes({DEFAULT_FAMILY: changes_of(batches)})
         answer: Acknowledged = self._call("commit", command.task, given, command.timings)
         return answer
 
@@ -285,7 +288,7 @@ class Query:
     def _work(self, task: TaskIdentity, endpoints: Endpoints, plan: Plan) -> None:
         """``StateTask.run`` with the operator's logic."""
         operator = task.operator
-        store = TaskStore(task, endpoints)
+        store = TaskStore(task, self.num_partitions, endpoints)
         store.open()
         keys = [k for k in plan.keys if model.partition_of(k, self.num_partitions) == task.partition]
         values = store.get_many(model.to_array(keys)).to_pylist()
@@ -294,8 +297,8 @@ class Query:
             model.stored(model.new_value(operator, plan.token, k, model.value_in(v)), task.attempt)
             for k, v in zip(keys, values, strict=True)
         ]
-        columns = [model.to_array(keys), pa.array(made, pa.binary())]
-        store.commit(pa.RecordBatch.from_arrays(columns, schema=CHANGES_SCHEMA), {})
+        store.stage(model.to_array(keys), pa.array(made, pa.binary()))
+        store.commit(OperatorFigures())
 
 
 class PerProcess:
