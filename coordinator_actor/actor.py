@@ -14,7 +14,7 @@ import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from backends.ids import StateStoreProviderId
-from backends.manifest import Lineage
+from backends.manifest import Lineage, PartitionEntry
 from backends.storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
 from coordinator_actor.location_oracle import KvStateLocationOracle
@@ -121,9 +121,11 @@ class StateStoreCoordinator:
         """See ``Coordinator``."""
         return self._coordinator.unregister_session(session_id)
 
-    def register_query(self, registration: QueryRegistration) -> RegisteredQuery:
+    def register_query(
+        self, registration: QueryRegistration, initial: dict[str, dict[int, PartitionEntry]] | None = None
+    ) -> RegisteredQuery:
         """See ``Coordinator``."""
-        return self._coordinator.register_query(registration)
+        return self._coordinator.register_query(registration, initial)
 
     def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
         """See ``Coordinator``."""

@@ -18,7 +18,7 @@ from typing import Any
 from backends.exceptions import StateStoreError, StorageError
 from backends.ids import StateStoreId, StateStoreProviderId
 from backends.manifest import Lineage, PartitionEntry
-from backends.schema import StateSchema
+from backends.operator_schema import OperatorSchema
 from backends.storage import CheckpointStorage
 from coordinator_actor.assignment import assign
 from coordinator_actor.checkpoints import CompletedCheckpoint, TaskKey
@@ -276,8 +276,13 @@ class Coordinator:
 
     # -- queries -------------------------------------------------------------------------------
 
-    def register_query(self, registration: QueryRegistration) -> RegisteredQuery:
-        """A run starts, or is reported again. A newer run of the same state retires the older one."""
+    def register_query(
+        self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None
+    ) -> RegisteredQuery:
+        """A run starts, or is reported again. A newer run of the same state retires the older one.
+
+        ``initial`` names the files of version 0, by operator and partition, of a query that does not begin empty.
+        """
         with self._lock:
             registering = self._registering.setdefault(registration.state_location, threading.Lock())
         with registering:
@@ -302,21 +307,23 @@ class Coordinator:
             refusal = refusal_of(run)
             if refusal is not None:
                 return RegisteredQuery(refusal, 0, run.completed)
-            self._claim(run)
+            self._claim(run, initial)
             return RegisteredQuery(None, manifest_log.epoch, run.completed)
 
-    def _claim(self, run: QueryState) -> None:
+    def _claim(self, run: QueryState, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None) -> None:
         registration = run.registration
         query_file = QueryFile(registration.query_id, registration.key_groups)
         run.log.ensure_query_file(query_file)
         for operator in registration.operators:
-            schema_id = StateSchema.from_json(operator.schema).id
+            schema_id = OperatorSchema.from_json(operator.schema).id
             run.log.ensure(schema_path(schema_id), operator.schema.encode())
         run.log.claim(registration.run_id, run.layouts.values())
         run.counter.ensure_above(run.log.last_id())
         # Nobody else can make a version any more, but an older run may just have committed one.
         run.completed = max(run.completed, run.commits.next_batch())
         run.chain = run.log.chain()
+        if initial is not None and not run.chain and run.completed == 0:
+            run.begin_with(initial)
         # Nobody knows the run before all of this has succeeded.
         if run.completed > 0 and run.completed not in run.chain:
             run.recover(run.completed)

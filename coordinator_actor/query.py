@@ -13,7 +13,7 @@ from backends import chain as chains
 from backends.chain import Layout, Retention
 from backends.changelog import read_changelog_meta
 from backends.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.schema import StateSchema
+from backends.operator_schema import OperatorSchema
 from backends.snapshot import Snapshot
 from backends.storage import digest
 from coordinator_actor.checkpoint_coordinator import CheckpointCoordinator
@@ -116,10 +116,9 @@ class QueryState:
 
     def __post_init__(self) -> None:
         self._times: tuple[int, BatchTimes] | None = None
+        self.adopt(self.registration.operators)
         operators = self.registration.operators
-        self._specs = {o.name: o for o in operators}
         self.layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
-        self._schema_ids = {o.name: StateSchema.from_json(o.schema).id for o in operators}
         self.num_tasks = sum(o.num_partitions for o in operators)
         self.checkpoints = CheckpointCoordinator(
             self.run_id,
@@ -137,6 +136,25 @@ class QueryState:
     def run_id(self) -> str:
         """The run."""
         return self.registration.run_id
+
+    def adopt(self, operators: tuple[OperatorSpec, ...]) -> None:
+        """Take the declarations with their schemas as they have become over all runs; nothing else of them differs."""
+        self.registration = msgspec.structs.replace(self.registration, operators=operators)
+        self._specs = {o.name: o for o in operators}
+        self._schema_ids = {o.name: OperatorSchema.from_json(o.schema).id for o in operators}
+
+    def begin_with(self, initial: Mapping[str, Mapping[int, PartitionEntry]]) -> None:
+        """Write the manifest of version 0 of a state that does not begin empty."""
+        operators = {
+            name: OperatorEntry.of(
+                layout.num_partitions, self._schema_ids[name], layout.backend, dict(initial.get(name, {}))
+            )
+            for name, layout in self.layouts.items()
+        }
+        manifest_id, now = self.counter.get_and_increment(), self._now_ms()
+        self._append(
+            Manifest(manifest_id, None, 0, self.log.epoch, self.run_id, now, operators, oldest=0, chain_from=0)
+        )
 
     def operator(self, name: str) -> OperatorSpec | None:
         """The declaration of an operator."""

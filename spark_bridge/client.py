@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from backends.key_groups import key_groups
 from backends.keys import encode_keys
+from backends.operator_schema import OperatorSchema
 from backends.schema import StateSchema
-from backends.values import decode_values
 from coordinator_actor.exceptions import (
     CoordinatorError,
     RetiredRunError,
@@ -52,7 +52,7 @@ class QueryableStateClient:
         self._locate_remote = locate
         self._token = token
         self._timeout = timeout
-        self._locations: dict[tuple[str, str | None], tuple[float, OperatorLocation, StateSchema]] = {}
+        self._locations: dict[tuple[str, str | None], tuple[float, OperatorLocation, OperatorSchema]] = {}
         self._hosts: dict[str, HostClient] = {}
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="statestore-client")
 
@@ -86,57 +86,67 @@ class QueryableStateClient:
         port = RayCoordinatorPort(namespace, coordinator_name, timeout)
         return cls(port.locate, port.call("token"), timeout)
 
-    def get(self, operator: str, key: Any, query: str | None = None) -> dict[str, Any] | None:
-        """The value of one key as a dict of its columns, or None if it has none."""
-        found = self._get_many(operator, [key], query)[1]
+    def get(self, operator: str, key: Any, query: str | None = None, state: str | None = None) -> dict[str, Any] | None:
+        """The value of one key as a dict of its columns, or None if it has none.
+
+        ``state`` names the state variable, a value state, of an operator that has several.
+        """
+        found = self._get_many(operator, [key], query, state)[1]
         row: dict[str, Any] = found.slice(0, 1).to_pylist()[0]
         present = row.pop(PRESENT)
         return row if present else None
 
-    def get_many(self, operator: str, keys: Sequence[Any], query: str | None = None) -> pa.Table:
+    def get_many(
+        self, operator: str, keys: Sequence[Any], query: str | None = None, state: str | None = None
+    ) -> pa.Table:
         """One row per key asked, in that order: key columns, then value columns (nulls where a key has no value)."""
-        key_columns, values = self._get_many(operator, keys, query)
+        key_columns, values = self._get_many(operator, keys, query, state)
         values = values.drop_columns([PRESENT])
         return pa.Table.from_arrays(
             [*key_columns.columns, *values.columns], schema=pa.schema([*key_columns.schema, *values.schema])
         )
 
-    def _get_many(self, operator: str, keys: Sequence[Any], query: str | None) -> tuple[pa.RecordBatch, pa.Table]:
+    def _get_many(
+        self, operator: str, keys: Sequence[Any], query: str | None, state: str | None
+    ) -> tuple[pa.RecordBatch, pa.Table]:
         # As a whole: a query that was restarted may have another number of partitions.
-        return self._retrying(operator, query, lambda: self._get_many_once(operator, keys, query))
+        return self._retrying(operator, query, lambda: self._get_many_once(operator, keys, query, state))
 
-    def _get_many_once(self, operator: str, keys: Sequence[Any], query: str | None) -> tuple[pa.RecordBatch, pa.Table]:
-        schema, location = self._locate(operator, query)
+    def _get_many_once(
+        self, operator: str, keys: Sequence[Any], query: str | None, state: str | None
+    ) -> tuple[pa.RecordBatch, pa.Table]:
+        variables, location = self._locate(operator, query)
+        family, schema, is_rows = asked_family(operator, variables, state)
         key_batch = key_columns(schema.key, keys)
         groups = key_groups(key_batch, location.key_groups)
         encoded = encode_keys(key_batch, groups)
         partitions = (groups.astype(np.int64) * location.operator.num_partitions) // location.key_groups
         asked = [(int(p), np.flatnonzero(partitions == p)) for p in np.unique(partitions)]
         answers = list(
-            self._pool.map(lambda part: self._ask(location, part[0], encoded.take(pa.array(part[1]))), asked)
+            self._pool.map(lambda part: self._ask(location, part[0], encoded.take(pa.array(part[1])), family), asked)
         )
         order = np.concatenate([rows for _, rows in asked]) if asked else np.zeros(0, np.int64)
         values = pa.concat_arrays(answers) if answers else pa.array([], pa.binary())
         values = values.take(pa.array(np.argsort(order, kind="stable")))
-        states = decode_values(values, schema.value)
-        columns = [*results(states), values.is_valid()]
-        fields = [*result_fields(schema.value), pa.field(PRESENT, pa.bool_())]
+        states = schema.decode_values(values)
+        columns = [*(results(states) if is_rows else states.columns), values.is_valid()]
+        fields = [*(result_fields(schema.value) if is_rows else states.schema), pa.field(PRESENT, pa.bool_())]
         return key_batch, pa.Table.from_arrays(columns, schema=pa.schema(fields))
 
-    def _ask(self, location: OperatorLocation, partition: int, keys: pa.BinaryArray) -> pa.BinaryArray:
-        command = GetCommand(location.run_id, location.operator.name, partition)
+    def _ask(self, location: OperatorLocation, partition: int, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
+        command = GetCommand(location.run_id, location.operator.name, partition, column_family=family)
         return self._host(location.owners[partition]).get_many(command, keys)
 
-    def _locate(self, operator: str, query: str | None) -> tuple[StateSchema, OperatorLocation]:
+    def _locate(self, operator: str, query: str | None) -> tuple[OperatorSchema, OperatorLocation]:
         cached = self._locations.get((operator, query))
         if cached is None or time.monotonic() > cached[0]:
 
-            def look_up() -> tuple[float, OperatorLocation, StateSchema]:
+            def look_up() -> tuple[float, OperatorLocation, OperatorSchema]:
                 location = self._locate_remote(operator, query)
                 return (
                     time.monotonic() + LOCATION_SECONDS,
                     location,
-                    StateSchema.from_json(location.operator.schema),
+                    OperatorSchema.from_json(location.operator.schema),
                 )
 
             cached = self._locations[(operator, query)] = self._retrying(operator, query, look_up)
@@ -187,6 +197,28 @@ MOVED = (
 )
 """Looking it up again may help: a host moved, or the query was restarted since the last look-up."""
 PRESENT = "__statestore_present"
+
+
+def asked_family(operator: str, variables: OperatorSchema, state: str | None) -> tuple[str, StateSchema, bool]:
+    """The column family to be read, its schema, and whether it has an aggregate's states.
+
+    Raises ``RequestError`` for what single keys cannot be looked up in.
+    """
+    known = [v for v in variables.variables if not v.deleted]
+    named = [v for v in known if v.name == state or (state is None and len(known) == 1)]
+    names = ", ".join(f"{v.name!r} ({v.kind})" for v in known)
+    if not named:
+        wanted = "needs state=" if state is None else f"has no state variable {state!r}; name"
+        raise RequestError(f"Operator {operator!r} {wanted} one of its state variables: {names}.")
+    (variable,) = named
+    is_rows = variable.kind == "rows" and len(variable.families) == 1 and not variables.key_columns
+    if not is_rows and variable.kind != "value":
+        raise RequestError(
+            f"Single keys of operator {operator!r}, state variable {variable.name!r} ({variable.kind}), cannot be looked up; "
+            "read_state gives its rows. Value states and aggregates without windows can be looked up."
+        )
+    family = variable.family(variable.name)
+    return family, variable.families[family], is_rows
 
 
 def key_columns(schema: pa.Schema, keys: Sequence[Any]) -> pa.RecordBatch:

@@ -76,6 +76,8 @@ NOTHING_HELD = 1 << 62
 """The version reported of a run that a host knows, but has no partition of: no version is newer."""
 GRANT_SECONDS = 1.0
 """For how long the tasks of a batch go by what the coordinator said to the first of them: owners may have moved since."""
+REMEMBERED_COMMITS = 4
+"""Of so many versions a host can tell what was done, for those who ask when the next batch has begun."""
 InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
 
@@ -131,8 +133,7 @@ class Instance:
     invocations: dict[str, str] = field(default_factory=dict)
     invocations_of: int = -1
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
-    last_commit: dict[str, float] = field(default_factory=dict)
-    figures: OperatorFigures = field(default_factory=OperatorFigures)
+    commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)
     snapshot_version: int = 0
     rescaled_at: int | None = None
 
@@ -599,17 +600,17 @@ class Host:
                 raise
             instance.state.accept(version, task.attempt)
             instance.acknowledged[version] = message
-            instance.figures = figures or OperatorFigures()
         done = time.perf_counter()
         with self._lock:
             self._counters["commits"] += 1
             self._counters["keys_written"] += changes.num_changes
-            instance.last_commit = {
-                "version": version,
+            milliseconds = {
                 **timings,
                 "changelog_ms": (durable - started) * 1e3,
                 "acknowledge_ms": (done - durable) * 1e3,
             }
+            earlier = {v: c for v, c in instance.commits.items() if version - REMEMBERED_COMMITS < v < version}
+            instance.commits = {**earlier, version: (milliseconds, figures or OperatorFigures())}
         return answer
 
     def _acknowledgement(self, meta: ChangelogMeta, file: FileRef, duration: float) -> Acknowledge:
@@ -733,8 +734,8 @@ class Host:
                         "partition": i.partition,
                         "version": i.state.version,
                         **_size(i.state),
-                        "figures": to_builtins(i.figures),
-                        "last_commit": i.last_commit,
+                        "last_commit": {"version": max(i.commits), **i.commits[max(i.commits)][0]} if i.commits else {},
+                        "commits": {v: {"ms": ms, **to_builtins(f)} for v, (ms, f) in i.commits.items()},
                     }
                     for i in self._instances.values()
                 ],

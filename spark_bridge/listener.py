@@ -11,6 +11,8 @@ import json
 import logging
 import re
 import threading
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,6 +31,8 @@ from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from spark_bridge import state_task as properties
 from spark_bridge.aggregate_operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
 from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.initial_state import ENTRIES, InitialState, make_initial_states
+from spark_bridge.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.operators import duplicate_names, operators_in_plan
 from spark_bridge.settings import unsafe_settings
 from spark_bridge.state_cluster import StateCluster
@@ -68,9 +72,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
     def _register(self, event: QueryStartedEvent) -> str | None:
         query = self._spark.streams.get(str(event.id))
         execution = query._jsq.streamingQuery()
-        operators = operators_in_plan(execution.analyzedPlan())
-        if not operators:
+        declared = operators_in_plan(execution.analyzedPlan())
+        if not declared:
             return None
+        operators = [o.spec for o in declared]
         refusal = self._refuse(execution, [o.name for o in operators], duplicate_names(operators))
         if refusal is not None:
             return refusal
@@ -116,7 +121,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             ),
             maintenance_interval=self._cluster.conf.maintenance_interval,
         )
-        answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration)
+        initial = self._initial_states(
+            registration, {o.spec.name: o.initial for o in declared if o.initial is not None}
+        )
+        answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration, initial)
         if answer.refusal is not None:
             return answer.refusal
         with self._lock:
@@ -130,6 +138,17 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             answer.completed_version,
         )
         return None
+
+    def _initial_states(self, registration: QueryRegistration, states: Mapping[str, InitialState]) -> ENTRIES | None:
+        """Make version 0 of a query that has no state yet; None if there is nothing to be made, or there is state."""
+        storage = CheckpointStorage.open(registration.state_location, registration.storage_options)
+        if not states or next(iter(storage.list("manifests/")), None) is not None:
+            return None
+        started = time.time()
+        log.info("Making the initial state of %s", ", ".join(sorted(states)))
+        made = make_initial_states(registration, states, int(started * 1000), self._cluster.conf)
+        log.info("Made the initial state of %s in %.1f s", ", ".join(sorted(states)), time.time() - started)
+        return made
 
     def publish_endpoints(self) -> None:
         """Tell the jobs that this thread starts where the hosts are."""
@@ -179,6 +198,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if known and not self._stopping.is_set():
             try:
                 self._cluster.batch_committed(run_id, int(event.progress.batchId))
+                if has_listeners():
+                    tell_listeners(run_id, progress_of(self._cluster, run_id))
             except (CoordinatorError, StateStoreError, SparkBridgeError):
                 # The first task of the next batch completes the version all the same.
                 log.warning("Batch %s of run %s was not reported", event.progress.batchId, run_id, exc_info=True)

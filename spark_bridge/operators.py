@@ -9,28 +9,39 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pyspark.sql import DataFrame
 
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.initial_state import InitialState
 
 FUNCTION_PREFIX = "statestore_"
 
-_declared: dict[str, OperatorSpec] = {}
+
+@dataclass(frozen=True)
+class DeclaredOperator:
+    """An operator of this driver, and the state that it is to begin with, if any."""
+
+    spec: OperatorSpec
+    initial: InitialState | None = None
+
+
+_declared: dict[str, DeclaredOperator] = {}
 _lock = threading.Lock()
 
 
-def declare(spec: OperatorSpec) -> str:
+def declare(spec: OperatorSpec, initial: InitialState | None = None) -> str:
     """Remember an operator; returns the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
-        _declared[name] = spec
+        _declared[name] = DeclaredOperator(spec, initial)
     return name
 
 
-def operators_in_plan(plan: Any) -> list[OperatorSpec]:
+def operators_in_plan(plan: Any) -> list[DeclaredOperator]:
     """The operators of a JVM logical plan, in no particular order, one entry per occurrence."""
     found = []
     for node in nodes(plan):
@@ -52,7 +63,7 @@ def nodes(plan: Any) -> Iterator[Any]:
 
 def operators_of(df: DataFrame) -> list[OperatorSpec]:
     """The operators already in a DataFrame."""
-    return operators_in_plan(df._jdf.queryExecution().analyzed())
+    return [o.spec for o in operators_in_plan(df._jdf.queryExecution().analyzed())]
 
 
 def check_operator_name(name: str, df: DataFrame) -> None:

@@ -11,6 +11,7 @@ from pyspark.sql import SparkSession
 EMPTY_RELATION_RULE = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
 EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
 STATELESS_AQE = "spark.sql.adaptive.streaming.stateless.enabled"
+AVAILABLE_NOW_WRAPPER = "spark.sql.streaming.triggerAvailableNowWrapper.enabled"
 
 
 def excluded_rules(current: str | None) -> str:
@@ -23,6 +24,8 @@ def apply_settings(spark: SparkSession) -> None:
     """Set on a live session what stateful operators need."""
     spark.conf.set(EXCLUDED_RULES, excluded_rules(spark.conf.get(EXCLUDED_RULES, None)))
     spark.conf.set(STATELESS_AQE, "false")
+    # Spark 4.2 makes one batch of the whole backlog for availableNow beside a rate source, which makes quiet streams tick.
+    spark.conf.set(AVAILABLE_NOW_WRAPPER, "true")
 
 
 def unsafe_settings(spark: SparkSession) -> str | None:
