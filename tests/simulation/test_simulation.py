@@ -17,8 +17,8 @@ from spark_bridge import host
 from tests.simulation.scheduler import Violation
 from tests.simulation.world import Result, run
 
-QUICK = range(16)
-LONG = range(1000, 1080, 20)
+QUICK = range(8)
+LONG = range(1000, 1020, 10)
 
 
 def check(result: Result) -> None:
@@ -34,7 +34,7 @@ def test_a_troubled_world_keeps_the_rules(seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_many_troubled_worlds_keep_the_rules(first: int) -> None:
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         check(run(seed))
 
 
