@@ -24,6 +24,10 @@ class SchemaMismatchError(StateStoreError):
     """Stored bytes, or a stored schema, are not of the schema that they are read with."""
 
 
+class IncompatibleSchemaError(SchemaMismatchError):
+    """Stored state cannot be gone on with as it is declared now; the message names both schemas."""
+
+
 class UnsupportedLocationError(StateStoreError):
     """State cannot be kept at this address; the message names the remedy."""
 

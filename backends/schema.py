@@ -136,38 +136,58 @@ def _fields(fields: list[Any]) -> list[pa.Field]:
     return made
 
 
+_NEEDED = (
+    "A state schema needs 'key' and 'value', each a struct with 'fields', and may have a 'history' of such structs."
+)
+MAX_HISTORY = (1 << 16) - 1
+"""Earlier schemas of one column family: a stored row tells by 16 bits which schema it was written with."""
+
+
 @dataclass(frozen=True)
 class StateSchema:
     """What a store's keys and values are made of. Types are normalised on construction.
+
+    ``history`` are the schemas that values were written with before, the oldest first: a stored row has
+    the number of its schema in ``[*history, value]``. Which one may follow on which, ``backends.schema_evolution`` says.
 
     Raises ``UnsupportedTypeError`` naming column and type, also for a map inside a key.
     """
 
     key: pa.Schema
     value: pa.Schema
+    history: tuple[pa.Schema, ...] = ()
 
     def encode_values(self, rows: pa.RecordBatch) -> pa.BinaryArray:
         """The bytes of rows of the value's columns; see ``backends.values``."""
         from backends.values import encode_values
 
-        return encode_values(rows)
+        return encode_values(rows, len(self.history))
 
     def decode_values(self, values: pa.Array | pa.ChunkedArray) -> pa.RecordBatch:
-        """The rows of stored values, in the value's columns; a null gives a row of nulls. See ``backends.values``."""
+        """The rows of stored values, in the value's columns, whichever schema of the history they were written with.
+
+        A null gives a row of nulls. See ``backends.values``.
+        """
         from backends.values import decode_values
 
-        return decode_values(values, self.value)
+        return decode_values(values, self.value, self.history)
 
     def __post_init__(self) -> None:
-        for part in ("key", "value"):
-            fields = [getattr(self, part).field(i) for i in range(len(getattr(self, part)))]
-            object.__setattr__(self, part, pa.schema(_fields(_struct(fields)["fields"])))
+        object.__setattr__(self, "key", _normalized(self.key))
+        object.__setattr__(self, "value", _normalized(self.value))
+        object.__setattr__(self, "history", tuple(map(_normalized, self.history)))
         for f in self.key:
             _refuse_map(f.name, f.type)
+        if len(self.history) > MAX_HISTORY:
+            raise InvalidStateStoreArgument(
+                f"A schema has {len(self.history)} earlier ones; at most {MAX_HISTORY} are possible."
+            )
 
     def to_json(self) -> str:
         """Canonical JSON: equal schemas give equal text."""
-        content = {"key": _struct(list(self.key)), "value": _struct(list(self.value))}
+        content: dict[str, Any] = {"key": _struct(list(self.key)), "value": _struct(list(self.value))}
+        if self.history:
+            content["history"] = [_struct(list(earlier)) for earlier in self.history]
         return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
@@ -178,14 +198,27 @@ class StateSchema:
         except json.JSONDecodeError as error:
             raise InvalidStateStoreArgument(f"A state schema is not JSON: {error}") from error
         match content:
-            case {"key": {"fields": list(key)}, "value": {"fields": list(value)}}:
-                return cls(pa.schema(_fields(key)), pa.schema(_fields(value)))
-        raise InvalidStateStoreArgument("A state schema needs 'key' and 'value', each a struct with 'fields'.")
+            case {"key": key, "value": value, "history": list(history)}:
+                return cls(_schema(key), _schema(value), tuple(map(_schema, history)))
+            case {"key": key, "value": value} if "history" not in content:
+                return cls(_schema(key), _schema(value))
+        raise InvalidStateStoreArgument(_NEEDED)
 
     @property
     def id(self) -> str:
         """A short digest of the canonical JSON: the name of the schema's file."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def _normalized(schema: pa.Schema) -> pa.Schema:
+    return pa.schema(_fields(_struct(list(schema))["fields"]))
+
+
+def _schema(content: object) -> pa.Schema:
+    match content:
+        case {"fields": list(fields)}:
+            return pa.schema(_fields(fields))
+    raise InvalidStateStoreArgument(_NEEDED)
 
 
 def _refuse_map(name: str, data_type: pa.DataType) -> None:

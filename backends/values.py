@@ -1,14 +1,17 @@
 """Values: typed rows as bytes, whole columns at a time.
 
-A row is: schema number (uint16, little-endian, 0 so far), a bitmap of nulls, the fixed-width
-columns, for each other column where it ends in the data (uint32), the data. A struct adds a null
-bit and its fields; an array or map is its count, the lengths of its elements, and the elements,
-each of them a row without schema number. All little-endian.
+A row is: schema number (uint16), a bitmap of nulls, the fixed-width columns, for each other column
+where it ends in the data (uint32), the data. A struct adds a null bit and its fields; an array or
+map is its count, the lengths of its elements, and the elements, each of them a row without schema
+number. All little-endian.
+
+The number says which of the schemas the row was written with that its column family has had. Rows of
+earlier ones stay as they are until they are written again, and are converted where they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +43,11 @@ from backends.columns import (
 )
 from backends.exceptions import SchemaMismatchError
 from backends.schema import normalized_type
+from backends.schema_evolution import converted
 from backends.sorted_pairs import as_binary
 
-SCHEMA_NUMBER = 0
 _COUNT = np.dtype("<u4")
+_NUMBER = np.dtype("<u2")
 
 
 @dataclass
@@ -59,25 +63,64 @@ class _Part:
     values: npt.NDArray[Any] | pa.BinaryArray | None = None
 
 
-def encode_values(batch: pa.RecordBatch) -> pa.BinaryArray:
-    """The bytes of each row; raises ``UnsupportedTypeError`` naming column and type."""
+def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
+    """The bytes of each row; ``number`` is that of their schema. Raises ``UnsupportedTypeError`` naming column and type."""
     parts = [
         part
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
         for part in _parts(name, plain(name, column))
     ]
-    return _encode_rows(parts, batch.num_rows, numbered=True)
+    return _encode_rows(parts, batch.num_rows, number)
 
 
-def decode_values(values: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.RecordBatch:
+def decode_values(
+    values: pa.Array | pa.ChunkedArray, schema: pa.Schema, history: Sequence[pa.Schema] = ()
+) -> pa.RecordBatch:
     """Rows of ``schema``; a null in ``values`` gives a row of nulls.
 
+    Each row may have been written with ``schema`` or one of the ``history``: its number is the place in the two together.
     Raises ``SchemaMismatchError`` if the bytes are of another schema.
     """
-    fields = [f.with_type(normalized_type(f.name, f.type)) for f in schema]
-    columns = _decode_rows(as_binary("values", values), [f.type for f in fields], schema, numbered=True)
+    newest = _readable(schema)
+    layout = _Layout.of(newest.types, numbered=True)
+    content, offsets = binary_content(_filled(as_binary("values", values), layout, len(history)))
+    rows = layout.heads(content, offsets) if layout.fits(offsets).all() else None
+    if rows is None or (rows["number"] != len(history)).any():
+        columns = _decode_mixed(content, offsets, [*map(_readable, history), newest])
+    else:
+        columns = layout.columns(rows, content, offsets, schema)
+    return pa.RecordBatch.from_arrays(columns, schema=newest)
+
+
+def _readable(schema: pa.Schema) -> pa.Schema:
     # Where the schema forbids nulls, an absent row still is one.
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema([f.with_nullable(True) for f in fields]))
+    return pa.schema([pa.field(f.name, normalized_type(f.name, f.type)) for f in schema])
+
+
+def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) -> list[pa.Array]:
+    """The columns of the last of the schemas, of rows each of which is of one of them."""
+    newest = len(schemas) - 1
+    check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
+    numbers = gather_fixed(content, offsets[:-1], _NUMBER)
+    found, counts = np.unique(numbers, return_counts=True)
+    if found[-1] > newest:
+        raise SchemaMismatchError(
+            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number {newest}: "
+            "they were written with a later schema or by a newer release, or are not values."
+        )
+    by_number = np.argsort(numbers, kind="stable")
+    values = binary_array(content, offsets)
+    if len(found) > 1:
+        values = values.take(pa.array(by_number))
+    parts, begin = [], 0
+    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
+        columns = _decode_rows(values.slice(begin, count), schemas[number].types, schemas[number], numbered=True)
+        parts.append(converted(columns, schemas[number], schemas[newest], count))
+        begin += count
+    if len(parts) == 1:
+        return parts[0]
+    back = pa.array(np.argsort(by_number, kind="stable"))
+    return [pa.concat_arrays(pieces).take(back) for pieces in zip(*parts, strict=True)]
 
 
 def _parts(name: str, array: pa.Array) -> Iterator[_Part]:
@@ -116,10 +159,10 @@ def _row_dtype(parts: list[_Part], *, numbered: bool) -> np.dtype[Any]:
     return np.dtype(fields)
 
 
-def _encode_rows(parts: list[_Part], n: int, *, numbered: bool) -> pa.BinaryArray:
-    rows = np.zeros(n, _row_dtype(parts, numbered=numbered))
-    if numbered:
-        rows["number"] = SCHEMA_NUMBER
+def _encode_rows(parts: list[_Part], n: int, number: int | None) -> pa.BinaryArray:
+    rows = np.zeros(n, _row_dtype(parts, numbered=number is not None))
+    if number is not None:
+        rows["number"] = number
     ends = np.zeros(n, np.int64)
     data: list[pa.BinaryArray] = []
     for i, part in enumerate(parts):
@@ -135,31 +178,53 @@ def _encode_rows(parts: list[_Part], n: int, *, numbered: bool) -> pa.BinaryArra
 
 
 def _decode_rows(values: pa.BinaryArray, kinds: list[pa.DataType], schema: object, *, numbered: bool) -> list[pa.Array]:
-    parts = [part for kind in kinds for part in _layout_of(kind)]
-    dtype = _row_dtype(parts, numbered=numbered)
-    if values.null_count:
-        values = values.fill_null(_null_row(dtype))
-    content, offsets = binary_content(values)
-    has_data = any(part.is_data for part in parts)
-    lengths = np.diff(offsets)
-    check_ranges(lengths >= dtype.itemsize if has_data else lengths == dtype.itemsize, "values", schema)
-    rows = gather_fixed(content, offsets[:-1], dtype) if has_data else content.view(dtype)
-    if numbered and (rows["number"] != SCHEMA_NUMBER).any():
-        raise SchemaMismatchError(
-            f"Stored values have the schema number {int(rows['number'].max())}; this release writes {SCHEMA_NUMBER}. "
-            "They were written by a newer release, or are not values."
-        )
-    reader = _Reader(parts, rows, content, offsets, schema)
-    columns = [reader.column(kind) for kind in kinds]
-    if has_data:
-        check_ranges(reader.starts == offsets[1:], "values", schema)
-    return columns
+    layout = _Layout.of(kinds, numbered=numbered)
+    content, offsets = binary_content(_filled(values, layout))
+    check_ranges(layout.fits(offsets), "values", schema)
+    return layout.columns(layout.heads(content, offsets), content, offsets, schema)
 
 
-def _null_row(dtype: np.dtype[Any]) -> bytes:
-    row = np.zeros(1, dtype)
+@dataclass(frozen=True)
+class _Layout:
+    """How rows of columns of the given types lie in their bytes; ``dtype`` is their head, all but the data."""
+
+    kinds: list[pa.DataType]
+    parts: list[_Part]
+    dtype: np.dtype[Any]
+    has_data: bool
+
+    @classmethod
+    def of(cls, kinds: list[pa.DataType], *, numbered: bool) -> _Layout:
+        parts = [part for kind in kinds for part in _layout_of(kind)]
+        return cls(kinds, parts, _row_dtype(parts, numbered=numbered), any(part.is_data for part in parts))
+
+    def fits(self, offsets: Offsets) -> npt.NDArray[np.bool_]:
+        """Which of the rows may be of this layout, by their lengths."""
+        lengths = np.diff(offsets)
+        return lengths >= self.dtype.itemsize if self.has_data else lengths == self.dtype.itemsize
+
+    def heads(self, content: Bytes, offsets: Offsets) -> npt.NDArray[Any]:
+        """The heads of the rows, all of which fit."""
+        return gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
+
+    def columns(self, rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object) -> list[pa.Array]:
+        """The columns of rows with these heads."""
+        reader = _Reader(self.parts, rows, content, offsets, schema)
+        columns = [reader.column(kind) for kind in self.kinds]
+        if self.has_data:
+            check_ranges(reader.starts == offsets[1:], "values", schema)
+        return columns
+
+
+def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) -> pa.BinaryArray:
+    """The values with rows of nulls where there are none."""
+    if not values.null_count:
+        return values
+    row = np.zeros(1, layout.dtype)
     row["nulls"] = 0xFF
-    return row.tobytes()
+    if number is not None:
+        row["number"] = number
+    return values.fill_null(row.tobytes())
 
 
 class _Reader:
@@ -198,7 +263,7 @@ class _Reader:
 
 def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     elements, offsets = list_parts(array)
-    rows = _encode_rows(list(_parts(name, plain(name, elements))), len(elements), numbered=False)
+    rows = _encode_rows(list(_parts(name, plain(name, elements))), len(elements), None)
     content, ends = binary_content(rows)
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
-import pyarrow as pa
+import msgspec
 
+from backends.changelog import DEFAULT_FAMILY
+from backends.exceptions import IncompatibleSchemaError
 from backends.manifest import Manifest
-from backends.schema import StateSchema, to_spark_type
+from backends.operator_schema import OperatorSchema, evolved
+from backends.schema import StateSchema
+from backends.schema_evolution import in_words
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query import QueryState, incomplete_message, tasks_of
 
@@ -30,7 +33,7 @@ def refusal_of(run: QueryState) -> str | None:
             f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program asks for "
             f"{registration.key_groups}; set spark.statestore.keyGroups={stored.key_groups}."
         )
-    newest = run.chain[max(run.chain)] if run.chain else None
+    newest = _newest(run)
     if newest is not None:
         refusal = _program_refusal(run, newest)
         if refusal is not None:
@@ -54,26 +57,61 @@ def _program_refusal(run: QueryState, newest: Manifest) -> str | None:
             f"The state at {where} has the operators {_names(newest.operators)}, and the program has {_names(declared)}; give "
             "the operators their old names, or use a new checkpoint location."
         )
-    for name, spec in declared.items():
-        entry = newest.operators[name]
-        if entry.schema_id != StateSchema.from_json(spec.schema).id:
-            return _schema_refusal(run, spec, entry.schema_id)
+    for spec in declared.values():
+        try:
+            _evolved(run, newest, spec)
+        except IncompatibleSchemaError as error:
+            return _schema_refusal(run, newest, spec, error)
     return None
 
 
-def _schema_refusal(run: QueryState, spec: OperatorSpec, stored_id: str) -> str:
-    stored, declared = StateSchema.from_json(run.log.schema(stored_id)), StateSchema.from_json(spec.schema)
-    part = "key" if stored.key != declared.key else "state"
+def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
+    """The run's operators with the schemas that they go on with: what is stored, and what the program has changed of it.
+
+    For a run that nothing is refused of; the same however often it is asked, and for a run that has been given these
+    operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
+    """
+    newest = _newest(run)
+    return tuple(
+        msgspec.structs.replace(spec, schema=_evolved(run, newest, spec).to_json())
+        for spec in run.registration.operators
+    )
+
+
+def _newest(run: QueryState) -> Manifest | None:
+    return run.chain[max(run.chain)] if run.chain else None
+
+
+def _evolved(run: QueryState, newest: Manifest | None, spec: OperatorSpec) -> OperatorSchema:
+    declared = OperatorSchema.from_json(spec.schema)
+    if newest is None:
+        return evolved(None, declared)
+    schema_id = newest.operators[spec.name].schema_id
+    if schema_id == declared.id:
+        return declared
+    return evolved(OperatorSchema.from_json(run.log.schema(schema_id)), declared)
+
+
+def _schema_refusal(run: QueryState, newest: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
+    stored = OperatorSchema.from_json(run.log.schema(newest.operators[spec.name].schema_id))
+    where = run.registration.state_location
+    there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
+    if there is not None and here is not None and there != here:
+        part = "key" if there.key != here.key else "state"
+        return (
+            f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}. "
+            f"Stored: {_columns(there)}. Program: {_columns(here)}. Restore the old columns and aggregations, or use a new "
+            "checkpoint location."
+        )
     return (
-        f"The {part} schema of operator {spec.name!r} differs from the one stored at {run.registration.state_location}. "
-        f"Stored: {_columns(stored)}. Program: {_columns(declared)}. Restore the old columns and aggregations, or use a new "
-        "checkpoint location."
+        f"The state of operator {spec.name!r} at {where} cannot be gone on with as the program declares it now. {error} "
+        "Restore the old declaration, put a state variable of another name in its place, or use a new checkpoint location."
     )
 
 
 def _missing_version(run: QueryState) -> str | None:
     versions = sorted(run.chain)
-    layouts, found = run.stored_changes(run.completed)
+    _, layouts, found = run.stored_changes(run.completed)
     tasks = tasks_of(layouts)
     lacking = [task for task in tasks if task not in found]
     if not lacking:
@@ -92,12 +130,5 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(repr(n) for n in sorted(names))
 
 
-def _type(field: pa.Field) -> str:
-    spark = to_spark_type(field.name, field.type)
-    return spark if isinstance(spark, str) else json.dumps(spark)
-
-
 def _columns(schema: StateSchema) -> str:
-    key = ", ".join(f"{f.name} {_type(f)}" for f in schema.key)
-    value = ", ".join(f"{f.name} {_type(f)}" for f in schema.value)
-    return f"key ({key}), state ({value})"
+    return f"key {in_words(schema.key)}, state {in_words(schema.value)}"

@@ -18,11 +18,10 @@ from typing import Any
 from backends.exceptions import StateStoreError, StorageError
 from backends.ids import StateStoreId, StateStoreProviderId
 from backends.manifest import Lineage, PartitionEntry
-from backends.operator_schema import OperatorSchema
 from backends.storage import CheckpointStorage
 from coordinator_actor.assignment import assign
 from coordinator_actor.checkpoints import CompletedCheckpoint, TaskKey
-from coordinator_actor.compatibility import refusal_of
+from coordinator_actor.compatibility import evolved_operators, refusal_of
 from coordinator_actor.exceptions import (
     BatchHeldError,
     CoordinatorError,
@@ -307,6 +306,7 @@ class Coordinator:
             refusal = refusal_of(run)
             if refusal is not None:
                 return RegisteredQuery(refusal, 0, run.completed)
+            run.adopt(evolved_operators(run))
             self._claim(run, initial)
             return RegisteredQuery(None, manifest_log.epoch, run.completed)
 
@@ -314,19 +314,25 @@ class Coordinator:
         registration = run.registration
         query_file = QueryFile(registration.query_id, registration.key_groups)
         run.log.ensure_query_file(query_file)
-        for operator in registration.operators:
-            schema_id = OperatorSchema.from_json(operator.schema).id
-            run.log.ensure(schema_path(schema_id), operator.schema.encode())
-        run.log.claim(registration.run_id, run.layouts.values())
-        run.counter.ensure_above(run.log.last_id())
-        # Nobody else can make a version any more, but an older run may just have committed one.
-        run.completed = max(run.completed, run.commits.next_batch())
-        run.chain = run.log.chain()
-        if initial is not None and not run.chain and run.completed == 0:
-            run.begin_with(initial)
-        # Nobody knows the run before all of this has succeeded.
-        if run.completed > 0 and run.completed not in run.chain:
-            run.recover(run.completed)
+        while True:
+            for operator in run.registration.operators:
+                run.log.ensure(schema_path(run.schema_ids[operator.name]), operator.schema.encode())
+            run.log.claim(registration.run_id, run.layouts.values(), run.schema_ids)
+            run.counter.ensure_above(run.log.last_id())
+            # Nobody else can make a version any more, but an older run may just have committed one.
+            run.completed = max(run.completed, run.commits.next_batch())
+            run.chain = run.log.chain()
+            if initial is not None and not run.chain and run.completed == 0:
+                run.begin_with(initial)
+            # Nobody knows the run before all of this has succeeded.
+            if run.completed > 0 and run.completed not in run.chain:
+                run.recover(run.completed)
+            operators = evolved_operators(run)
+            if operators == run.registration.operators:
+                break
+            # That older run has gone on to other schemas: this one has to follow upon them.
+            run.adopt(operators)
+        registration = run.registration
         if run.take_over():
             log.info("Run %s goes back to version %d", registration.run_id, run.completed)
         following = run.chain.get(run.completed + 1)

@@ -6,12 +6,12 @@ has written and before it answers, so that of two coordinators only one can comp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from backends import chain
 from backends.chain import Layout
@@ -36,12 +36,13 @@ class QueryFile(Struct, frozen=True):
 
 
 class EpochFile(Struct, frozen=True):
-    """``epochs/<k>.json``: who coordinates, which run, and in which layouts that run keeps its operators."""
+    """``epochs/<k>.json``: who coordinates, which run, and in which layouts and by which schemas it keeps its operators."""
 
     epoch: int
     coordinator_id: str
     run_id: str
     layouts: tuple[Layout, ...] = ()
+    schema_ids: dict[str, str] = field(default_factory=dict)
 
 
 class SavepointRecord(Struct, frozen=True):
@@ -107,21 +108,22 @@ class ManifestLog:
         files = self._read_all([epoch_path(k) for k in self._ids("epochs")], EpochFile)
         return any(f.run_id == run_id for f in files)
 
-    def runs(self) -> dict[str, dict[str, Layout]]:
-        """The runs that have claimed an epoch, the last one first, with the layouts of their operators."""
+    def runs(self) -> dict[str, EpochFile]:
+        """The runs that have claimed an epoch, the last one first, with their last claims."""
         files = self._read_all([epoch_path(k) for k in self._ids("epochs")], EpochFile)
-        found: dict[str, dict[str, Layout]] = {}
+        found: dict[str, EpochFile] = {}
         for file in reversed(files):
-            found.setdefault(file.run_id, {layout.operator: layout for layout in file.layouts})
+            found.setdefault(file.run_id, file)
         return found
 
-    def claim(self, run_id: str, layouts: Iterable[Layout] = ()) -> None:
+    def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
         while True:
             ids = self._ids("epochs")
             epoch = (ids[-1] if ids else 0) + 1
+            claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}))
             try:
-                self._create(epoch_path(epoch), EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts)))
+                self._create(epoch_path(epoch), claim)
             except FileExistsInStorageError:
                 continue
             self.epoch = epoch

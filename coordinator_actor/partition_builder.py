@@ -27,13 +27,14 @@ def build_partition(
     pairs: Iterable[tuple[str, SortedPairs]],
     conf: StateStoreConf,
     *,
+    is_distinct: bool = False,
     scratch: Path | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[PartitionEntry, int]:
     """Write the version ``meta.version`` of a partition: a changelog without changes, its head, and a snapshot.
 
     ``pairs`` come by column family, each batch sorted; of a key that comes several times the last counts, and a null value
-    removes it. ``meta.base`` must be no changelog: nobody may take this one for changes to the empty version 0.
+    removes it; ``is_distinct`` if none does. ``meta.base`` must be no changelog: nobody may take this one for changes to the empty version 0.
     ``scratch`` is a local directory for the time being. Also returns how many pairs there are. Raises ``StorageError``.
     """
     provider = provider_class(conf)
@@ -45,10 +46,13 @@ def build_partition(
         captured.mkdir()
         engine = provider.engine(Path(directory) / "engine", conf)
         try:
+            rows = 0
             for family, batch in pairs:
                 engine.prepare(Changes({family: batch}))(LocalState())
+                rows += len(batch)
             engine.prepare(empty)(LocalState())
-            rows = sum(batch.num_rows for family in families for batch in engine.scan(None, None, family))
+            if not is_distinct:
+                rows = sum(batch.num_rows for family in families for batch in engine.scan(None, None, family))
             held = LocalState(meta.version, path, rows)
             engine.prepare(empty)(held)
             engine.capture(captured)()

@@ -141,13 +141,13 @@ class QueryState:
         """Take the declarations with their schemas as they have become over all runs; nothing else of them differs."""
         self.registration = msgspec.structs.replace(self.registration, operators=operators)
         self._specs = {o.name: o for o in operators}
-        self._schema_ids = {o.name: OperatorSchema.from_json(o.schema).id for o in operators}
+        self.schema_ids = {o.name: OperatorSchema.from_json(o.schema).id for o in operators}
 
     def begin_with(self, initial: Mapping[str, Mapping[int, PartitionEntry]]) -> None:
         """Write the manifest of version 0 of a state that does not begin empty."""
         operators = {
             name: OperatorEntry.of(
-                layout.num_partitions, self._schema_ids[name], layout.backend, dict(initial.get(name, {}))
+                layout.num_partitions, self.schema_ids[name], layout.backend, dict(initial.get(name, {}))
             )
             for name, layout in self.layouts.items()
         }
@@ -317,12 +317,17 @@ class QueryState:
         """Write the manifest of a checkpoint that every partition has acknowledged."""
         version: int = checkpoint.properties["version"]
         held: dict[TaskKey, PartitionEntry] = checkpoint.states
-        self._append(self._manifest(version, checkpoint.id, self.layouts, held))
+        self._append(self._manifest(version, checkpoint.id, self.layouts, held, self.schema_ids))
         self.recorded = self.planned
         self.batch, self.last = None, checkpoint
 
     def _manifest(
-        self, version: int, manifest_id: int, layouts: Mapping[str, Layout], held: Mapping[TaskKey, PartitionEntry]
+        self,
+        version: int,
+        manifest_id: int,
+        layouts: Mapping[str, Layout],
+        held: Mapping[TaskKey, PartitionEntry],
+        schema_ids: Mapping[str, str],
     ) -> Manifest:
         below = self.chain.get(version - 1)
         keep = self.planned or Retention(self.oldest, min(self.chain, default=1))
@@ -336,7 +341,7 @@ class QueryState:
             operators={
                 name: OperatorEntry.of(
                     layout.num_partitions,
-                    self._schema_ids[name],
+                    schema_ids[name],
                     layout.backend,
                     {
                         p: PartitionEntry(e.attempt, e.changelog, self._unnamed_in(layout, p))
@@ -446,17 +451,21 @@ class QueryState:
         self.chain = self.log.chain()
         if version in self.chain and self.chain[version].run_id == self.run_id:
             return
-        layouts, found = self.stored_changes(version)
+        run_id, layouts, found = self.stored_changes(version)
         lacking = [task for task in tasks_of(layouts) if task not in found]
         if lacking:
             raise IncompleteBatchError(incomplete_message(version - 1, lacking, len(tasks_of(layouts))))
         if self.batch is not None:
             self.checkpoints.cancel_checkpoint(self.batch.id, f"batch {version - 1} is committed")
             self.batch = None
-        self._append(self._manifest(version, self.counter.get_and_increment(), layouts, found))
+        # Rows are numbered by the schemas of the run that has written them.
+        theirs = self.log.runs().get(run_id)
+        schema_ids = theirs.schema_ids if theirs is not None and run_id != self.run_id else {}
+        ids = {**self.schema_ids, **schema_ids}
+        self._append(self._manifest(version, self.counter.get_and_increment(), layouts, found, ids))
 
-    def stored_changes(self, version: int) -> tuple[Mapping[str, Layout], dict[TaskKey, PartitionEntry]]:
-        """What the partitions have acknowledged of a version, or else what the storage has of it, and in which layouts.
+    def stored_changes(self, version: int) -> tuple[str, Mapping[str, Layout], dict[TaskKey, PartitionEntry]]:
+        """What the partitions have acknowledged of a version, or else what the storage has of it; of which run, in which layouts.
 
         If this run has done nothing of it, an earlier one has: Spark had committed its batch before this run began, perhaps
         with another number of partitions. Changes of two runs never make one version: each may have seen other rows.
@@ -464,7 +473,7 @@ class QueryState:
         found = dict(self.acknowledged(version))
         runs = {
             self.run_id: self.layouts,
-            **{r: layouts for r, layouts in self.log.runs().items() if r != self.run_id},
+            **{r: {x.operator: x for x in file.layouts} for r, file in self.log.runs().items() if r != self.run_id},
         }
         for run_id, layouts in runs.items():
             if layouts.keys() != self.layouts.keys():
@@ -475,8 +484,8 @@ class QueryState:
                     if changes is not None:
                         found[(name, partition)] = changes
             if found:
-                return layouts, found
-        return self.layouts, found
+                return run_id, layouts, found
+        return self.run_id, self.layouts, found
 
     def _stored_changelog(self, layout: Layout, partition: int, version: int, run_id: str) -> PartitionEntry | None:
         base = chains.head_of(self.chain, version - 1, layout, partition, self.registration.key_groups)

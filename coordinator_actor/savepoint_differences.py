@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
+from backends.changelog import DEFAULT_FAMILY
+from backends.exceptions import IncompatibleSchemaError
+from backends.operator_schema import OperatorSchema, evolved
 from backends.schema import StateSchema, to_spark_type
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoint_format import SavepointMetadata, SavepointOperator
@@ -41,10 +44,20 @@ def differences(
 def _operator_differences(operator: SavepointOperator, spec: OperatorSpec) -> Iterator[str]:
     if operator.kind != spec.kind:
         yield f"operator {spec.name!r} is of the kind {operator.kind!r} in the savepoint, {spec.kind!r} in the program"
-    stored, declared = StateSchema.from_json(operator.schema), StateSchema.from_json(spec.schema)
+    stored, declared = operator.schema, OperatorSchema.from_json(spec.schema)
+    there, here = stored.families.get(DEFAULT_FAMILY), declared.families.get(DEFAULT_FAMILY)
+    lines = [] if there is None or here is None else list(_row_differences(there, here))
+    if not lines:
+        try:
+            evolved(stored, declared)
+        except IncompatibleSchemaError as error:
+            lines = [str(error)]
+    yield from (f"operator {spec.name!r}: {line}" for line in lines)
+
+
+def _row_differences(stored: StateSchema, declared: StateSchema) -> Iterator[str]:
     for what, there, here in (("key", stored.key, declared.key), ("state", stored.value, declared.value)):
-        for line in _column_differences(there, here):
-            yield f"operator {spec.name!r}: {what} {line}"
+        yield from (f"{what} {line}" for line in _column_differences(there, here))
 
 
 def _column_differences(stored: pa.Schema, declared: pa.Schema) -> Iterator[str]:

@@ -24,9 +24,9 @@ from backends.exceptions import DamagedFileError, FileExistsInStorageError, Miss
 from backends.keys import GROUP_BYTES, decode_keys
 from backends.manifest import FileRef
 from backends.schema import StateSchema
+from backends.schema_evolution import nullable
 from backends.sorted_pairs import as_binary, is_strictly_sorted
 from backends.storage import CheckpointStorage, digest, file_digest
-from backends.values import decode_values
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.savepoint_format import KEY_GROUP_COLUMN, ExportedFile, column_names, file_path
 
@@ -54,9 +54,10 @@ def export_partition(
 ) -> ExportedFile:
     """Write the pairs of key groups ``first_group`` to ``last_group``, both included, as one Parquet file.
 
-    ``batches`` have ``key`` and ``value`` (binary, encoded by ``backends.keys`` and ``backends.values``),
-    ascending by key over all of them, as ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any
-    local directory) and then uploaded. ``throttle`` is called after each batch with the seconds that it took, and may sleep.
+    ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by ``backends.keys`` and
+    ``backends.values``, whichever schema of the history it was), ascending by key over all of them, as
+    ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory) and then uploaded.
+    ``throttle`` is called after each batch with the seconds that it took, and may sleep.
 
     The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt
     has uploaded is either the same, and stays, or was cut short by its death, and is replaced.
@@ -93,18 +94,12 @@ def file_schema(schema: StateSchema) -> pa.Schema:
     keys, values = column_names(schema)
     fields = [pa.field(KEY_GROUP_COLUMN, pa.int32(), nullable=False)]
     for names, given in ((keys, schema.key), (values, schema.value)):
-        fields += [pa.field(name, _nullable(f.type)) for name, f in zip(names, given, strict=True)]
+        fields += [f.with_name(name) for name, f in zip(names, _readable(given), strict=True)]
     return pa.schema(fields)
 
 
-def _nullable(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(kind):
-        return pa.struct([pa.field(f.name, _nullable(f.type)) for f in (kind.field(i) for i in range(kind.num_fields))])
-    if pa.types.is_map(kind):
-        return pa.map_(_nullable(kind.key_type), pa.field("value", _nullable(kind.item_type)))
-    if pa.types.is_list(kind):
-        return pa.list_(pa.field("element", _nullable(kind.value_type)))
-    return kind
+def _readable(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([pa.field(f.name, nullable(f.type)) for f in schema])
 
 
 class _Writer:
@@ -114,10 +109,8 @@ class _Writer:
         self.rows = 0
         self._schema = file_schema(schema)
         self._name = name
-        n = len(schema.key)
-        decoded = self._schema.remove(0)
-        self._key_schema = pa.schema([decoded.field(i) for i in range(n)])
-        self._value_schema = pa.schema([decoded.field(i) for i in range(n, len(decoded))])
+        key, value, *history = (_readable(part) for part in (schema.key, schema.value, *schema.history))
+        self._stored = StateSchema(key, value, tuple(history))
         self._groups = first_group, last_group
         self._last_key: bytes | None = None
         self._pending: list[pa.RecordBatch] = []
@@ -146,8 +139,8 @@ class _Writer:
         ends = np.cumsum(sizes)
         columns = [
             pa.array(groups, pa.int32()),
-            *decode_keys(keys, self._key_schema).columns,
-            *decode_values(values, self._value_schema).columns,
+            *decode_keys(keys, self._stored.key).columns,
+            *self._stored.decode_values(values).columns,
         ]
         rows = pa.RecordBatch.from_arrays(columns, schema=self._schema)
         at, taken = 0, 0

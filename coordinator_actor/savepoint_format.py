@@ -3,12 +3,13 @@
 After Flink's canonical savepoints: typed columns instead of a backend's own files, so that a savepoint
 can be restored to any number of partitions and any backend, and read by anything that reads Parquet.
 
-    <savepoint>/operators/<operator>/<variable>/key-groups-<first>-<last>.parquet   ``last`` is included
+    <savepoint>/operators/<operator>/<family>/key-groups-<first>-<last>.parquet     ``last`` is included
     <savepoint>/spark/offsets/, commits/, sources/                                  Spark's own files
     <savepoint>/_metadata.json                                                      written last
 
-``_metadata.json`` makes it a savepoint and names the files that count. A Parquet file has the key
-group, the key's columns and the value's columns, sorted by stored key (see ``column_names``).
+``_metadata.json`` makes it a savepoint and names the files that count. There are files for every column
+family of a state variable that is not deleted. A Parquet file has the key group, the key's columns and the
+value's columns as the newest schema has them, sorted by stored key (see ``column_names``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, Mis
 from backends.ids import check_name
 from backends.key_groups import check_num_groups
 from backends.manifest import FileRef
+from backends.operator_schema import OperatorSchema
 from backends.schema import StateSchema
 from backends.sealed import seal, unseal
 from backends.storage import CheckpointStorage, file_digest
@@ -36,7 +38,7 @@ OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 FORMAT_VERSION = 1
 METADATA_FILE = "_metadata.json"
 DEFAULT_VARIABLE = "default"
-"""The variable of an operator's own rows; others (timers, TTL) are named by their column family."""
+"""The column family of an operator's own rows, if it has some."""
 KEY_GROUP_COLUMN = "__statestore_key_group"
 """The first column of every file, int32. No user's column can have such a name."""
 VALUE_SUFFIX = "__value"
@@ -60,7 +62,7 @@ class ExportedFile(Struct, frozen=True):
 
 
 class SavepointVariable(Struct, frozen=True):
-    """One state variable (column family) of an operator; ``schema`` is the JSON of its ``StateSchema``.
+    """One column family of an operator, by name; ``schema`` is the JSON of its ``StateSchema``.
 
     ``files`` ascend and have every key group in exactly one of them.
     """
@@ -76,18 +78,25 @@ class SavepointVariable(Struct, frozen=True):
 
 
 class SavepointOperator(Struct, frozen=True):
-    """One operator as it was: backend and number of partitions are what a restore takes if nothing else is asked for."""
+    """One operator as it was: backend and number of partitions are what a restore takes if nothing else is asked for.
+
+    ``operator_schema`` is the JSON of its ``OperatorSchema``; older releases, which had no other operators than those with
+    rows of their own, did not write it.
+    """
 
     name: str
     kind: str
     backend: str
     num_partitions: int
     variables: tuple[SavepointVariable, ...]
+    operator_schema: str | None = None
 
     @property
-    def schema(self) -> str:
-        """The schema of its own rows."""
-        return next(v.schema for v in self.variables if v.name == DEFAULT_VARIABLE)
+    def schema(self) -> OperatorSchema:
+        """Its state variables and what they are made of."""
+        if self.operator_schema is not None:
+            return OperatorSchema.from_json(self.operator_schema)
+        return OperatorSchema.from_json(next(v.schema for v in self.variables if v.name == DEFAULT_VARIABLE))
 
 
 class SavepointMetadata(Struct, frozen=True):
@@ -190,7 +199,9 @@ def check_metadata(metadata: SavepointMetadata) -> None:
 
 def _operator_problems(operator: SavepointOperator, key_groups: int) -> Iterable[str]:
     names = [variable.name for variable in operator.variables]
-    if len(set(names)) != len(names) or DEFAULT_VARIABLE not in names:
+    if operator.operator_schema is not None:
+        yield from _schema_problems(operator, names)
+    elif len(set(names)) != len(names) or DEFAULT_VARIABLE not in names:
         yield f"operator {operator.name!r} has the variables {names}: {DEFAULT_VARIABLE!r} and others, each once, are needed"
     for variable in operator.variables:
         what = f"variable {variable.name!r} of operator {operator.name!r}"
@@ -207,6 +218,19 @@ def _operator_problems(operator: SavepointOperator, key_groups: int) -> Iterable
             at = file.last_group + 1
         if at != key_groups:
             yield f"the key groups of {what} end with {at - 1}, but there are {key_groups}"
+
+
+def _schema_problems(operator: SavepointOperator, names: Sequence[str]) -> Iterable[str]:
+    try:
+        families = operator.schema.families
+    except StateStoreError as error:
+        yield f"the schema of operator {operator.name!r} cannot be read: {error}"
+        return
+    if sorted(names) != sorted(families):
+        yield f"operator {operator.name!r} has the variables {names}, but its schema has {list(families)}"
+    for variable in operator.variables:
+        if variable.name in families and variable.schema != families[variable.name].to_json():
+            yield f"variable {variable.name!r} of operator {operator.name!r} has another schema than the operator says"
 
 
 def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> FileRef:

@@ -30,24 +30,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from msgspec import Struct
 
-from backends import snapshot
-from backends.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
+from backends.changelog import ChangelogMeta
 from backends.conf import StateStoreConf
-from backends.engine import LocalState
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, InvalidStateStoreArgument
 from backends.key_groups import partition_range
 from backends.keys import encode_keys
 from backends.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
-from backends.provider import LocalStateStoreProvider, provider_class
+from backends.provider import provider_class
 from backends.schema import StateSchema
 from backends.sealed import seal
 from backends.sorted_pairs import SortedPairs
 from backends.storage import CheckpointStorage
-from backends.values import encode_values
 from coordinator_actor.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.manifests import ManifestLog, QueryFile, schema_path
 from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.partition_builder import STORE, build_partition
 from coordinator_actor.savepoint_differences import differences
 from coordinator_actor.savepoint_export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoint_format import (
@@ -61,7 +59,6 @@ from coordinator_actor.savepoint_format import (
 )
 
 log = logging.getLogger(__name__)
-STORE = "default"
 _SPARKS_OWN = ("offsets", "commits", "sources", "state", "statestore")
 
 
@@ -95,7 +92,6 @@ class _Target:
     operator: SavepointOperator
     num_partitions: int
     conf: StateStoreConf
-    provider: type[LocalStateStoreProvider]
 
 
 def restore_savepoint(
@@ -211,7 +207,8 @@ def _targets(
         conf = StateStoreConf(
             provider=backend or (spec.backend if spec else operator.backend), storage_options=dict(options)
         )
-        targets.append(_Target(operator, n, conf, provider_class(conf)))
+        provider_class(conf)  # that there is one is checked before anything is written
+        targets.append(_Target(operator, n, conf))
     return targets
 
 
@@ -268,8 +265,8 @@ class _Restore:
         except FileExistsInStorageError as error:
             raise SavepointError(f"Somebody else is restoring a savepoint to {self._state.location} now.") from error
         logs = ManifestLog(self._state, "restore")
-        for schema in {v.schema for t in targets for v in t.operator.variables}:
-            logs.ensure(schema_path(StateSchema.from_json(schema).id), schema.encode())
+        for schema in (t.operator.schema for t in targets):
+            logs.ensure(schema_path(schema.id), schema.to_json().encode())
         entries: dict[str, dict[int, PartitionEntry]] = {t.operator.name: {} for t in targets}
         rows = dict.fromkeys(entries, 0)
         with ThreadPoolExecutor(threads, thread_name_prefix="statestore-restore") as pool:
@@ -304,7 +301,7 @@ class _Restore:
         logs.claim(self._run_id)
         made = {
             t.operator.name: OperatorEntry.of(
-                t.num_partitions, StateSchema.from_json(t.operator.schema).id, t.conf.provider, entries[t.operator.name]
+                t.num_partitions, t.operator.schema.id, t.conf.provider, entries[t.operator.name]
             )
             for t in targets
         }
@@ -331,38 +328,20 @@ class _Restore:
         # What it builds on is no version here: nobody may take it for the first changes to the empty version 0.
         base = f"savepoint/{self._metadata.query_id}/{self._metadata.checkpoint_id}"
         meta = ChangelogMeta(self._run_id, name, partition, n, self.version, attempt, base, STORE)
-        families = Changes({v.name: SortedPairs.empty() for v in target.operator.variables})
-        path = changelog_path(name, n, partition, STORE, self.version, uuid.uuid4().hex)
-        changelog = self._state.put_new(path, write_changelog(families, meta, conf.compression))
-        with TemporaryDirectory(prefix=f"{partition}-", dir=self._scratch) as directory:
-            captured = Path(directory) / "snapshot"
-            captured.mkdir()
-            engine = target.provider.engine(Path(directory) / "engine", conf)
-            try:
-                rows = 0
-                for variable in target.operator.variables:
-                    for pairs in self._pairs(variable, first, end):
-                        engine.prepare(Changes({variable.name: pairs}))(LocalState())
-                        rows += len(pairs)
-                held = LocalState(self.version, path, rows)
-                engine.prepare(families)(held)
-                engine.capture(captured)()
-            finally:
-                engine.close()
-            with ThreadPoolExecutor(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
-                ref, _ = snapshot.upload(
-                    self._state,
-                    path.rpartition("/")[0],
-                    target.provider.backend,
-                    captured,
-                    held,
-                    earlier=None,
-                    digests=snapshot.Digests(),
-                    pool=pool,
-                    is_cancelled=self._failed.is_set,
-                )
+        variables = target.operator.variables
+        pairs = ((v.name, batch) for v in variables for batch in self._pairs(v, first, end))
+        entry, rows = build_partition(
+            self._state,
+            meta,
+            [v.name for v in variables],
+            pairs,
+            conf,
+            is_distinct=True,
+            scratch=self._scratch,
+            is_cancelled=self._failed.is_set,
+        )
         self._say(f"restored partition {partition} of {n} of operator {name!r}: {rows} rows")
-        return PartitionEntry(attempt, changelog, (ref,)), rows
+        return entry, rows
 
     def _pairs(self, variable: SavepointVariable, first: int, end: int) -> Iterator[SortedPairs]:
         """The stored pairs of key groups from ``first`` (included) to ``end`` (not included), in order, a row group at a time."""
@@ -396,7 +375,7 @@ def _encode(batch: pa.RecordBatch, schema: StateSchema, first: int, end: int) ->
     behind = 1 + len(schema.key)
     keys = _columns(part.columns[1:behind], schema.key.names, len(part))
     values = _columns(part.columns[behind:], schema.value.names, len(part))
-    return SortedPairs.of(encode_keys(keys, groups[begin:stop]), encode_values(values))
+    return SortedPairs.of(encode_keys(keys, groups[begin:stop]), schema.encode_values(values))
 
 
 def _columns(columns: list[pa.Array], names: list[str], n: int) -> pa.RecordBatch:

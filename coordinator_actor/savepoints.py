@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from backends.changelog import DEFAULT_FAMILY
 from backends.exceptions import StorageError
-from backends.schema import StateSchema
+from backends.operator_schema import OperatorSchema
 from backends.storage import CheckpointStorage
 from coordinator_actor.checkpoint_coordinator import Timers
 from coordinator_actor.checkpoints import (
@@ -27,7 +26,7 @@ from coordinator_actor.checkpoints import (
 )
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.manifests import SavepointRecord
-from coordinator_actor.messages import Refused, SavepointExported, SavepointOrder, SavepointStatus
+from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
 from coordinator_actor.query import Assignment, QueryState
 from coordinator_actor.savepoint_coordinator import SavepointCoordinator
 from coordinator_actor.savepoint_export import copy_spark_files
@@ -214,23 +213,7 @@ class RunSavepoints:
     def _store(self, completed: CompletedCheckpoint) -> str:
         run, held = self._run, self._held[completed.id]
         registration = run.registration
-        operators = tuple(
-            SavepointOperator(
-                spec.name,
-                spec.kind,
-                spec.backend,
-                spec.num_partitions,
-                tuple(
-                    SavepointVariable(
-                        variable,
-                        schema,
-                        tuple(completed.states[(spec.name, p)][variable] for p in range(spec.num_partitions)),
-                    )
-                    for variable, schema in variables_of(spec.schema).items()
-                ),
-            )
-            for spec in registration.operators
-        )
+        operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)
         write_metadata(
             self._storage(held.location),
             SavepointMetadata(
@@ -281,5 +264,16 @@ class RunSavepoints:
 
 
 def variables_of(schema: str) -> dict[str, str]:
-    """State variables (column families) and their schemas, of an operator's schema."""
-    return {DEFAULT_FAMILY: StateSchema.from_json(schema).to_json()}
+    """The column families that a savepoint has of an operator of that schema, and their schemas with all history."""
+    variables = OperatorSchema.from_json(schema).variables
+    return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}
+
+
+def _savepoint_operator(spec: OperatorSpec, files: Mapping[TaskKey, Any]) -> SavepointOperator:
+    """An operator as it was exported: all rows are of the newest schema."""
+    schema, partitions = OperatorSchema.from_json(spec.schema).compacted(), range(spec.num_partitions)
+    variables = tuple(
+        SavepointVariable(name, s.to_json(), tuple(files[(spec.name, p)][name] for p in partitions))
+        for name, s in schema.families.items()
+    )
+    return SavepointOperator(spec.name, spec.kind, spec.backend, len(partitions), variables, schema.to_json())

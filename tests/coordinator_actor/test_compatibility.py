@@ -1,0 +1,189 @@
+"""Programs that go on from stored state with other state variables: what they get, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from backends.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
+from backends.operator_schema import OperatorSchema, StateVariable, evolved
+from backends.schema import StateSchema
+from coordinator_actor.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.compatibility import evolved_operators, refusal_of
+from coordinator_actor.manifests import ManifestLog, SparkCommits, schema_path
+from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.query import QueryState
+
+from .test_coordinator import SCHEMA, World
+from .test_savepoints import G, Stream, stream
+
+__all__ = ["stream"]
+
+KEY = pa.schema([("k", pa.int64())])
+COUNTS = StateSchema(KEY, pa.schema([("n", pa.int32())]))
+WIDER = StateSchema(KEY, pa.schema([("n", pa.int64()), ("at", pa.timestamp("us"))]))
+TEXTS = StateSchema(KEY, pa.schema([("n", pa.string())]))
+
+
+def program(*variables: StateVariable) -> OperatorSchema:
+    return OperatorSchema(variables, ("k",), {"time_mode": "none"})
+
+
+def value(name: str, state: StateSchema = COUNTS) -> StateVariable:
+    return StateVariable(name, "value", {name: state})
+
+
+class Query:
+    """A query's durable record, and the runs that go on from it, one batch each."""
+
+    def __init__(self, root: Path) -> None:
+        self.world = World(root)
+        self.version = 0
+
+    def run(self, *schemas: OperatorSchema | str, run_id: str = "run") -> QueryState:
+        texts = [s if isinstance(s, str) else s.to_json() for s in schemas]
+        specs = tuple(OperatorSpec(f"op{i}", 1, text) for i, text in enumerate(texts))
+        registration = self.world.registration(run_id, operators=specs)
+        log = ManifestLog(self.world.storage(registration.state_location, {}), "c")
+        log.refresh()
+        spark = SparkCommits(self.world.storage(registration.checkpoint_location, {}))
+        run = QueryState(registration, log, spark, lambda: 0.0, completed=self.version)
+        run.chain = log.chain()
+        return run
+
+    def go_on(self, *schemas: OperatorSchema | str) -> list[OperatorSchema]:
+        """A batch of a run of this program; returns the schemas that it went on with."""
+        run = self.run(*schemas)
+        assert refusal_of(run) is None, refusal_of(run)
+        made = evolved_operators(run)
+        for spec in made:
+            run.log.ensure(schema_path(OperatorSchema.from_json(spec.schema).id), spec.schema.encode())
+        run.log.claim(run.run_id)
+        operators = {}
+        for spec in made:
+            changes = FileRef(f"operators/{spec.name}/1/0/default/1-x.changelog", 1, "d")
+            held = {0: PartitionEntry("t", changes)}
+            operators[spec.name] = OperatorEntry.of(1, OperatorSchema.from_json(spec.schema).id, "rocksdb", held)
+        below = run.chain.get(self.version)
+        self.version += 1
+        manifest = Manifest(
+            id=self.version,
+            parent=below.id if below else None,
+            version=self.version,
+            epoch=run.log.epoch,
+            run_id=run.run_id,
+            created_ms=0,
+            operators=operators,
+            oldest=0,
+            chain_from=1,
+        )
+        run.log.append(manifest, CheckpointIDCounter())
+        # Asked again, by a coordinator that was restarted: from the program, and from what hosts report.
+        for given in (schemas, tuple(s.schema for s in made)):
+            again = self.run(*given)
+            assert refusal_of(again) is None and [o.schema for o in evolved_operators(again)] == [
+                o.schema for o in made
+            ]
+        return [OperatorSchema.from_json(s.schema) for s in made]
+
+
+@pytest.fixture
+def query(tmp_path: Path) -> Query:
+    return Query(tmp_path)
+
+
+def test_a_new_query_gets_what_it_declares(query: Query) -> None:
+    declared = program(value("a"), value("b"))
+    assert query.go_on(declared, SCHEMA) == [declared, OperatorSchema.from_json(SCHEMA)]
+    assert evolved_operators(query.run(declared, SCHEMA))[1].schema == SCHEMA
+
+
+def test_what_a_program_changes_is_gone_on_with_and_written_down(query: Query) -> None:
+    query.go_on(program(value("a"), value("b")), SCHEMA)
+    (made, rows) = query.go_on(program(value("a", WIDER), value("c")), SCHEMA)
+    assert made.variable("a").families["a"] == StateSchema(KEY, WIDER.value, (COUNTS.value,))
+    assert [v.name for v in made.variables] == ["a", "b", "c"] and rows.to_json() == SCHEMA
+    deletion = StateVariable("a", "value", {}, deleted=True)
+    (made, _) = query.go_on(program(deletion, value("b")), SCHEMA)
+    (made, _) = query.go_on(program(value("a", TEXTS)), SCHEMA)
+    assert dict(made.variable("a").families) == {"a.-2": TEXTS}
+    stored = {path.stem for path in (query.world.root / "ck/statestore/schemas").iterdir()}
+    assert made.id in stored and len(stored) == 5
+
+
+def test_nothing_but_the_schema_changes(query: Query) -> None:
+    query.go_on(program(value("a")))
+    run = query.run(program(value("a", WIDER)))
+    (before,), (after,) = run.registration.operators, evolved_operators(run)
+    assert msgspec.structs.replace(after, schema=before.schema) == before and after.schema != before.schema
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        (program(value("a", TEXTS)), ["'op0'", "'a'", "(n integer)", "(n string)", "Restore", "statestore"]),
+        (program(StateVariable("a", "list", {"a": COUNTS})), ["'op0'", "value a:", "list a:", "VARIABLE_TYPE_CHANGE"]),
+        (OperatorSchema((value("a"),), ("k",), {"time_mode": "eventtime"}), ["time_mode", "'none'", "'eventtime'"]),
+        (SCHEMA, ["'op0'", "value a:", "rows default:"]),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused_with_both_sides(query: Query, declared: Any, words: list[str]) -> None:
+    query.go_on(program(value("a")))
+    refusal = refusal_of(query.run(declared))
+    assert refusal is not None
+    assert [w for w in words if w not in refusal] == [], refusal
+
+
+def test_the_newest_version_counts_though_spark_has_not_committed_its_batch(query: Query) -> None:
+    """A run that only got so far has rows of its schema there, which may yet be gone on from."""
+    query.go_on(program(value("a")))
+    query.go_on(program(value("a", WIDER)))
+    query.version = 1
+    refusal = refusal_of(query.run(program(value("a"))))
+    assert refusal is not None and "which cannot be read as integer" in refusal
+
+
+def test_rows_of_an_operator_must_stay_as_they_are(query: Query) -> None:
+    """Kept together with an index, as sessions are."""
+    index = StateSchema(pa.schema([("end", pa.int64())]), pa.schema([]))
+    both = StateVariable("default", "rows", {"default": COUNTS, "default.-ends": index})
+    query.go_on(OperatorSchema((both,)))
+    for other, words in ((index, "(k long)"), (WIDER, "(n integer)")):
+        families = {"default": other if other is WIDER else COUNTS, "default.-ends": COUNTS}
+        refusal = refusal_of(query.run(OperatorSchema((StateVariable("default", "rows", families),))))
+        assert refusal is not None and words in refusal and "Restore" in refusal
+
+
+def test_a_restarted_coordinator_gives_the_run_the_same_schemas(stream: Callable[..., Stream]) -> None:
+    """Hosts report the run with what it was given, the driver registers it again with what the program says."""
+
+    def start(run_id: str, declared: OperatorSchema) -> None:
+        spec = OperatorSpec("op", s.n, declared.to_json(), "file")
+        s.registration = s.world.registration(run_id, n=s.n, operators=(spec,), key_groups=G)
+        s.register()
+
+    def granted() -> str:
+        return s.c.locate("op", None).operator.schema
+
+    s = stream(0)
+    start("first", program(value("a"), value("b")))
+    s.batch(0)
+    declared = program(value("a", WIDER), StateVariable("b", "value", {}, deleted=True), value("b", TEXTS))
+    start("second", declared)
+    expected = evolved(program(value("a"), value("b")), declared)
+    assert expected.variable("b").family("b") == "b.-2"
+    for batch in (1, 2):
+        s.restart_coordinator()
+        assert granted() == expected.to_json()
+        s.batch(batch)
+        assert granted() == expected.to_json()
+    log = s.log()
+    head = log.head()
+    assert head is not None and log.schema(head.operators["op"].schema_id) == expected.to_json()
+    start("third", program())
+    assert granted() == expected.to_json()
