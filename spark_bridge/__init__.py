@@ -12,7 +12,15 @@ if TYPE_CHECKING:
     from spark_bridge import functions
     from spark_bridge.aggregate_operator import aggregate
     from spark_bridge.client import QueryableStateClient
+    from spark_bridge.deduplicate import deduplicate
     from spark_bridge.host_actor import StateStoreHost
+    from spark_bridge.operator_progress import (
+        StateOperatorListener,
+        StateOperatorProgress,
+        add_state_operator_listener,
+        remove_state_operator_listener,
+        state_operator_progress,
+    )
     from spark_bridge.savepoints import (
         delete_savepoint,
         describe_savepoint,
@@ -22,35 +30,111 @@ if TYPE_CHECKING:
         trigger_savepoint,
     )
     from spark_bridge.session import attach, init_spark, stop_spark
+    from spark_bridge.state_data import read_state, read_state_changes, state_metadata
+    from spark_bridge.state_tables import (
+        state_batches,
+        state_changes_batches,
+        state_changes_table,
+        state_metadata_table,
+        state_table,
+    )
+    from spark_bridge.stateful.arrow_processor import ArrowBatch, ArrowResult, ArrowStatefulProcessor
+    from spark_bridge.stateful.handle import StatefulProcessorHandle
+    from spark_bridge.stateful.list_state import ListState
+    from spark_bridge.stateful.map_state import MapState
+    from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
+    from spark_bridge.stateful.tester import ProcessorTester
+    from spark_bridge.stateful.transform_with_state import (
+        transform_with_state,
+        transform_with_state_in_arrow,
+        transform_with_state_in_pandas,
+    )
+    from spark_bridge.stateful.value_state import ValueState
 
 __all__ = [
+    "ArrowBatch",
+    "ArrowResult",
+    "ArrowStatefulProcessor",
+    "ExpiredTimerInfo",
+    "ListState",
+    "MapState",
+    "ProcessorTester",
     "QueryableStateClient",
+    "StateOperatorListener",
+    "StateOperatorProgress",
     "StateStoreHost",
+    "StatefulProcessor",
+    "StatefulProcessorHandle",
+    "TimerValues",
+    "ValueState",
+    "add_state_operator_listener",
     "aggregate",
     "attach",
+    "deduplicate",
     "delete_savepoint",
     "describe_savepoint",
     "functions",
     "init_spark",
     "list_savepoints",
+    "read_state",
+    "read_state_changes",
     "rebalance",
+    "remove_state_operator_listener",
     "restore_savepoint",
+    "state_batches",
+    "state_changes_batches",
+    "state_changes_table",
+    "state_metadata",
+    "state_metadata_table",
+    "state_operator_progress",
+    "state_table",
     "stop_spark",
+    "transform_with_state",
+    "transform_with_state_in_arrow",
+    "transform_with_state_in_pandas",
     "trigger_savepoint",
 ]
 
 _HOMES = {
+    "ArrowBatch": "spark_bridge.stateful.arrow_processor",
+    "ArrowResult": "spark_bridge.stateful.arrow_processor",
+    "ArrowStatefulProcessor": "spark_bridge.stateful.arrow_processor",
+    "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
+    "ListState": "spark_bridge.stateful.list_state",
+    "MapState": "spark_bridge.stateful.map_state",
+    "ProcessorTester": "spark_bridge.stateful.tester",
     "QueryableStateClient": "spark_bridge.client",
+    "StateOperatorListener": "spark_bridge.operator_progress",
+    "StateOperatorProgress": "spark_bridge.operator_progress",
     "StateStoreHost": "spark_bridge.host_actor",
+    "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
+    "StatefulProcessorHandle": "spark_bridge.stateful.handle",
+    "TimerValues": "spark_bridge.stateful.stateful_processor",
+    "ValueState": "spark_bridge.stateful.value_state",
+    "add_state_operator_listener": "spark_bridge.operator_progress",
     "aggregate": "spark_bridge.aggregate_operator",
     "attach": "spark_bridge.session",
+    "deduplicate": "spark_bridge.deduplicate",
     "delete_savepoint": "spark_bridge.savepoints",
     "describe_savepoint": "spark_bridge.savepoints",
     "init_spark": "spark_bridge.session",
     "list_savepoints": "spark_bridge.savepoints",
+    "read_state": "spark_bridge.state_data",
+    "read_state_changes": "spark_bridge.state_data",
     "rebalance": "spark_bridge.savepoints",
+    "remove_state_operator_listener": "spark_bridge.operator_progress",
     "restore_savepoint": "spark_bridge.savepoints",
+    "state_batches": "spark_bridge.state_tables",
+    "state_changes_batches": "spark_bridge.state_tables",
+    "state_changes_table": "spark_bridge.state_tables",
+    "state_metadata": "spark_bridge.state_data",
+    "state_metadata_table": "spark_bridge.state_tables",
+    "state_operator_progress": "spark_bridge.operator_progress",
+    "state_table": "spark_bridge.state_tables",
     "stop_spark": "spark_bridge.session",
+    "transform_with_state": "spark_bridge.stateful.transform_with_state",
+    "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",
+    "transform_with_state_in_pandas": "spark_bridge.stateful.transform_with_state",
     "trigger_savepoint": "spark_bridge.savepoints",
 }
 

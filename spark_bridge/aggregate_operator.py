@@ -1,195 +1,231 @@
-"""``aggregate``: running aggregates by key, as an ordinary streaming DataFrame."""
+"""``aggregate``: running aggregates by key and window, as an ordinary streaming DataFrame."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import pyarrow as pa
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from backends.exceptions import StateStoreError
-from backends.schema import StateSchema, from_spark_type, to_spark_type
+from backends.operator_schema import OperatorSchema
+from backends.schema import StateSchema, to_spark_type
 from coordinator_actor.messages import OperatorSpec
+from spark_bridge.aggregate_functions import arrow_type, output_of
 from spark_bridge.aggregate_task import AggregateLogic
-from spark_bridge.aggregation import Aggregator, Output, result_fields
+from spark_bridge.aggregation import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
-from spark_bridge.operators import check_operator_name, declare
-from spark_bridge.partitioning import key_group_column, quote, target_column
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN, StateTask
-
-DEFAULT_KEY_GROUPS = 1024
-MAX_KEY_GROUPS = 65_536
-KEY_GROUPS_CONF = "spark.statestore.keyGroups"
-WATERMARK_METADATA = "spark.watermarkDelayMs"
-
-NUMERIC = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.FloatType, T.DoubleType, T.DecimalType)
-ORDERED = (
-    *NUMERIC,
-    T.BooleanType,
-    T.StringType,
-    T.BinaryType,
-    T.DateType,
-    T.TimestampType,
-    T.TimestampNTZType,
+from spark_bridge.operator_input import (
+    DEFAULT_KEY_GROUPS,
+    KEY_GROUPS_CONF,
+    check_keys,
+    columns_of,
+    event_time_of,
+    key_group_count,
+    map_in_arrow,
+    partition_count,
+    routed,
+    watermark_columns,
+    with_key_groups,
 )
-KEYS = ORDERED
+from spark_bridge.operators import check_operator_name, declare
+from spark_bridge.partial_aggregation import aggregated_ahead
+from spark_bridge.session_windows import SessionLogic, session_schema
+from spark_bridge.state_task import StateTask
+from spark_bridge.windows import SessionWindow, Window, microseconds
+
+__all__ = ["DEFAULT_KEY_GROUPS", "KEY_GROUPS_CONF", "aggregate"]
+
+OUTPUT_MODES = ("update", "append", "complete")
+GroupingKey: TypeAlias = str | Window | SessionWindow
 
 
 def aggregate(
     df: DataFrame,
     *,
-    by: str | Sequence[str],
+    by: GroupingKey | Sequence[GroupingKey],
     operator: str,
     output_mode: str = "update",
     num_partitions: int | None = None,
+    partial_aggregation: bool | None = None,
     **aggregations: AggregateFunction,
 ) -> DataFrame:
     """Keep running aggregates of a stream by key, in the state store.
 
-    ``df`` is a streaming DataFrame, ``by`` its key column or columns (nulls are a key of their own),
-    ``operator`` the name of this state in the checkpoint and in queries. Each keyword names an
-    output column and gives its function from ``spark_bridge.functions``. The result has the key
-    columns and the outputs, one row per key touched in each micro-batch (``output_mode="update"``),
-    and goes to any sink with ``outputMode("append")`` or ``("update")``.
+    ``df`` is a streaming DataFrame, ``by`` its key column or columns (nulls are a key of their own), among them at most
+    one ``window(...)`` or ``session_window(...)`` of ``spark_bridge.functions``. ``operator`` is the name of this state in
+    the checkpoint and in queries. Each other keyword names an output column and gives its function. The result has the
+    keys (windows as Spark names them) and the outputs, and goes to any sink with ``outputMode("append")`` or
+    ``("update")``.
 
-    ``num_partitions`` is the number of state partitions, by default the session's
-    ``spark.sql.shuffle.partitions``; it stays with the checkpoint.
+    ``output_mode`` says what each micro-batch emits: "update" one row per key touched (of sessions, those that rows
+    of the batch belong to), "append" each window once it is closed, "complete" all keys. With a watermark on the event
+    time, late rows are dropped and closed windows go from the state, as in Spark; in "complete" they stay.
+
+    ``num_partitions`` is the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``; it stays
+    with the checkpoint. ``partial_aggregation=True`` aggregates also before the shuffle, which pays where a batch
+    has many rows of each key.
 
     Raises ``InvalidOperatorError`` for whatever the DataFrame shows to be wrong. The counterpart in
     Spark is ``groupBy(...).agg(...)`` on a stream.
     """
-    keys = [by] if isinstance(by, str) else list(by)
-    _check_input(df, keys, aggregations, output_mode)
+    _check_arguments(df, aggregations, output_mode)
+    keys = _keys_of(by)
     check_operator_name(operator, df)
-    key_groups = int(df.sparkSession.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS)
-    partitions = _num_partitions(df, num_partitions, key_groups)
-
-    key_schema = pa.schema([pa.field(k, _arrow_type(df.schema[k].dataType)) for k in keys])
-    outputs = [_output(df, name, function) for name, function in aggregations.items()]
+    key_groups = key_group_count(df)
+    partitions = partition_count(df, num_partitions, key_groups)
+    marked = watermark_columns(df.schema)
+    outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
     aggregator = Aggregator(outputs)
+    _check_keys(df, keys, aggregator)
+
+    if output_mode == "append" and marked:
+        from spark_bridge.ticks import with_ticks
+
+        df = with_ticks(df)
+    rows = _windowed(df, keys, aggregator)
     try:
-        state_schema = StateSchema(key_schema, aggregator.state_schema)
-        schema_json = state_schema.to_json()
+        declared = _declared(rows, keys, aggregator, output_mode)
+        spec = OperatorSpec(
+            operator, partitions, declared.schema.to_json(), kind=declared.kind, uses_time=declared.uses_time
+        )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    spec = OperatorSpec(operator, partitions, schema_json)
-    output = pa.schema([*key_schema, *result_fields(aggregator.state_schema)])
 
-    inputs = list(dict.fromkeys([*keys, *(c for o in outputs for c in (o.column, o.by) if c is not None)]))
-    routed = (
-        df.select(*[F.col(quote(c)) for c in inputs], key_group_column(keys, key_groups).alias(KEY_GROUP_COLUMN))
-        .repartition(partitions, target_column(KEY_GROUP_COLUMN, partitions, key_groups))
-        .select("*", F.spark_partition_id().alias(PARTITION_COLUMN))
-    )
-    task = StateTask(operator, partitions, AggregateLogic(key_schema, aggregator, output))
-    return routed.mapInArrow(_named(task, declare(spec)), _spark_schema(df, keys, aggregator.state_schema))
-
-
-def _named(task: StateTask, name: str) -> Any:
-    def run(batches: Any) -> Any:
-        return task.run(batches)
-
-    run.__name__ = run.__qualname__ = name
-    return run
+    prepared = with_key_groups(rows, declared.stored, key_groups)
+    logic = declared.logic
+    if partial_aggregation:
+        if isinstance(logic, SessionLogic):
+            raise InvalidOperatorError(
+                "partial_aggregation=True does not go with session windows: which rows are late is known only where the "
+                "state is, and a late row may join two sessions. Leave it out."
+            )
+        prepared = aggregated_ahead(prepared, logic)
+        logic = replace(logic, is_partial=True)
+    task = StateTask(operator, partitions, logic)
+    output = T.StructType([*(rows.schema[k] for k in keys.names), *_result_fields(aggregator)])
+    return map_in_arrow(routed(prepared, partitions, key_groups), task, declare(spec), output)
 
 
-def _check_input(df: DataFrame, keys: list[str], aggregations: dict[str, AggregateFunction], output_mode: str) -> None:
+@dataclass(frozen=True)
+class _Keys:
+    """Grouping keys in the user's order, and the window among them, if any."""
+
+    names: tuple[str, ...]
+    window: Window | SessionWindow | None
+
+    @property
+    def columns(self) -> list[str]:
+        """Those that are columns of the DataFrame."""
+        return [n for n in self.names if self.window is None or n != self.window.name]
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """What is kept, by which stored key columns, and how it is worked on."""
+
+    kind: str
+    schema: OperatorSchema
+    stored: list[str]
+    logic: AggregateLogic | SessionLogic
+    uses_time: bool
+
+
+def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
+    given = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
+    windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
+    if len(windows) > 1:
+        raise InvalidOperatorError(
+            f"by= has {len(windows)} windows; there can be one: put one operator behind another."
+        )
+    for key in given:
+        if not isinstance(key, (str, Window, SessionWindow)):
+            raise InvalidOperatorError(
+                f"by={key!r} is no key; give column names, S.window(...) or S.session_window(...) of spark_bridge.functions."
+            )
+    return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
+
+
+def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], output_mode: str) -> None:
     if not df.isStreaming:
         raise InvalidOperatorError(
             "aggregate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
             "df.groupBy(...).agg(...)."
         )
-    if output_mode != "update":
+    if output_mode not in OUTPUT_MODES:
         raise InvalidOperatorError(
-            f'output_mode={output_mode!r} is not supported by aggregate; use "update": '
-            "one row per key touched in the batch."
+            f'output_mode={output_mode!r} is none of aggregate\'s: "update" (keys touched in the batch), "append" (windows '
+            'when they close), "complete" (all keys).'
         )
-    if not keys:
-        raise InvalidOperatorError("by= names no key column; give one column name or a list of them.")
-    if len(set(keys)) != len(keys):
-        raise InvalidOperatorError(f"by={keys!r} names a key column twice.")
     if not aggregations:
         raise InvalidOperatorError("aggregate needs at least one output, for instance n=S.count().")
-    for key in keys:
-        kind = _column_type(df, key, "by=")
-        if not isinstance(kind, KEYS):
-            raise InvalidOperatorError(f"Key column {key!r} has type {kind.simpleString()}, which cannot be a key.")
     for name, function in aggregations.items():
         if not isinstance(function, AggregateFunction):
             raise InvalidOperatorError(
                 f"{name}={function!r} is no aggregate function of the state store; use spark_bridge.functions, "
                 f"for instance {name}=S.count()."
             )
-        if name in keys:
-            raise InvalidOperatorError(f"Output {name!r} has the name of a key column; choose another name.")
 
 
-def _column_type(df: DataFrame, column: str, where: str) -> T.DataType:
-    names = df.schema.names
-    if names.count(column) != 1:
-        problem = "is ambiguous" if column in names else "does not exist"
-        raise InvalidOperatorError(f"{where}{column!r}: the column {problem}; the DataFrame has {', '.join(names)}.")
-    return df.schema[column].dataType
-
-
-def _output(df: DataFrame, name: str, function: AggregateFunction) -> Output:
-    where = f"{name}=S.{function.name}: "
-    if function.column is None:
-        return Output(name, function.name, None, None, None)
-    kind = _column_type(df, function.column, where)
-    allowed = {"sum": NUMERIC, "mean": NUMERIC, "count": (T.DataType,)}.get(function.name, ORDERED)
-    if not isinstance(kind, allowed):
+def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
+    if keys.columns or keys.window is None:
+        check_keys(df.schema, keys.columns)
+    for output in aggregator.outputs:
+        if output.name in keys.names:
+            raise InvalidOperatorError(f"Output {output.name!r} has the name of a key column; choose another name.")
+    if keys.window is None:
+        return
+    if len(set(keys.names)) != len(keys.names) or keys.window.name in aggregator.inputs:
         raise InvalidOperatorError(
-            f"{where}column {function.column!r} has type {kind.simpleString()}, which {function.name} does not take."
+            f"The window is called {keys.window.name!r}, as a column that is used besides; give it another name, for "
+            f'instance S.window(...).alias("{keys.window.name}_of_event").'
         )
-    arrow = pa.null() if function.name == "count" else _arrow_type(kind)
-    if function.name not in ("first", "last"):
-        return Output(name, function.name, function.column, None, arrow)
-    by = function.by or _watermark_column(df, where)
-    by_kind = _column_type(df, by, f"{where}by=")
-    if not isinstance(by_kind, ORDERED):
-        raise InvalidOperatorError(f"{where}by={by!r} has type {by_kind.simpleString()}, which has no order.")
-    return Output(name, function.name, function.column, by, arrow, _arrow_type(by_kind))
+    if isinstance(keys.window, SessionWindow) and not keys.columns:
+        raise InvalidOperatorError("by= has a session window alone; sessions need another key, whose rows they are.")
 
 
-def _watermark_column(df: DataFrame, where: str) -> str:
-    marked = [f.name for f in df.schema.fields if WATERMARK_METADATA in (f.metadata or {})]
-    if len(marked) != 1:
+def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
+    """The columns needed, and the windows of each row: a row for each window that it lies in."""
+    inputs = list(dict.fromkeys([*keys.columns, *aggregator.inputs]))
+    if keys.window is None:
+        return df.select(*columns_of(df, inputs))
+    return df.select(keys.window.column(), *columns_of(df, inputs))
+
+
+def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
+    types = {name: arrow_type(rows.schema[name].dataType) for name in keys.names}
+    output = pa.schema([*(pa.field(n, types[n]) for n in keys.names), *aggregator.result_fields])
+    event_time = event_time_of(rows.schema, keys.names)
+    if output_mode == "append" and event_time is None:
         raise InvalidOperatorError(
-            f"{where}which event time? Give by=<column>, or put withWatermark on the DataFrame first."
+            'output_mode="append" emits a window when the watermark closes it, and no key has a watermark: put withWatermark '
+            "on the DataFrame, and a window of that column, or the column itself, into by=."
         )
-    return str(marked[0])
+    if isinstance(keys.window, SessionWindow):
+        window = keys.window.name
+        by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
+        schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema)
+        if event_time is not None and event_time.column != window:
+            event_time = None
+        logic = SessionLogic(schema, aggregator, output, window, output_mode, event_time is not None)
+        return _Declared("session_aggregate", schema, keys.columns, logic, event_time is not None)
+    if event_time is not None and isinstance(keys.window, Window) and event_time.column == keys.window.name:
+        event_time = replace(event_time, window_us=microseconds(rows.sparkSession, keys.window.duration))
+    stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
+    state = StateSchema(pa.schema([pa.field(n, types[n]) for n in stored]), aggregator.state_schema)
+    operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
+    uses_time = event_time is not None and output_mode != "complete"
+    rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time)
+    return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time)
 
 
-def _num_partitions(df: DataFrame, given: int | None, key_groups: int) -> int:
-    if not 1 <= key_groups <= MAX_KEY_GROUPS:
-        raise InvalidOperatorError(f"{KEY_GROUPS_CONF}={key_groups} is out of range; it must be 1 to {MAX_KEY_GROUPS}.")
-    n = given if given is not None else int(df.sparkSession.conf.get("spark.sql.shuffle.partitions", "200") or 200)
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InvalidOperatorError(f"num_partitions={given!r} must be a positive integer.")
-    if n > key_groups:
-        raise InvalidOperatorError(
-            f"num_partitions={n} is greater than the number of key groups, {key_groups}; lower it, or start a new "
-            f"checkpoint with a greater {KEY_GROUPS_CONF}."
-        )
-    return n
-
-
-def _arrow_type(kind: T.DataType) -> pa.DataType:
-    try:
-        return from_spark_type(kind.jsonValue())
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"The type {kind.simpleString()} cannot be kept as state: {error}") from error
-
-
-def _spark_schema(df: DataFrame, keys: list[str], state: pa.Schema) -> T.StructType:
-    outputs = [
+def _result_fields(aggregator: Aggregator) -> list[T.StructField]:
+    fields = [
         {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}}
-        for f in result_fields(state)
+        for f in aggregator.result_fields
     ]
-    key_fields = [T.StructField(k, df.schema[k].dataType) for k in keys]
-    return T.StructType([*key_fields, *T.StructType.fromJson({"type": "struct", "fields": outputs}).fields])
+    return list(T.StructType.fromJson({"type": "struct", "fields": fields}).fields)

@@ -2,116 +2,188 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.keys import decode_keys, encode_keys
-from backends.values import decode_values, encode_values
-from spark_bridge.aggregation import Aggregator, plain, results
-from spark_bridge.exceptions import StateTooLargeError
-from spark_bridge.protocol import CHANGES_SCHEMA
+from backends.columns import fixed_dtype
+from backends.keys import decode_keys
+from backends.schema import StateSchema
+from backends.sorted_pairs import SortedPairs
+from coordinator_actor.messages import OperatorFigures
+from spark_bridge.aggregation import Aggregator
+from spark_bridge.event_time import EventTime, all_keys, between, late_rows_removed
+from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
+from spark_bridge.row_groups import group_rows
+from spark_bridge.state_access import KeyRange, StateAccess
 from spark_bridge.state_task import KEY_GROUP_COLUMN, StepTimer
-from spark_bridge.task_client import TaskStore
+from spark_bridge.stateful.sorted_runs import Limits
+from spark_bridge.stateful.spool import Spool
 
-ROWS_PER_STEP = 1 << 18
-"""Rows aggregated at once; only their partial results, one per key, are kept."""
-PARTIALS_PER_MERGE = 1 << 20
+FIXED_KEYS_PER_STEP = 1 << 18
+KEYS_PER_STEP = 1 << 14
+"""Keys whose states are read and written at once, to begin with: with states of fixed width, and of any."""
+NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
 
 
 @dataclass(frozen=True)
 class AggregateLogic:
-    """Running aggregates by key: every key touched in the batch gives one row (``output_mode="update"``)."""
+    """Running aggregates by key.
 
-    keys: pa.Schema
+    ``schema`` has the stored keys, whose first column is that of ``event_time``, if any, and the aggregator's states.
+    ``output_mode`` "update" emits every key touched in the batch, "append" keys that are done, "complete" all keys.
+    Keys that are done go from the state, except in "complete". ``is_partial``: the rows are partial results already.
+    Spark's counterpart is ``StateStoreSaveExec``.
+    """
+
+    schema: StateSchema
     aggregator: Aggregator
     output: pa.Schema
+    output_mode: str = "update"
+    event_time: EventTime | None = None
+    is_partial: bool = False
+    limits: Limits | None = None
 
-    def process(self, batches: Iterable[pa.RecordBatch], store: TaskStore, timer: StepTimer) -> pa.RecordBatch:
-        """Aggregate the rows, merge with the old states of their keys, commit, and give the new results."""
-        keys, states = self._aggregate(batches, timer)
-        order = pc.sort_indices(keys)
-        keys, states = keys.take(order), states.take(order)
-        timer.step("aggregate_ms")
-        old = store.get_many(keys) if len(keys) else pa.array([], pa.binary())
-        timer.step("get_ms")
-        states = self._merge_old(decode_values(old, self.aggregator.state_schema), pc.is_valid(old), states)
-        changes = pa.record_batch([keys, encode_values(states)], schema=CHANGES_SCHEMA)
-        columns = [*decode_keys(keys, self.keys).columns, *results(states)]
-        timer.step("merge_ms")
-        store.commit(changes, timer.milliseconds)
-        return pa.RecordBatch.from_arrays(columns, schema=self.output)
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Aggregate the rows, merge with the old states of their keys, commit, and give the results."""
+        work = _Work(self, store, timer)
+        with RowReducer(self.schema.key, empty(self.aggregator.state_schema), self._reduce, self.limits) as reducer:
+            for rows in parts_of(batches, timer, "aggregate_ms"):
+                work.add(rows, reducer)
+            with Spool(self.output) as spool:
+                work.merge(reducer, spool)
+                timer.step("merge_ms")
+                store.commit(work.figures(), timer.milliseconds)
+                yield from spool.batches()
 
-    def _aggregate(self, batches: Iterable[pa.RecordBatch], timer: StepTimer) -> tuple[pa.Array, pa.RecordBatch]:
-        partials: list[tuple[pa.Array, pa.RecordBatch]] = []
-        waiting: list[pa.RecordBatch] = []
-        rows = 0
+    def by_key(self, rows: pa.RecordBatch) -> KeyedRows:
+        """The states of the rows of each key."""
+        groups = group_rows(rows, self.schema.key, rows.column(KEY_GROUP_COLUMN).to_numpy(zero_copy_only=False))
+        if self.is_partial:
+            rows = rows.select(self.aggregator.state_schema.names)
+            states = self.aggregator.merge(groups.ids, len(groups.keys), rows)
+        else:
+            states = self.aggregator.partial(groups.ids, len(groups.keys), rows)
+        return KeyedRows(groups.keys, np.arange(len(groups.keys)), states)
 
-        def step() -> None:
-            nonlocal rows
-            # Several, if a column has more than 2 GiB.
-            partials.extend(map(self._partial, pa.Table.from_batches(waiting).combine_chunks().to_batches()))
-            waiting.clear()
-            rows = 0
-            if sum(len(keys) for keys, _ in partials) > PARTIALS_PER_MERGE:
-                partials[:] = [self._merge(partials)]
-
-        timer.restart()
-        for batch in batches:
-            timer.step("input_wait")
-            waiting.append(batch)
-            rows += batch.num_rows
-            if rows >= ROWS_PER_STEP:
-                step()
-            timer.step("aggregate_ms")
-        timer.step("input_wait")
-        if waiting:
-            step()
-        return self._merge(partials)
-
-    def _partial(self, rows: pa.RecordBatch) -> tuple[pa.Array, pa.RecordBatch]:
-        columns = [plain(rows.column(f.name)).cast(f.type) for f in self.keys]
-        encoded = encode_keys(
-            pa.RecordBatch.from_arrays(columns, schema=self.keys),
-            rows.column(KEY_GROUP_COLUMN).to_numpy(zero_copy_only=False),
-        ).dictionary_encode()
-        return encoded.dictionary, self.aggregator.partial(encoded.indices, len(encoded.dictionary), rows)
-
-    def _merge(self, partials: list[tuple[pa.Array, pa.RecordBatch]]) -> tuple[pa.Array, pa.RecordBatch]:
-        if not partials:
-            return pa.array([], pa.binary()), empty(self.aggregator.state_schema)
-        if len(partials) == 1:
-            return partials[0]
-        encoded = pa.concat_arrays([keys for keys, _ in partials]).dictionary_encode()
-        states = one_batch([s for _, s in partials])
-        return encoded.dictionary, self.aggregator.merge(encoded.indices, len(encoded.dictionary), states)
-
-    def _merge_old(self, old: pa.RecordBatch, present: pa.BooleanArray, new: pa.RecordBatch) -> pa.RecordBatch:
-        """Merge the states from the store, aligned by key, into those of the batch."""
-        if not new.num_rows or not pc.any(present).as_py():
-            return new
-        ids = np.arange(new.num_rows, dtype=np.int32)
-        held = ids[present.to_numpy(zero_copy_only=False)]
-        both = one_batch([old.filter(present), new])
-        return self.aggregator.merge(pa.array(np.concatenate([held, ids])), new.num_rows, both)
+    def _reduce(self, ids: Ids, num_keys: int, states: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
+        return np.arange(num_keys), self.aggregator.merge(ids, num_keys, states)
 
 
-def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of all parts; raises ``StateTooLargeError`` if a column of them has more than 2 GiB."""
-    batches = pa.Table.from_batches(parts).combine_chunks().to_batches()
-    if not batches:
-        return parts[0]
-    if len(batches) > 1:
-        raise StateTooLargeError(
-            f"The states of the {sum(map(len, parts))} keys of one partition and batch have more than 2 GiB in one column: use "
-            "more partitions (num_partitions=), or smaller batches."
-        )
-    return batches[0]
+class _Work:
+    """One batch of one partition."""
 
+    def __init__(self, logic: AggregateLogic, store: StateAccess, timer: StepTimer) -> None:
+        self._logic = logic
+        self._store = store
+        self._timer = timer
+        # Without event time nothing is ever late or done, and with all keys in the output nothing goes.
+        self._event_time = logic.event_time if logic.output_mode != "complete" else None
+        self._rows = self._late = self._updated = self._removed = 0
 
-def empty(schema: pa.Schema) -> pa.RecordBatch:
-    """A batch without rows."""
-    return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+    def figures(self) -> OperatorFigures:
+        """What was done to the state."""
+        return OperatorFigures(self._rows, self._updated, self._removed, self._late)
+
+    def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
+        """Aggregate rows."""
+        if self._event_time is not None:
+            rows, late = late_rows_removed(rows, self._event_time, self._store.times.late_watermark_ms)
+            self._late += late
+        self._rows += rows.num_rows
+        if rows.num_rows:
+            reducer.add(self._logic.by_key(rows))
+
+    def merge(self, reducer: RowReducer, spool: Spool) -> None:
+        """Merge what was aggregated into the state, and what is to be emitted into the spool."""
+        is_fixed = all(fixed_dtype(f.type) is not None for f in self._logic.aggregator.state_schema)
+        size = StepSize(FIXED_KEYS_PER_STEP if is_fixed else KEYS_PER_STEP)
+        ranges, behind = self._ranges_to_visit(), None
+        for part in reducer.steps():
+            start = 0
+            while start < len(part.keys):
+                step = part.slice(start, size.keys)
+                start += len(step.keys)
+                num_bytes = self._merge_step(step.keys, step.rows, spool)
+                size.seen(len(step.keys), num_bytes)
+                if ranges:
+                    last = step.keys[-1].as_py()
+                    self._visit(between(ranges, behind, last), step.keys, spool)
+                    behind = last
+        if ranges:
+            self._visit(between(ranges, behind, None), NO_KEYS, spool)
+
+    def _ranges_to_visit(self) -> list[KeyRange]:
+        """Where the state has keys that must be emitted or removed though the batch does not touch them."""
+        if self._logic.output_mode == "complete":
+            return all_keys(self._store.key_groups)
+        times = self._store.times if self._event_time is not None else None
+        if self._event_time is None or times is None or times.watermark_ms <= times.late_watermark_ms:
+            return []  # what the last watermark has done is gone already
+        return self._event_time.done_ranges(self._store.key_groups, times.watermark_ms)
+
+    def _merge_step(self, keys: pa.BinaryArray, states: pa.RecordBatch, spool: Spool) -> int:
+        """Merge the states of keys into the stored ones; returns the bytes that both take."""
+        logic, store = self._logic, self._store
+        self._timer.step("merge_ms")
+        old = store.get_many(keys)
+        self._timer.step("get_ms")
+        present = old.is_valid()
+        states = logic.aggregator.merge_pairs(logic.schema.decode_values(old), present, states)
+        self._updated += len(keys)
+        if self._event_time is None:
+            store.stage(keys, logic.schema.encode_values(states))
+            spool.add(self._output(keys, states))
+            return int(old.nbytes + states.nbytes)
+        columns = decode_keys(keys, logic.schema.key)
+        done = self._event_time.is_done(columns, store.times.watermark_ms)
+        if not done.any():
+            store.stage(keys, logic.schema.encode_values(states))
+        else:
+            is_done = pa.array(done)
+            stays = pc.invert(is_done)
+            store.stage(keys.filter(stays), logic.schema.encode_values(states.filter(stays)))
+            self._remove(keys.filter(pc.and_(is_done, present)))
+            # As in Spark, what comes and goes in one batch counts both as updated and as removed.
+            self._removed += int(np.count_nonzero(done & ~np.asarray(present)))
+        if logic.output_mode == "update":
+            spool.add(self._output(keys, states))
+        elif done.any():
+            spool.add(self._output(keys.filter(is_done), states.filter(is_done)))
+        return int(old.nbytes + states.nbytes)
+
+    def _visit(self, ranges: list[KeyRange], touched: pa.BinaryArray, spool: Spool) -> None:
+        """Emit, and if they are done remove, the stored keys that are not among those touched."""
+        logic = self._logic
+        pairs_touched = SortedPairs(touched, touched)
+        for pairs in scanned(self._store, ranges):
+            keys, values = pairs.column(0), pairs.column(1)
+            near = pairs_touched.between(keys[0].as_py(), keys[-1].as_py() + b"\x00").keys
+            if len(near):
+                others = pc.invert(pc.is_in(keys, near))
+                keys, values = keys.filter(others), values.filter(others)
+            if self._event_time is not None and not self._event_time.is_exact:
+                columns = decode_keys(keys, logic.schema.key)
+                done = pa.array(self._event_time.is_done(columns, self._store.times.watermark_ms))
+                keys, values = keys.filter(done), values.filter(done)
+            if self._event_time is not None:
+                self._remove(keys)
+            if logic.output_mode != "update" and len(keys):
+                spool.add(self._output(keys, logic.schema.decode_values(values)))
+
+    def _remove(self, keys: pa.BinaryArray) -> None:
+        if len(keys):
+            self._store.stage(keys, pa.nulls(len(keys), pa.binary()))
+            self._removed += len(keys)
+
+    def _output(self, keys: pa.BinaryArray, states: pa.RecordBatch) -> pa.RecordBatch:
+        logic = self._logic
+        columns = dict(zip(logic.schema.key.names, decode_keys(keys, logic.schema.key).columns, strict=True))
+        results = logic.aggregator.results(states)
+        columns.update(zip((o.name for o in logic.aggregator.outputs), results, strict=True))
+        return pa.RecordBatch.from_arrays([columns[n] for n in logic.output.names], schema=logic.output)

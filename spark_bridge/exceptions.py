@@ -49,3 +49,33 @@ class UnknownOperatorError(QueryableStateError):
 
 class StateTooLargeError(SparkBridgeError):
     """One partition's part of a batch does not fit into one Arrow array."""
+
+
+class StatefulProcessorError(SparkBridgeError, RuntimeError):
+    """A stateful processor, or its state, was used wrongly; the message begins with Spark's error condition.
+
+    A RuntimeError, as PySpark's ``PySparkRuntimeError``.
+    """
+
+
+class StateDeclarationError(StatefulProcessorError, InvalidOperatorError):
+    """A processor declared a state variable wrongly: twice, with an unfit name, schema or TTL."""
+
+
+class HandleStateError(StatefulProcessorError):
+    """A processor used its handle or its state at the wrong moment, such as state variables in ``init``."""
+
+
+class TimeModeError(StatefulProcessorError, InvalidOperatorError):
+    """A processor needs another time mode for what it does: timers without one, TTL without processing time."""
+
+
+class IllegalStateValueError(StatefulProcessorError, ValueError, TypeError):
+    """A value cannot be kept as state: None, an empty list, or one that does not fit its variable's schema.
+
+    Also a TypeError, as which PySpark reports some of these.
+    """
+
+
+class ProcessorTesterError(SparkBridgeError, ValueError):
+    """A ``ProcessorTester`` was used wrongly: time that goes backwards, a key of other types, an unknown variable."""

@@ -199,7 +199,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             try:
                 self._cluster.batch_committed(run_id, int(event.progress.batchId))
                 if has_listeners():
-                    tell_listeners(run_id, progress_of(self._cluster, run_id))
+                    tell_listeners(run_id, progress_of(self._cluster, run_id, int(event.progress.batchId)))
             except (CoordinatorError, StateStoreError, SparkBridgeError):
                 # The first task of the next batch completes the version all the same.
                 log.warning("Batch %s of run %s was not reported", event.progress.batchId, run_id, exc_info=True)

@@ -99,17 +99,18 @@ def state_operator_progress(query: StreamingQuery) -> list[StateOperatorProgress
     """
     from spark_bridge.session import current_cluster  # which knows the listener, which knows this module
 
-    return progress_of(current_cluster(), str(query.runId))
+    last = query.lastProgress
+    return progress_of(current_cluster(), str(query.runId), -1 if last is None else int(last["batchId"]))
 
 
-def progress_of(cluster: StateCluster, run_id: str) -> list[StateOperatorProgress]:
-    """See ``state_operator_progress``."""
+def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[StateOperatorProgress]:
+    """See ``state_operator_progress``; of a batch that is not before ``batch_id``."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         run = next((q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id), None)
-        if run is None or run["completed_version"] == 0:
+        if run is None or run["completed_version"] == batch_id + 1 == 0:
             return []
-        version = run["completed_version"]
+        version = max(run["completed_version"], batch_id + 1)
         held = [i for host in cluster.describe_hosts() for i in host["instances"] if i["run_id"] == run_id]
         # Hosts hear of a completed version a moment later.
         if all(i["version"] >= version for i in held):

@@ -154,7 +154,7 @@ def restore(made: Savepoint, target: Path, **how: Any) -> RestoredSavepoint:
     return restore_savepoint(str(made.path), str(target), open_storage=storage, clock=lambda: 5.0, **how)
 
 
-def loaded(target: Path, operator: str, scratch: Path) -> dict[str, SortedPairs]:
+def loaded(target: Path, operator: str, scratch: Path, num_groups: int = G) -> dict[str, SortedPairs]:
     """All pairs by column family, as hosts load them: along the manifests."""
     state = storage(target / "statestore")
     logs = ManifestLog(state, "reader")
@@ -167,7 +167,7 @@ def loaded(target: Path, operator: str, scratch: Path) -> dict[str, SortedPairs]
     found: dict[str, list[pa.RecordBatch]] = {}
     counted = 0
     for p in range(entry.num_partitions):
-        lineage = chains.lineage(chain, version, layout, p, G)
+        lineage = chains.lineage(chain, version, layout, p, num_groups)
         local = scratch / uuid.uuid4().hex
         partition = provider_class(conf).partition_state(local, state, layout.directory(p), conf)
         try:
@@ -177,7 +177,7 @@ def loaded(target: Path, operator: str, scratch: Path) -> dict[str, SortedPairs]
                 rows = list(partition.scan(column_family=family))
                 for batch in rows:
                     groups = {int.from_bytes(k.as_py()[:2], "big") for k in batch.column(0)}
-                    assert {partition_of(g, G, entry.num_partitions) for g in groups} <= {p}
+                    assert {partition_of(g, num_groups, entry.num_partitions) for g in groups} <= {p}
                 found.setdefault(family, []).extend(rows)
             counted += partition.metrics().num_keys
         finally:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from decimal import ROUND_HALF_UP, Decimal, localcontext
 from typing import Any
 
 import numpy as np
@@ -13,120 +16,211 @@ from hypothesis import strategies as st
 
 from spark_bridge.aggregation import Aggregator, Output, result_fields, results
 from spark_bridge.exceptions import SparkBridgeError
+from tests.spark_bridge.aggregation_runs import run, split
 
 TS = pa.timestamp("us", "UTC")
-ROWS = pa.schema([("i", pa.int32()), ("x", pa.float64()), ("s", pa.string()), ("ts", TS)])
-AGGREGATOR = Aggregator(
+EPOCH = datetime(2024, 1, 1, tzinfo=timezone.utc)
+MONEY = pa.decimal128(12, 2)
+PAIR = pa.struct([("a", pa.int32()), ("b", pa.string())])
+ROWS = pa.schema(
     [
-        Output("rows", "count", None, None, None),
-        Output("some.x", "count", "x", None, pa.null()),
-        Output("total", "sum", "i", None, pa.int32()),
-        Output("mean", "mean", "i", None, pa.int32()),
-        Output("low", "min", "x", None, pa.float64()),
-        Output("high", "max", "x", None, pa.float64()),
-        Output("word", "max", "s", None, pa.string()),
-        Output("first", "first", "s", "ts", pa.string(), TS),
-        Output("last", "last", "s", "ts", pa.string(), TS),
+        ("key", pa.int64()),
+        ("i", pa.int32()),
+        ("x", pa.float64()),
+        ("s", pa.string()),
+        ("ts", TS),
+        ("flag", pa.bool_()),
+        ("m", MONEY),
+        ("pair", PAIR),
     ]
 )
+OUTPUTS = [
+    Output("rows", "count", None, None, None),
+    Output("some.x", "count", "x", None, pa.null()),
+    Output("true", "count_if", "flag", None, pa.bool_()),
+    Output("total", "sum", "i", None, pa.int32()),
+    Output("sum.x", "sum", "x", None, pa.float64()),
+    Output("sum.m", "sum", "m", None, MONEY),
+    Output("mean", "mean", "i", None, pa.int32()),
+    Output("mean.m", "mean(12,2)", "m", None, MONEY),
+    Output("low", "min", "x", None, pa.float64()),
+    Output("high", "max", "x", None, pa.float64()),
+    Output("word", "max", "s", None, pa.string()),
+    Output("least flag", "min", "flag", None, pa.bool_()),
+    Output("least pair", "min", "pair", None, PAIR),
+    Output("cheapest", "min", "m", None, MONEY),
+    Output("when", "max", "ts", None, TS),
+    Output("first", "first", "s", "ts", pa.string(), TS),
+    Output("last", "last", "s", "ts", pa.string(), TS),
+    Output("last pair", "last", "pair", "x", PAIR, pa.float64()),
+    Output("first i", "first", "i", "s", pa.int32(), pa.string()),
+]
+AGGREGATOR = Aggregator(OUTPUTS)
 
-rows_strategy = st.lists(
-    st.tuples(
-        st.integers(0, 4),
-        st.none() | st.integers(-(2**31), 2**31 - 1),
-        st.none() | st.floats(allow_infinity=True, allow_nan=True, width=32),
-        st.none() | st.text(max_size=3),
-        st.none() | st.integers(0, 3),
-    ),
-    min_size=1,
-    max_size=40,
+row = st.fixed_dictionaries(
+    {
+        "key": st.integers(-2, 2),
+        "i": st.none() | st.integers(-(2**31), 2**31 - 1),
+        "x": st.none() | st.sampled_from([0.0, -0.0, 1.5, math.nan, math.inf, -math.inf]) | st.floats(-1e6, 1e6),
+        "s": st.none() | st.text(max_size=3),
+        "ts": st.none() | st.integers(0, 3).map(lambda n: EPOCH + timedelta(seconds=n)),
+        "flag": st.none() | st.booleans(),
+        "m": st.none() | st.integers(-(10**12) + 1, 10**12 - 1).map(lambda n: Decimal(n).scaleb(-2)),
+        "pair": st.none()
+        | st.fixed_dictionaries({"a": st.none() | st.integers(0, 2), "b": st.none() | st.sampled_from(["", "a", "é"])}),
+    }
 )
 
 
-def states_of(rows: list[tuple[Any, ...]], ids: dict[int, int]) -> pa.RecordBatch:
-    batch = pa.RecordBatch.from_arrays(
-        [pa.array([r[i + 1] for r in rows], type=f.type) for i, f in enumerate(ROWS)], schema=ROWS
-    )
-    return AGGREGATOR.partial(pa.array([ids[r[0]] for r in rows], pa.int32()), len(ids), batch)
+def order(value: Any) -> Any:
+    """A sort key in Spark's order: nulls first, NaN last, strings by their bytes, structs by their fields."""
+    if value is None:
+        return (0,)
+    if isinstance(value, float):
+        return (1, math.isnan(value), 0.0 if math.isnan(value) else value)
+    if isinstance(value, str):
+        return (1, value.encode())
+    if isinstance(value, dict):
+        return (1, order(value["a"]), order(value["b"]))
+    return (1, value)
 
 
-def expected_of(rows: list[tuple[Any, ...]]) -> dict[str, Any]:
-    def spark_order(x: float) -> tuple[bool, float]:
-        return (math.isnan(x), 0.0 if math.isnan(x) else x)
+def expected_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def some(column: str) -> list[Any]:
+        return [r[column] for r in rows if r[column] is not None]
 
-    def by_time(last: bool) -> Any:
-        timed = [(r[4], r[3] is not None, r[3] or "") for r in rows if r[4] is not None]
-        if not timed:
+    def extreme(column: str, choose: Callable[..., Any]) -> Any:
+        return choose(some(column), key=order, default=None)
+
+    def picked(column: str, by: str, choose: Callable[..., Any]) -> Any:
+        ordered = [r for r in rows if r[by] is not None]
+        if not ordered:
             return None
-        time = (max if last else min)(t for t, _, _ in timed)
-        _, some, value = max(t for t in timed if t[0] == time)
-        return value if some else None
+        best = choose(order(r[by]) for r in ordered)
+        return max((r[column] for r in ordered if order(r[by]) == best), key=order)
 
-    ints = [r[1] for r in rows if r[1] is not None]
-    floats = [r[2] for r in rows if r[2] is not None]
-    words = [r[3] for r in rows if r[3] is not None]
-    return {
-        "rows": len(rows),
-        "some.x": len(floats),
-        "total": sum(ints) if ints else None,
-        "mean": sum(ints) / len(ints) if ints else None,
-        "low": min(floats, key=spark_order) if floats else None,
-        "high": max(floats, key=spark_order) if floats else None,
-        "word": max(words, key=lambda w: w.encode()) if words else None,
-        "first": by_time(last=False),
-        "last": by_time(last=True),
-    }
+    def total(column: str) -> Any:
+        return sum(some(column)[1:], some(column)[0]) if some(column) else None
+
+    with localcontext() as context, np.errstate(invalid="ignore"):
+        context.prec = 60
+        cents = total("m")
+        mean = None if cents is None else (cents / len(some("m"))).quantize(Decimal("0.000001"), ROUND_HALF_UP)
+        return {
+            "rows": len(rows),
+            "some.x": len(some("x")),
+            "true": some("flag").count(True),
+            "total": total("i"),
+            "sum.x": total("x"),
+            "sum.m": cents,
+            "mean": total("i") / len(some("i")) if some("i") else None,
+            "mean.m": mean,
+            "low": extreme("x", min),
+            "high": extreme("x", max),
+            "word": extreme("s", max),
+            "least flag": extreme("flag", min),
+            "least pair": extreme("pair", min),
+            "cheapest": extreme("m", min),
+            "when": extreme("ts", max),
+            "first": picked("s", "ts", min),
+            "last": picked("s", "ts", max),
+            "last pair": picked("pair", "x", max),
+            "first i": picked("i", "s", min),
+        }
 
 
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float):
-        return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-9) or a == b
+        return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-6) or a == b
     return bool(a == b)
 
 
-@settings(max_examples=150, deadline=None)
-@given(rows_strategy, st.integers(0, 40))
-def test_aggregates_equal_a_plain_computation_however_rows_are_split(rows: list[tuple[Any, ...]], cut: int) -> None:
-    groups = sorted({r[0] for r in rows})
-    parts = []
-    labels: list[int] = []
-    for part in (rows[:cut], rows[cut:]):
-        if part:
-            ids = {g: i for i, g in enumerate(dict.fromkeys(r[0] for r in part))}
-            parts.append(states_of(part, ids))
-            labels += [groups.index(g) for g in ids]
-    both = pa.Table.from_batches(parts).combine_chunks().to_batches()[0]
-    merged = AGGREGATOR.merge(pa.array(labels, pa.int32()), len(groups), both)
-    answer = pa.RecordBatch.from_arrays(results(merged), schema=pa.schema(result_fields(merged.schema))).to_pylist()
-    for group, got in zip(groups, answer, strict=True):
-        expected = expected_of([r for r in rows if r[0] == group])
-        assert {k: v for k, v in got.items() if not same(v, expected[k])} == {}, expected
+@settings(max_examples=60, deadline=None)
+@given(st.lists(row, min_size=1, max_size=30), st.lists(st.integers(0, 30), max_size=3), st.booleans())
+def test_aggregates_equal_a_plain_computation_however_rows_are_split(
+    rows: list[dict[str, Any]], cuts: list[int], by_pairs: bool
+) -> None:
+    batches = [pa.RecordBatch.from_pylist(part, schema=ROWS) for part in split(rows, cuts)]
+    answer = run(AGGREGATOR, batches, by_pairs=by_pairs)
+    assert sorted(answer) == sorted({r["key"] for r in rows})
+    for key, got in answer.items():
+        expected = expected_of([r for r in rows if r["key"] == key])
+        assert {k: (v, expected[k]) for k, v in got.items() if not same(v, expected[k])} == {}
 
 
 def test_result_names_and_types_come_from_the_state_schema_alone() -> None:
     fields = result_fields(AGGREGATOR.state_schema)
     assert [f.name for f in fields] == [o.name for o in AGGREGATOR.outputs]
-    assert [str(f.type) for f in fields[:6]] == ["int64", "int64", "int64", "double", "double", "double"]
+    assert [str(f.type) for f in fields[:9]] == [
+        *("int64", "int64", "int64", "int64", "double", "decimal128(22, 2)"),
+        *("double", "decimal128(16, 6)", "double"),
+    ]
+    assert result_fields(AGGREGATOR.state_schema) == AGGREGATOR.result_fields
+
+
+def test_states_that_a_released_version_has_written_are_read_by_the_same_names() -> None:
+    assert AGGREGATOR.state_schema.names[:4] == [
+        *("rows.count.count", "some.x.count.count", "true.count_if.count", "total.sum.sum"),
+    ]
+    mean = Aggregator([Output("mean", "mean", "m", None, MONEY)])
+    assert [str(f.type) for f in mean.state_schema] == ["double", "int64"]
+    rows = pa.record_batch({"m": pa.array([Decimal("1.00"), Decimal("2.00")], MONEY)})
+    assert results(mean.partial(pa.array([0, 0], pa.int32()), 1, rows))[0].to_pylist() == [1.5]
+
+
+def test_a_key_without_state_gives_nulls() -> None:
+    missing = pa.RecordBatch.from_arrays(
+        [pa.nulls(1, f.type) for f in AGGREGATOR.state_schema], AGGREGATOR.state_schema.names
+    )
+    assert [column.to_pylist() for column in results(missing)] == [[None]] * len(OUTPUTS)
+
+
+def long_sum(values: list[int], groups: list[int]) -> list[int]:
+    total = Aggregator([Output("total", "sum", "v", None, pa.int64())])
+    states = total.partial(
+        pa.array(groups, pa.int32()), max(groups) + 1, pa.record_batch({"v": pa.array(values, pa.int64())})
+    )
+    return results(states)[0].to_pylist()  # type: ignore[no-any-return]
 
 
 def test_a_sum_beyond_64_bits_is_an_error_and_one_that_just_fits_is_not() -> None:
+    assert long_sum([2**62, 2**62 - 1, -5], [0, 0, 1]) == [2**63 - 1, -5]
+    assert long_sum([-(2**63), 2**63 - 1, 2**62, -(2**62)], [0, 0, 0, 0]) == [-1]
+    for too_much in ([2**62, 2**62], [-(2**63), -1], [2**63 - 1] * 5):
+        with pytest.raises(SparkBridgeError, match="'total' has left the range"):
+            long_sum(too_much, [0] * len(too_much))
+
+
+def test_a_sum_that_leaves_64_bits_only_with_the_stored_one_is_an_error_too() -> None:
     total = Aggregator([Output("total", "sum", "v", None, pa.int64())])
-    big = pa.record_batch({"v": pa.array([2**62, 2**62 - 1, -5], pa.int64())})
-    assert results(total.partial(pa.array([0, 0, 1], pa.int32()), 2, big))[0].to_pylist() == [2**63 - 1, -5]
-    with pytest.raises(SparkBridgeError, match="'total' has left the range"):
-        total.partial(
-            pa.array([0, 0, 0], pa.int32()),
-            1,
-            pa.record_batch({"v": pa.array([2**62, 2**62, 1], pa.int64())}),
-        )
+
+    def batch(value: int) -> pa.RecordBatch:
+        return pa.record_batch({"key": pa.array([1], pa.int64()), "v": pa.array([value], pa.int64())})
+
+    for by_pairs in (True, False):
+        assert run(total, [batch(2**62), batch(2**62 - 1)], by_pairs=by_pairs) == {1: {"total": 2**63 - 1}}
+        for value in (2**62, -(2**62) - 1):
+            with pytest.raises(SparkBridgeError, match="'total' has left the range of int64"):
+                run(total, [batch(value), batch(value)], by_pairs=by_pairs)
 
 
 def test_decimal_sums_keep_ten_more_digits_and_overflow_is_an_error() -> None:
-    kind = pa.decimal128(30, 2)
-    total = Aggregator([Output("total", "sum", "v", None, kind)])
-    assert total.state_schema.field(0).type == pa.decimal128(38, 2)
-    rows = pa.record_batch({"v": pa.array(["1.25", None, "2.50"]).cast(kind)})
-    assert str(results(total.partial(pa.array([0, 0, 0], pa.int32()), 1, rows))[0][0]) == "3.75"
+    kind = pa.decimal128(38, 2)
+    total = Aggregator([Output("total", "sum", "v", None, kind), Output("mean", "mean(38,2)", "v", None, kind)])
+    assert total.state_schema.field(0).type == kind
+    assert [f.type for f in total.result_fields] == [kind, pa.decimal128(38, 6)]
+
+    def batch(*values: str | None) -> pa.RecordBatch:
+        numbers = [None if v is None else Decimal(v) for v in values]
+        return pa.record_batch({"key": pa.array([0] * len(values), pa.int64()), "v": pa.array(numbers, kind)})
+
+    for by_pairs in (True, False):
+        answer = run(total, [batch("1.25", None), batch("2.50")], by_pairs=by_pairs)
+        assert answer == {0: {"total": Decimal("3.75"), "mean": Decimal("1.875000")}}
+        big = "9" * 36
+        for batches in ([batch(big, big)], [batch(big), batch(big)]):
+            with pytest.raises(SparkBridgeError, match="'total' has left the range"):
+                run(total, batches, by_pairs=by_pairs)
 
 
 def test_negative_zero_and_nan_order_as_in_spark() -> None:
@@ -138,3 +232,13 @@ def test_negative_zero_and_nan_order_as_in_spark() -> None:
     assert low[0].as_py() == -math.inf
     assert math.isnan(high[0].as_py())
     assert low.type == high.type == pa.float32()
+
+
+def test_columns_come_as_spark_sends_them_too() -> None:
+    kind = pa.timestamp("us", "Europe/Berlin")
+    latest = Aggregator([Output("ts", "max", "ts", None, TS), Output("s", "max", "s", None, pa.string())])
+    rows = pa.record_batch(
+        {"ts": pa.array([EPOCH, None], kind), "s": pa.array(["b", "a"]).dictionary_encode(), "other": [1, 2]}
+    ).slice(0, 2)
+    states = latest.partial(np.array([0, 0]), 1, rows)
+    assert [c.to_pylist() for c in latest.results(states)] == [[EPOCH], ["b"]]

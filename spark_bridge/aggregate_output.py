@@ -1,0 +1,55 @@
+"""One output column of an aggregation: which function, of which columns and types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from spark_bridge.exceptions import InvalidOperatorError
+
+_FUNCTION = re.compile(r"(\w+)(?:\(([\w,]*)\))?")
+
+
+@dataclass(frozen=True)
+class UserAggregate:
+    """An aggregate of the user's own, as functions on Arrow tables; see ``functions.merge``."""
+
+    state: pa.Schema
+    partial: Callable[[pa.Table], pa.Table]
+    merge: Callable[[pa.Table], pa.Table]
+    finish: Callable[[pa.Table], pa.Array | pa.ChunkedArray] | None = None
+    result_type: pa.DataType | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output column: ``function`` of input ``column`` (None: of rows), ordered ``by`` where that matters.
+
+    ``function`` includes what its state depends on, as in ``top_k(10)``. With ``columns`` the input is a struct of them
+    instead of one column; ``type`` is the input's type.
+    """
+
+    name: str
+    function: str
+    column: str | None
+    by: str | None
+    type: pa.DataType | None
+    by_type: pa.DataType | None = None
+    columns: tuple[str, ...] = ()
+    user: UserAggregate | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns of the rows that it reads."""
+        return tuple(c for c in (self.column, *self.columns, self.by) if c is not None)
+
+
+def split_function(function: str) -> tuple[str, tuple[str, ...]]:
+    """Name and arguments of ``top_k(10)``; raises ``InvalidOperatorError``."""
+    found = _FUNCTION.fullmatch(function)
+    if found is None:
+        raise InvalidOperatorError(f"{function!r} is no aggregate function; it must look like sum, or top_k(10).")
+    return found[1], tuple(found[2].split(",")) if found[2] else ()

@@ -1,0 +1,67 @@
+"""Aggregating before the shuffle: the rows of one key in a task become one partial result.
+
+It costs another pass through Python, and pays where a batch has many rows of each key. Where a task finds few, it
+stops looking for them and makes a partial result of each row, which is cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import types as T
+
+from backends.keys import decode_keys
+from backends.schema import to_spark_type
+from spark_bridge.aggregate_task import AggregateLogic
+from spark_bridge.column_order import plain
+from spark_bridge.keyed_rows import key_groups_of, parts_of
+from spark_bridge.operator_input import map_in_arrow
+from spark_bridge.state_task import EMIT_ROWS, KEY_GROUP_COLUMN, StepTimer
+
+WORTHWHILE = 0.5
+"""The most results per row with which looking for rows of one key goes on."""
+
+
+def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
+    """Rows with key groups as partial results with key groups, for the same ``logic`` with ``is_partial``."""
+    columns = pa.schema([*logic.schema.key, pa.field(KEY_GROUP_COLUMN, pa.int32()), *logic.aggregator.state_schema])
+    fields = [
+        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}} for f in columns
+    ]
+    schema = T.StructType.fromJson({"type": "struct", "fields": fields})
+    return map_in_arrow(df, PartialTask(logic, columns), "partial_aggregation", schema)
+
+
+@dataclass(frozen=True)
+class PartialTask:
+    """Partial results of rows; ``columns`` are the stored keys, the key group and the states."""
+
+    logic: AggregateLogic
+    columns: pa.Schema
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The partial results of one task's rows."""
+        is_worthwhile = True
+        for rows in parts_of(batches, StepTimer(), "aggregate_ms"):
+            part = self._by_key(rows) if is_worthwhile else self._each(rows)
+            is_worthwhile = is_worthwhile and part.num_rows <= rows.num_rows * WORTHWHILE
+            for start in range(0, part.num_rows, EMIT_ROWS):
+                yield part.slice(start, EMIT_ROWS)
+
+    def _by_key(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        part = self.logic.by_key(rows)
+        keys = decode_keys(part.keys, self.logic.schema.key)
+        return self._batch([*keys.columns, key_groups_of(part.keys), *part.rows.columns])
+
+    def _each(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        keys = [plain(rows.column(name)) for name in self.logic.schema.key.names]
+        states = self.logic.aggregator.partial(np.arange(rows.num_rows), rows.num_rows, rows)
+        return self._batch([*keys, rows.column(KEY_GROUP_COLUMN), *states.columns])
+
+    def _batch(self, columns: list[pa.Array]) -> pa.RecordBatch:
+        cast = [c.cast(f.type) for c, f in zip(columns, self.columns, strict=True)]
+        return pa.RecordBatch.from_arrays(cast, schema=self.columns)

@@ -1,0 +1,188 @@
+"""What a processor is given to declare state variables and to set timers."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from backends.exceptions import InvalidStateStoreArgument
+from backends.operator_schema import StateVariable
+from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
+from spark_bridge.stateful.ddl import struct_of
+from spark_bridge.stateful.list_state import ListState
+from spark_bridge.stateful.map_state import MapState
+from spark_bridge.stateful.step import CREATED, INITIALIZED, INT64_MAX, PRE_INIT, NoKey, Step, invalid_handle_state
+from spark_bridge.stateful.timers import Timers
+from spark_bridge.stateful.value_state import ValueState
+from spark_bridge.stateful.variables import TIMERS, Declaration, check_variable_name
+
+State = TypeVar("State", ValueState, ListState, MapState)
+
+NONE, PROCESSING_TIME, EVENT_TIME = TIME_MODES = ("none", "processingtime", "eventtime")
+_SPELLINGS = {NONE: "NoTime", PROCESSING_TIME: "ProcessingTime", EVENT_TIME: "EventTime"}
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What ``init`` has declared: the state variables in order (those to delete first), and the objects that use them."""
+
+    variables: list[StateVariable]
+    states: dict[str, ValueState | ListState | MapState]
+
+
+class StatefulProcessorHandle:
+    """Declares state variables in ``init``, and sets the current key's timers later on."""
+
+    def __init__(self, key_schema: pa.Schema, time_mode: str, step: Step, timers: Timers | None) -> None:
+        self._key_schema = key_schema
+        self._time_mode = time_mode
+        self._step = step
+        self._timers = timers
+        self._states: dict[str, ValueState | ListState | MapState] = {}
+        self._variables: dict[str, StateVariable] = {}
+        self._deleted: dict[str, StateVariable] = {}
+
+    def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
+        """Declare a variable of one value per key. ``schema``: a StructType, or DDL text of its fields.
+
+        With ``ttlDurationMs``, a value lives so long after the batch that wrote it. Raises ``StateDeclarationError``,
+        ``TimeModeError`` (a TTL needs processing time), and ``HandleStateError`` outside ``init``.
+        """
+        return self._declared("get_value_state", stateName, "value", ValueState, ttlDurationMs, schema)
+
+    def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
+        """Declare a variable of a list per key; see ``getValueState``."""
+        return self._declared("get_list_state", stateName, "list", ListState, ttlDurationMs, schema)
+
+    def getMapState(
+        self,
+        stateName: str,
+        userKeySchema: StructType | str,
+        valueSchema: StructType | str,
+        ttlDurationMs: int | None = None,
+    ) -> MapState:
+        """Declare a variable of a map per key; see ``getValueState``."""
+        return self._declared("get_map_state", stateName, "map", MapState, ttlDurationMs, valueSchema, userKeySchema)
+
+    def registerTimer(self, expiryTimestampMs: int) -> None:
+        """Set a timer of the current key, in ms since 1970. One that is due already fires in this batch."""
+        self._usable_timers("register_timer").register(_timestamp(expiryTimestampMs))
+
+    def deleteTimer(self, expiryTimestampMs: int) -> None:
+        """Remove a timer of the current key, if it has it."""
+        self._usable_timers("delete_timer").delete(_timestamp(expiryTimestampMs))
+
+    def listTimers(self) -> Iterator[int]:
+        """The timers of the current key, ascending, the one that ``handleExpiredTimer`` is handling included."""
+        return self._usable_timers("list_timers").listed()
+
+    def deleteIfExists(self, stateName: str) -> None:
+        """Remove a state variable that earlier runs have declared, with all it holds; call it in ``init``."""
+        self._check_declaring("delete_if_exists")
+        check_variable_name(stateName)
+        if stateName in self._variables:
+            raise StateDeclarationError(
+                f"State variable {stateName!r} is declared and then deleted in one init(). Delete it first, to begin anew, "
+                "or do not declare it."
+            )
+        self._deleted[stateName] = StateVariable(stateName, "value", {}, deleted=True)
+
+    def _all_declared(self) -> Declared:
+        return Declared([*self._deleted.values(), *self._variables.values()], self._states)
+
+    def _declared(
+        self,
+        operation: str,
+        name: str,
+        kind: str,
+        made: type[State],
+        ttl_ms: int | None,
+        value_schema: StructType | str,
+        user_key_schema: StructType | str | None = None,
+    ) -> State:
+        self._check_declaring(operation)
+        if name in self._variables:
+            raise StateDeclarationError(
+                f"[STATEFUL_PROCESSOR_DUPLICATE_STATE_VARIABLE_DEFINED] State variable {name!r} is declared twice, as "
+                f"{self._variables[name].kind} state and as {kind} state. Give each variable a name of its own, and keep "
+                "the object that the first call has returned."
+            )
+        if name == TIMERS and self._time_mode != NONE:
+            raise StateDeclarationError(
+                f"The state variable {name!r} has the name under which timers are kept. Choose another name."
+            )
+        user_key = None if user_key_schema is None else struct_of(user_key_schema)
+        declaration = Declaration(name, kind, struct_of(value_schema), user_key, self._checked_ttl(name, ttl_ms))
+        variable = declaration.variable(self._key_schema)
+        kept = variable if self._step.index is PRE_INIT else self._kept(variable)
+        state = made(declaration, kept, self._step)
+        self._states[name], self._variables[name] = state, variable
+        return state
+
+    def _kept(self, declared: StateVariable) -> StateVariable:
+        """A declared variable as the operator's schema has it, with its history."""
+        try:
+            kept = self._step.store.schema.variable(declared.name)
+        except InvalidStateStoreArgument as error:
+            raise StateDeclarationError(
+                f"{error} init() must declare the same variables whenever it is called."
+            ) from error
+        now = sorted((str(s.key), str(s.value)) for s in declared.families.values())
+        then = sorted((str(s.key), str(s.value)) for s in kept.families.values())
+        if kept.kind != declared.kind or now != then:
+            raise StateDeclarationError(
+                f"State variable {declared.name!r} is declared as {declared.kind} state of {now}, but the operator has it as "
+                f"{kept.kind} state of {then}. init() must declare the same variables whenever it is called."
+            )
+        return kept
+
+    def _checked_ttl(self, name: str, ttl_ms: int | None) -> int | None:
+        if ttl_ms is None:
+            return None
+        if isinstance(ttl_ms, bool) or not hasattr(ttl_ms, "__index__"):
+            raise StateDeclarationError(
+                f"ttlDurationMs of state variable {name!r} is {ttl_ms!r}: give an int of ms, or None."
+            )
+        if self._time_mode != PROCESSING_TIME:
+            raise TimeModeError(
+                f"[STATEFUL_PROCESSOR_INCORRECT_TIME_MODE_TO_ASSIGN_TTL] State variable {name!r} has a TTL of {ttl_ms} ms, "
+                f"which time mode {_SPELLINGS[self._time_mode]} cannot measure. Use time_mode='processingTime', or leave "
+                "ttlDurationMs out."
+            )
+        if ttl_ms <= 0:
+            raise StateDeclarationError(
+                f"[STATEFUL_PROCESSOR_TTL_DURATION_MUST_BE_POSITIVE] State variable {name!r} has a TTL of {ttl_ms} ms. Give "
+                "1 ms or more, or leave ttlDurationMs out."
+            )
+        return operator.index(ttl_ms)
+
+    def _check_declaring(self, operation: str) -> None:
+        index = self._step.index
+        if index is not PRE_INIT and index is not CREATED:
+            raise invalid_handle_state(operation, index.phase if isinstance(index, NoKey) else INITIALIZED.phase)
+
+    def _usable_timers(self, operation: str) -> Timers:
+        if self._time_mode == NONE:
+            raise TimeModeError(
+                "[STATEFUL_PROCESSOR_CANNOT_PERFORM_OPERATION_WITH_INVALID_TIME_MODE] Cannot perform "
+                f"{operation} with invalid timeMode={_SPELLINGS[NONE]}: timers need time_mode='processingTime' or 'eventTime'."
+            )
+        if isinstance(self._step.index, NoKey) or self._timers is None:
+            raise invalid_handle_state(operation, getattr(self._step.index, "phase", PRE_INIT.phase))
+        return self._timers
+
+
+def _timestamp(value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise IllegalStateValueError(
+            f"A timer cannot fire at {value!r} ({type(value).__name__}): give an int of ms since 1970."
+        )
+    timestamp = operator.index(value)
+    if not -INT64_MAX <= timestamp <= INT64_MAX:
+        raise IllegalStateValueError(f"A timer cannot fire at {timestamp} ms since 1970: that is no 64-bit integer.")
+    return timestamp

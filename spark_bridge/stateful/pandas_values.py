@@ -1,0 +1,193 @@
+"""Arrow batches as pandas DataFrames and back, as PySpark's functions on pandas have them.
+
+Timestamps are naive, in the session's time zone; structs and maps are dicts, arrays numpy arrays, dates objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from math import isnan
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.types import StructType
+
+from backends.columns import is_list_like, list_array, list_parts, null_mask, struct_array
+from spark_bridge.stateful.row_values import RowCodec, shown, to_array
+
+_WALL_CLOCK = pa.timestamp("us")
+
+
+@dataclass(frozen=True)
+class PandasCodec:
+    """DataFrames of one Spark schema. ``time_zone`` is the session's."""
+
+    struct: StructType
+    time_zone: str
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of the rows, in normalised types."""
+        return RowCodec(self.struct).schema
+
+    def to_frame(self, batch: pa.RecordBatch) -> pd.DataFrame:
+        """The rows, in memory of their own."""
+        nested = [pa.types.is_nested(c.type) for c in batch.columns]
+        columns = [_wall_clock(c, self.time_zone) if n else c for c, n in zip(batch.columns, nested, strict=True)]
+        table = pa.table(columns, names=[str(i) for i in range(len(columns))])
+        frame = table.to_pandas(maps_as_pydicts="strict", coerce_temporal_nanoseconds=True)
+        for i, column in enumerate(columns):
+            if pa.types.is_timestamp(column.type) and column.type.tz is not None:
+                frame[str(i)] = frame[str(i)].dt.tz_convert(self.time_zone).dt.tz_localize(None)
+        frame.columns = pd.Index(self.struct.names)
+        return frame
+
+    def to_batch(self, frames: Sequence[pd.DataFrame]) -> pa.RecordBatch:
+        """The rows of all frames.
+
+        Columns go by name if any has a string for a name, else by position. Raises ``TypeError`` or ``ValueError``
+        naming the columns that are missing or unexpected, or field, type and value.
+        """
+        parts = [self._batch(_one_frame(list(alike))) for _, alike in groupby(frames, _labels)]
+        table = pa.Table.from_batches([p for p in parts if p is not None], schema=self.schema).combine_chunks()
+        return table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([], schema=self.schema)
+
+    def _batch(self, frame: pd.DataFrame) -> pa.RecordBatch | None:
+        labels, names = list(frame.columns), self.schema.names
+        if not labels and frame.empty:
+            return None
+        if any(isinstance(label, str) for label in labels):
+            if sorted(map(str, labels)) != sorted(names):
+                raise ValueError(
+                    f"A DataFrame has the columns {', '.join(map(str, labels))}; the schema of the output has "
+                    f"{', '.join(names)}. Give these, or columns with numbers for names, in that order."
+                )
+            columns = [frame[name] for name in names]
+        else:
+            if len(labels) != len(names):
+                raise ValueError(
+                    f"A DataFrame has {len(labels)} columns; the schema of the output has {len(names)}: {', '.join(names)}."
+                )
+            columns = [frame.iloc[:, i] for i in range(len(names))]
+        arrays = [_array(f, c, self.time_zone) for f, c in zip(self.schema, columns, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+def rows_of(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
+    """Some rows of a frame as a frame of their own, numbered from 0, in the same memory."""
+    part = frame.iloc[start:stop]
+    part.index = _numbers(stop - start)
+    # Nobody else looks at these rows: writing to them needs no warning.
+    part._is_copy = None
+    return part
+
+
+@lru_cache(maxsize=1 << 14)
+def _numbers(n: int) -> pd.RangeIndex:
+    return pd.RangeIndex(n)
+
+
+def _labels(frame: object) -> tuple[Any, ...]:
+    if not isinstance(frame, pd.DataFrame):
+        raise TypeError(
+            f"The processor gave {shown(frame)} ({type(frame).__name__}) for output; it is to give pandas DataFrames."
+        )
+    return tuple(frame.columns)
+
+
+def _one_frame(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+
+
+def _array(field: pa.Field, column: pd.Series, time_zone: str) -> pa.Array:
+    """A column of the output; raises ``TypeError`` or ``ValueError`` naming it."""
+    kind = field.type
+    if pa.types.is_nested(kind):
+        values = [None if v is None or v is pd.NA else v for v in column]
+        return _instants(to_array(field.name, values, _wall_field(field)), kind, time_zone)
+    if pa.types.is_timestamp(kind) and not pd.api.types.is_datetime64_any_dtype(column.dtype):
+        try:
+            column = pd.to_datetime(column)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Field {field.name!r} is of type timestamp: {error}") from error
+    try:
+        if pa.types.is_timestamp(kind) and kind.tz is not None:
+            if column.dt.tz is None:
+                column = column.dt.tz_localize(time_zone, ambiguous=False, nonexistent="shift_forward")
+            array = pa.array(column, from_pandas=True).cast(kind, safe=False)
+        elif pa.types.is_timestamp(kind):
+            array = pa.array(column, from_pandas=True).cast(kind, safe=False)
+        else:
+            array = _flat_array(column, kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        # Value by value: what can be taken nevertheless is, and the error names the value.
+        return to_array(field.name, [None if _is_missing(v) else v for v in column], field)
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    if array.null_count and not field.nullable:
+        raise ValueError(f"Field {field.name!r} is declared not nullable, but a value of it is missing.")
+    return array
+
+
+def _flat_array(column: pd.Series, kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array(column, kind, from_pandas=True)
+    except (pa.ArrowException, TypeError):
+        if pd.api.types.is_numeric_dtype(column.dtype):
+            return pa.array(column, from_pandas=True).cast(kind)  # as PySpark: numbers can be cast, also to strings
+        raise
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and isnan(value))
+
+
+def _has_zone(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(kind) and kind.tz is not None)
+
+
+def _wall_type(kind: pa.DataType) -> pa.DataType:
+    """The type with instants as wall-clock times."""
+    if pa.types.is_struct(kind):
+        return pa.struct([_wall_field(kind.field(i)) for i in range(kind.num_fields)])
+    if pa.types.is_map(kind):
+        return pa.map_(_wall_field(kind.key_field), _wall_field(kind.item_field))
+    if is_list_like(kind):
+        return pa.list_(_wall_field(kind.value_field))
+    return _WALL_CLOCK if _has_zone(kind) else kind
+
+
+def _wall_field(field: pa.Field) -> pa.Field:
+    return field.with_type(_wall_type(field.type))
+
+
+def _wall_clock(array: pa.Array, time_zone: str) -> pa.Array:
+    """The array with the instants inside it as wall-clock times."""
+    return _converted(
+        array, _wall_type(array.type), lambda leaf: pc.local_timestamp(leaf.cast(pa.timestamp("us", time_zone)))
+    )
+
+
+def _instants(array: pa.Array, kind: pa.DataType, time_zone: str) -> pa.Array:
+    """The inverse of ``_wall_clock``; an hour that comes twice is the later one, as PySpark has it."""
+    return _converted(
+        array, kind, lambda leaf: pc.assume_timezone(leaf, time_zone, ambiguous="latest", nonexistent="latest")
+    )
+
+
+def _converted(array: pa.Array, kind: pa.DataType, convert: Callable[[pa.Array], pa.Array]) -> pa.Array:
+    """The array in another type of the same shape; ``convert`` takes the timestamps that differ."""
+    if array.type == kind:
+        return array
+    if pa.types.is_struct(kind):
+        children = [_converted(c, kind.field(i).type, convert) for i, c in enumerate(array.flatten())]
+        return struct_array(children, len(array), null_mask(array), kind)
+    if is_list_like(kind):
+        elements, offsets = list_parts(array)
+        of = pa.struct([kind.key_field, kind.item_field]) if pa.types.is_map(kind) else kind.value_type
+        return list_array(_converted(elements, of, convert), offsets, null_mask(array), kind)
+    return (convert(array) if pa.types.is_timestamp(kind) else array).cast(kind)

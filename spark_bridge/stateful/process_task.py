@@ -1,0 +1,207 @@
+"""The work of a processor of rows or DataFrames in a state task: key by key, with the processor's own code.
+
+The order is that of PySpark's ``transformWithState``: the rows of a key, then its timers that have expired, and what
+the processor gives is taken whole before it is called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, TypeAlias
+
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from backends.keys import decode_keys
+from coordinator_actor.messages import OperatorFigures
+from spark_bridge.event_time import EventTime
+from spark_bridge.state_access import StateAccess
+from spark_bridge.state_task import StepTimer
+from spark_bridge.stateful.pandas_values import PandasCodec, rows_of
+from spark_bridge.stateful.processor_output import OutputFrames, OutputRows, OutputSink
+from spark_bridge.stateful.processor_state import ProcessorState
+from spark_bridge.stateful.row_values import RowCodec
+from spark_bridge.stateful.sorted_runs import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.stateful.spool import Spool
+from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
+from spark_bridge.stateful.task_input import TaskInput
+
+ROWS_PER_FRAME = 10_000
+"""Rows of a DataFrame that a processor is given, at most: Spark's ``spark.sql.execution.arrow.maxRecordsPerBatch``."""
+Mode: TypeAlias = Literal["rows", "pandas"]
+
+
+Taker: TypeAlias = Callable[[int, int], Iterator[Any]]
+"""Gives the rows (``Row`` or DataFrames) from one number to another; asked for in order, each taken to its end."""
+
+
+@dataclass(frozen=True)
+class ProcessLogic:
+    """A processor of rows (``pyspark.sql.Row``) or of pandas DataFrames, for one operator.
+
+    ``time_zone`` is the session's, in which DataFrames have their timestamps. The event time of the output,
+    ``event_time``, must be after the watermark for late rows.
+    """
+
+    processor: Any
+    mode: Mode
+    time_mode: str
+    input: TaskInput
+    output: StructType
+    event_time: EventTime | None = None
+    time_zone: str = "UTC"
+    limits: Limits = field(default_factory=Limits)
+
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Call the processor for all keys, commit, and give its output."""
+        times = store.times
+        codec = RowCodec(self.output)
+        with RowSorter(self.input.keys, self.limits) as sorter, Spool(codec.schema) as spool:
+            num_late = self.input.read(batches, sorter, times.late_watermark_ms, timer)
+            sink = OutputSink(spool, self.event_time, times.late_watermark_ms)
+            output = (
+                OutputRows(codec, sink)
+                if self.mode == "rows"
+                else OutputFrames(PandasCodec(self.output, self.time_zone), sink)
+            )
+            with started(self.processor, self.input.keys, self.time_mode, store) as state:
+                self._process(state, sorter, output)
+                state.finish()
+            timer.step("process_ms")
+            store.commit(figures_of(state, sorter.num_rows, num_late), timer.milliseconds)
+            yield from spool.batches()
+
+    def _process(self, state: ProcessorState, sorter: RowSorter, output: OutputRows | OutputFrames) -> None:
+        processor, times = self.processor, state.timer_values
+
+        def handle_rows(key: tuple[Any, ...], rows: Iterator[Any]) -> None:
+            output.take(processor.handleInputRows(key, rows, times))
+
+        def handle_timers(key: tuple[Any, ...]) -> None:
+            for expiry in state.expired_timers():
+                output.take(
+                    processor.handleExpiredTimer(key=key, timerValues=times, expiredTimerInfo=ExpiredTimerInfo(expiry))
+                )
+                state.handle.deleteTimer(expiry)
+
+        steps = sorter.steps()
+        if self.time_mode == "none":
+            for_each_key(state, steps, self.input, opener(self.input, self.mode, self.time_zone), handle_rows)
+        else:
+            steps = with_keys(steps, state.keys_with_expired_timers(), self.limits.step_rows)
+            for_each_key(
+                state, steps, self.input, opener(self.input, self.mode, self.time_zone), handle_rows, handle_timers
+            )
+        output.flush()
+
+
+@dataclass(frozen=True)
+class InitialStateLogic:
+    """Hands the rows of an initial state to ``handleInitialState``, row by row or DataFrame by DataFrame."""
+
+    processor: Any
+    mode: Mode
+    time_mode: str
+    input: TaskInput
+    time_zone: str = "UTC"
+    limits: Limits = field(default_factory=Limits)
+
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Make the rows the state, commit it, and give nothing."""
+        processor = self.processor
+        with RowSorter(self.input.keys, self.limits) as sorter:
+            self.input.read(batches, sorter, 0, timer)
+            with started(processor, self.input.keys, self.time_mode, store) as state:
+
+                def handle_rows(key: tuple[Any, ...], rows: Iterator[Any]) -> None:
+                    for row in rows:
+                        processor.handleInitialState(key, row, state.timer_values)
+
+                open_rows = opener(self.input, self.mode, self.time_zone)
+                for_each_key(state, sorter.steps(), self.input, open_rows, handle_rows)
+                state.finish()
+            timer.step("process_ms")
+            store.commit(figures_of(state, sorter.num_rows, 0), timer.milliseconds)
+        return iter(())
+
+
+@contextmanager
+def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess) -> Iterator[ProcessorState]:
+    """A processor's state, with the processor initialised; it is closed at the end, whatever happens."""
+    state = ProcessorState(processor, keys, time_mode, store)
+    processor.init(state.handle)
+    try:
+        yield state
+    finally:
+        processor.close()
+
+
+def opener(given: TaskInput, mode: Mode, time_zone: str) -> Callable[[pa.RecordBatch], Taker]:
+    """What makes rows of Arrow into what a processor takes."""
+
+    def open_rows(rows: pa.RecordBatch) -> Taker:
+        made = RowCodec(given.struct).iter_rows(rows)
+        return lambda start, stop: islice(made, stop - start)
+
+    def open_frames(rows: pa.RecordBatch) -> Taker:
+        frame = PandasCodec(given.struct, time_zone).to_frame(rows)
+        size = ROWS_PER_FRAME
+        return lambda start, stop: (rows_of(frame, i, min(i + size, stop)) for i in range(start, stop, size))
+
+    return open_rows if mode == "rows" else open_frames
+
+
+def for_each_key(
+    state: ProcessorState,
+    steps: Iterator[RowStep],
+    given: TaskInput,
+    open_rows: Callable[[pa.RecordBatch], Taker],
+    handle_rows: Callable[[tuple[Any, ...], Iterator[Any]], None],
+    handle_timers: Callable[[tuple[Any, ...]], None] | None = None,
+) -> None:
+    """Go through the keys with their state: for each, its rows if it has any, and then its timers."""
+    key_codec = RowCodec(given.key_struct)
+    for step in steps:
+        key_rows = decode_keys(step.keys, given.keys)
+        state.begin(step.keys, key_rows)
+        take = open_rows(step.rows) if step.rows.num_rows else None
+        bounds = step.offsets.tolist()
+        for i, key in enumerate(key_codec.to_tuples(key_rows)):
+            state.set_key(i)
+            start, stop = bounds[i], bounds[i + 1]
+            if take is not None and start < stop:
+                rows = _all_parts(step, take, steps, open_rows) if step.is_part else take(start, stop)
+                handle_rows(key, rows)
+                for _ in rows:
+                    pass  # what it did not want to see
+            if handle_timers is not None:
+                handle_timers(key)
+        state.end()
+
+
+def figures_of(state: ProcessorState, num_rows: int, num_late: int) -> OperatorFigures:
+    """What a task has done."""
+    return OperatorFigures(
+        num_rows=num_rows,
+        num_rows_updated=state.figures.num_rows_updated,
+        num_rows_removed=state.figures.num_rows_removed,
+        num_rows_dropped_by_watermark=num_late,
+        custom=state.figures.custom,
+    )
+
+
+def _all_parts(
+    step: RowStep, take: Taker, steps: Iterator[RowStep], open_rows: Callable[[pa.RecordBatch], Taker]
+) -> Iterator[Any]:
+    """The rows of a single key that go on in the next steps, which are read on the way."""
+    yield from take(0, step.rows.num_rows)
+    while step.is_part:
+        step = next(steps)
+        yield from open_rows(step.rows)(0, step.rows.num_rows)

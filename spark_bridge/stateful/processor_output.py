@@ -1,0 +1,141 @@
+"""What a processor gives for output, on its way to Spark: checked, and in batches of the declared schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from types import GeneratorType
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+from pyspark.sql import Row
+from pyspark.sql.types import StructType
+
+from spark_bridge.event_time import EventTime
+from spark_bridge.exceptions import StatefulProcessorError
+from spark_bridge.stateful.pandas_values import PandasCodec
+from spark_bridge.stateful.row_values import RowCodec, shown
+from spark_bridge.stateful.spool import Spool
+
+ROWS_AT_ONCE = 1 << 14
+"""Rows turned into Arrow at once."""
+FRAMES_AT_ONCE = 1 << 9
+
+
+@dataclass
+class OutputRows:
+    """Output of rows: ``Row``s, which go by name, or tuples, which go by position."""
+
+    codec: RowCodec
+    sink: OutputSink
+    _rows: list[Any] = field(default_factory=list)
+
+    def take(self, given: Any) -> None:
+        """Take all rows of what one of the processor's methods has returned."""
+        rows = given if type(given) is GeneratorType else _iterator(given, "Rows")
+        self._rows.extend(islice(rows, ROWS_AT_ONCE))
+        while len(self._rows) >= ROWS_AT_ONCE:
+            self.flush()
+            self._rows.extend(islice(rows, ROWS_AT_ONCE))
+
+    def flush(self) -> None:
+        """Give the rows to the sink; raises ``StatefulProcessorError`` for what does not fit the schema."""
+        if self._rows:
+            rows, self._rows = self._rows, []
+            try:
+                batch = self.codec.to_batch(_by_position(rows, self.codec.struct.names))
+            except (TypeError, ValueError) as error:
+                raise _mismatch(self.codec.struct, error) from error
+            self.sink.add(batch)
+
+
+@dataclass
+class OutputFrames:
+    """Output of pandas DataFrames."""
+
+    codec: PandasCodec
+    sink: OutputSink
+    _frames: list[pd.DataFrame] = field(default_factory=list)
+    _num_rows: int = 0
+
+    def take(self, given: Any) -> None:
+        """Take all DataFrames of what one of the processor's methods has returned."""
+        for frame in given if type(given) is GeneratorType else _iterator(given, "pandas DataFrames"):
+            if not isinstance(frame, pd.DataFrame):
+                raise StatefulProcessorError(
+                    f"The processor gave {shown(frame)} ({type(frame).__name__}) for output: give pandas DataFrames."
+                )
+            self._frames.append(frame)
+            self._num_rows += len(frame)
+            if len(self._frames) >= FRAMES_AT_ONCE or self._num_rows >= ROWS_AT_ONCE:
+                self.flush()
+
+    def flush(self) -> None:
+        """Give the rows to the sink; raises ``StatefulProcessorError`` for what does not fit the schema."""
+        if self._frames:
+            frames, self._frames, self._num_rows = self._frames, [], 0
+            try:
+                batch = self.codec.to_batch(frames)
+            except (TypeError, ValueError) as error:
+                raise _mismatch(self.codec.struct, error) from error
+            self.sink.add(batch)
+
+
+@dataclass(frozen=True)
+class OutputSink:
+    """Batches on their way to the spool; those of ``event_time`` must not be late when they leave."""
+
+    spool: Spool
+    event_time: EventTime | None
+    late_watermark_ms: int
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take a batch; raises ``StatefulProcessorError`` if a row of it is late already."""
+        if self.event_time is not None:
+            is_late = self.event_time.is_done(batch, self.late_watermark_ms)
+            if is_late.any():
+                name = self.event_time.column
+                late = batch.column(name).filter(pa.array(is_late))[0].as_py()
+                raise StatefulProcessorError(
+                    f"[EMITTING_ROWS_OLDER_THAN_WATERMARK_NOT_ALLOWED] The processor gave a row with {name}={late}, which "
+                    f"is not after the watermark, {self.late_watermark_ms} ms since 1970: whatever follows would take it "
+                    "for late. Give it a later event time, or leave event_time_column out."
+                )
+        self.spool.add(batch)
+
+
+def _iterator(given: Any, what: str) -> Iterator[Any]:
+    if given is None:
+        return iter(())
+    if isinstance(given, (tuple, str, bytes, dict, pd.DataFrame)) or not hasattr(given, "__iter__"):
+        raise StatefulProcessorError(
+            f"The processor returned {shown(given)} ({type(given).__name__}): return an iterator of {what}, for "
+            "instance by yield."
+        )
+    return iter(given)
+
+
+def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
+    """Rows whose values stand in the order of ``names``."""
+    kinds = set(map(type, rows))
+    for kind in kinds:
+        if not issubclass(kind, (tuple, list)):
+            wrong = next(r for r in rows if type(r) is kind)
+            raise TypeError(f"{shown(wrong)} ({kind.__name__}) is no Row.")
+    if not any(issubclass(kind, Row) for kind in kinds):
+        return rows
+    for i, row in enumerate(rows):
+        given = getattr(row, "__fields__", names)
+        if given != names:
+            if sorted(given) != sorted(names):
+                raise ValueError(f"{shown(row)} has the fields {', '.join(given)}.")
+            rows[i] = tuple(map(row.__getitem__, names))
+    return rows
+
+
+def _mismatch(struct: StructType, error: Exception) -> StatefulProcessorError:
+    return StatefulProcessorError(
+        f"What the processor gave for output does not fit its schema, {struct.simpleString()}: {error}"
+    )

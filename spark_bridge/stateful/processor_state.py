@@ -1,0 +1,120 @@
+"""The state of one processor in one task: its variables, timers and TTL, step by step of sorted keys.
+
+What a step's keys have is fetched when it is first asked for, for all of them at once; what is changed is
+written at the end of the step, whole columns at a time.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from backends.exceptions import InvalidStateStoreArgument
+from backends.operator_schema import StateVariable
+from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError
+from spark_bridge.state_access import StateAccess
+from spark_bridge.stateful.expiry import Sweep
+from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle
+from spark_bridge.stateful.list_state import ListState
+from spark_bridge.stateful.map_state import MapState
+from spark_bridge.stateful.stateful_processor import TimerValues
+from spark_bridge.stateful.step import CLOSED, StateFigures, Step
+from spark_bridge.stateful.timers import Timers
+from spark_bridge.stateful.value_state import ValueState
+from spark_bridge.stateful.variables import TIMERS, timers_variable
+
+
+class ProcessorState:
+    """What a processor's ``handle`` declares and uses, over the state of one partition.
+
+    ``time_mode``: "none", "processingtime" or "eventtime". Without ``store``, on the driver, it only learns what
+    ``init`` declares. With one: ``keys_with_expired_timers``; then per step ``begin``, per key ``set_key``,
+    ``end``; then ``finish``, before the store's commit.
+    """
+
+    def __init__(self, processor: object, key_schema: pa.Schema, time_mode: str, store: StateAccess | None) -> None:
+        if time_mode not in TIME_MODES:
+            raise InvalidOperatorError(f"time_mode={time_mode!r} is unknown: choose one of {', '.join(TIME_MODES)}.")
+        self._processor = processor
+        self._key_schema = key_schema
+        self._time_mode = time_mode
+        self._step = Step(store)
+        self._timers: Timers | None = None
+        self.timer_values = TimerValues()
+        if store is not None:
+            self.timer_values = _timer_values(time_mode, store)
+            if time_mode != NONE:
+                self._timers = Timers(self._timers_variable(store), self._step, self._timers_due())
+        self.handle = StatefulProcessorHandle(key_schema, time_mode, self._step, self._timers)
+        self._sweep: Sweep | None = None
+
+    @property
+    def figures(self) -> StateFigures:
+        """What has been written and removed so far."""
+        return self._step.figures
+
+    @property
+    def states(self) -> dict[str, ValueState | ListState | MapState]:
+        """The state variables that ``init`` has declared, by name."""
+        return self.handle._all_declared().states
+
+    def declare(self) -> tuple[StateVariable, ...]:
+        """What ``init`` has declared, and the timers if there is a time mode. What is to be deleted comes first."""
+        timers = [] if self._time_mode == NONE else [timers_variable(self._key_schema)]
+        return (*self.handle._all_declared().variables, *timers)
+
+    def keys_with_expired_timers(self) -> pa.BinaryArray:
+        """The grouping keys that have a timer in the store that fires now, sorted. To be called before ``begin``."""
+        return self._timers.keys_with_expired() if self._timers is not None else pa.array([], pa.binary())
+
+    def begin(self, keys: pa.BinaryArray, key_rows: pa.RecordBatch) -> None:
+        """Go on to the next keys, which are sorted, distinct, and come behind all earlier ones."""
+        step = self._step
+        if self._sweep is None:
+            self._sweep = Sweep(step)
+        self._sweep.spare(keys)
+        step.begin(keys)
+        for state in self.states.values():
+            state._begin()
+        if self._timers is not None:
+            self._timers.begin()
+
+    def set_key(self, i: int) -> None:
+        """Make the step's key number ``i`` the current one."""
+        self._step.index = i
+
+    def expired_timers(self) -> list[int]:
+        """The current key's timers that fire now, ascending, those set in this batch included."""
+        return self._timers.expired() if self._timers is not None else []
+
+    def end(self) -> None:
+        """Stage the step's changes; raises ``IllegalStateValueError`` for a value out of its type's range."""
+        for state in self.states.values():
+            state._end()
+        if self._timers is not None:
+            self._timers.end()
+        self._step.begin(pa.array([], pa.binary()))
+
+    def finish(self) -> None:
+        """Stage the removal of some of what has expired, or was deleted. The processor can use no state any more."""
+        sweep = self._sweep or Sweep(self._step)
+        sweep.stage()
+        self._step.index = CLOSED
+
+    def _timers_due(self) -> int:
+        times = self._step.store.times
+        return times.watermark_ms if self._time_mode == EVENT_TIME else times.timestamp_ms
+
+    def _timers_variable(self, store: StateAccess) -> StateVariable:
+        try:
+            return store.schema.variable(TIMERS)
+        except InvalidStateStoreArgument as error:
+            raise StateDeclarationError(f"{error} The operator was started without a time mode.") from error
+
+
+def _timer_values(time_mode: str, store: StateAccess) -> TimerValues:
+    times = store.times
+    if time_mode == NONE:
+        return TimerValues()
+    # Without a watermark it stays 0, where Spark has none.
+    watermark = times.watermark_ms if time_mode == EVENT_TIME or times.watermark_ms > 0 else -1
+    return TimerValues(times.timestamp_ms, watermark)

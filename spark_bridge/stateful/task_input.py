@@ -1,0 +1,43 @@
+"""The rows that a stateful processor's task is given: which columns they have, which are the key, which rows are late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from spark_bridge.event_time import EventTime, late_rows_removed
+from spark_bridge.state_task import StepTimer
+from spark_bridge.stateful.sorted_runs import RowSorter
+
+
+@dataclass(frozen=True)
+class TaskInput:
+    """All columns of the rows, and those of the key. Rows that are late by ``event_time`` are dropped (None: none is)."""
+
+    struct: StructType
+    keys: pa.Schema
+    event_time: EventTime | None = None
+
+    @cached_property
+    def key_struct(self) -> StructType:
+        """The columns of the key, in their order."""
+        return StructType([self.struct[name] for name in self.keys.names])
+
+    def read(
+        self, batches: Iterable[pa.RecordBatch], sorter: RowSorter, late_watermark_ms: int, timer: StepTimer
+    ) -> int:
+        """Give all rows to the sorter but those that are late; returns how many are."""
+        num_late = 0
+        timer.restart()
+        for batch in batches:
+            timer.step("input_wait")
+            rows, late = late_rows_removed(batch, self.event_time, late_watermark_ms)
+            num_late += late
+            sorter.add(rows)
+            timer.step("sort_ms")
+        timer.step("input_wait")
+        return num_late

@@ -1,0 +1,114 @@
+"""An operator's logic over several partitions and batches, on real providers in this process, without Spark."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
+from backends.key_groups import key_groups, partition_range
+from backends.keys import decode_keys
+from backends.operator_schema import OperatorSchema
+from coordinator_actor.messages import BatchTimes, OperatorFigures
+from spark_bridge.local_state import LocalStateAccess
+from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN, Logic, StepTimer
+
+NUM_GROUPS = 16
+TS = pa.timestamp("us", "UTC")
+WINDOW = pa.struct([pa.field("start", TS), pa.field("end", TS)])
+CONF = StateStoreConf(fsync=False, compression="none", track_total_number_of_rows=False)
+SECOND = 1_000_000
+
+
+class OperatorRun:
+    """One operator of ``num_partitions``, batch by batch. ``keys`` are the columns that key groups come from, as stored."""
+
+    def __init__(self, logic: Logic, schema: OperatorSchema, keys: Sequence[str], num_partitions: int) -> None:
+        self.logic = logic
+        self.schema = OperatorSchema.from_json(schema.to_json())
+        self.keys = list(keys)
+        self.num_partitions = num_partitions
+        root = f"memory://{uuid.uuid4().hex}"
+        self.providers = [FileStateStoreProvider(StateStoreId(root, "op", p), CONF) for p in range(num_partitions)]
+        self.figures = OperatorFigures()
+
+    def batch(self, rows: pa.RecordBatch, times: BatchTimes, cuts: Iterable[int] = ()) -> list[dict[str, Any]]:
+        """Process a batch, given to the tasks in pieces cut at ``cuts``; what they emit."""
+        emitted: list[dict[str, Any]] = []
+        figures = []
+        groups = key_groups(rows.select(self.keys), NUM_GROUPS)
+        routed = rows.append_column(KEY_GROUP_COLUMN, pa.array(groups, pa.int32()))
+        for p, provider in enumerate(self.providers):
+            of_task = routed.filter(pa.array(groups * self.num_partitions // NUM_GROUPS == p))
+            of_task = of_task.append_column(PARTITION_COLUMN, pa.array(np.full(of_task.num_rows, p), pa.int32()))
+            bounds = [0, *sorted(min(c, of_task.num_rows) for c in cuts), of_task.num_rows]
+            pieces = [of_task.slice(a, b - a) for a, b in pairwise(bounds) if b > a]
+            store = LocalStateAccess(provider, self.schema, times, partition_range(p, self.num_partitions, NUM_GROUPS))
+            for output in self.logic.process(iter(pieces), store, StepTimer()):
+                assert store.figures is not None, "output came before the commit"
+                emitted += output.to_pylist()
+            assert store.figures is not None
+            figures.append(store.figures)
+        names = ("num_rows", "num_rows_updated", "num_rows_removed", "num_rows_dropped_by_watermark")
+        custom = {name: sum(f.custom[name] for f in figures) for name in figures[0].custom}
+        self.figures = OperatorFigures(*(sum(getattr(f, name) for f in figures) for name in names), custom)
+        return emitted
+
+    def size(self, family: str) -> int:
+        """The number of stored rows of a family."""
+        return len(self.stored_keys(family))
+
+    def stored_keys(self, family: str) -> list[dict[str, Any]]:
+        """The stored keys of a family."""
+        found: list[dict[str, Any]] = []
+        for provider in self.providers:
+            store = provider.get_read_store(provider.latest_version())
+            for pairs in store.scan(b"", None, family) if provider.latest_version() else ():
+                found += decode_keys(pairs.column(0), self.schema.families[family].key).to_pylist()
+            store.abort()
+        return found
+
+
+class Watermark:
+    """Spark's watermark of a query with one source: the greatest time seen less a delay, from the next batch on."""
+
+    def __init__(self, delay_s: int) -> None:
+        self.delay_s = delay_s
+        self.late_s = self.now_s = 0
+
+    def times(self) -> BatchTimes:
+        """The times of the batch to come."""
+        return BatchTimes(0, self.now_s * 1000, self.late_s * 1000)
+
+    def advance(self, seen_s: Iterable[int | None]) -> None:
+        """Go on to the next batch."""
+        greatest = max((s for s in seen_s if s is not None), default=0)
+        self.late_s, self.now_s = self.now_s, max(self.now_s, greatest - self.delay_s)
+
+
+def column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Values as a column; times are seconds, windows pairs of them."""
+    if kind == TS:
+        return pa.array([None if v is None else v * SECOND for v in values], pa.int64()).cast(TS)
+    if kind == WINDOW:
+        return pa.StructArray.from_arrays([column([v[i] for v in values], TS) for i in (0, 1)], fields=list(WINDOW))
+    return pa.array(values, kind)
+
+
+def batch_of(schema: pa.Schema, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+    """Rows as a batch; see ``column``."""
+    return pa.RecordBatch.from_arrays(
+        [column([r[i] for r in rows], f.type) for i, f in enumerate(schema)], schema=schema
+    )
+
+
+def seconds(value: Any) -> Any:
+    """What a task emitted, with times as seconds and windows as pairs of them."""
+    if isinstance(value, dict):
+        return tuple(seconds(v) for v in value.values())
+    return int(value.timestamp()) if hasattr(value, "timestamp") else value

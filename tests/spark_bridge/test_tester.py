@@ -1,0 +1,242 @@
+"""Processors in a ``ProcessorTester``; where PySpark has a ``TwsTester``, both must say the same."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from pyspark.sql import Row
+
+from spark_bridge.exceptions import IllegalStateValueError, ProcessorTesterError, TimeModeError
+from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
+from spark_bridge.stateful.tester import ProcessorTester
+
+try:
+    from pyspark.sql.streaming.stateful_processor import StatefulProcessor as PySparkProcessor
+except ImportError:
+    PySparkProcessor = StatefulProcessor
+try:
+    from pyspark.sql.streaming.tws_tester import TwsTester
+except ImportError:
+    TwsTester = None
+
+TESTERS = [ProcessorTester] + ([TwsTester] if TwsTester is not None else [])
+
+
+class Visits(PySparkProcessor):
+    """Counts visits by page, keeps the last ones, and says goodbye some time after the last visit."""
+
+    def __init__(self, ttl_ms: int | None = None, goodbye_after_ms: int | None = None) -> None:
+        self.ttl_ms = ttl_ms
+        self.goodbye_after_ms = goodbye_after_ms
+
+    def init(self, handle: Any) -> None:
+        self.handle = handle
+        self.count = handle.getValueState("count", "n INT", self.ttl_ms)
+        self.pages = handle.getMapState("pages", "page STRING", "n INT", self.ttl_ms)
+        self.last = handle.getListState("last", "page STRING", self.ttl_ms)
+
+    def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
+        n = 0
+        for row in rows:
+            n += 1
+            seen = self.pages.getValue((row.page,))
+            self.pages.updateValue((row.page,), ((seen[0] if seen else 0) + 1,))
+            self.last.appendValue((row.page,))
+        before = self.count.get()
+        self.count.update((n + (before[0] if before else 0),))
+        if self.goodbye_after_ms is not None:
+            now = max(timerValues.getCurrentProcessingTimeInMs(), timerValues.getCurrentWatermarkInMs())
+            for timer in self.handle.listTimers():
+                self.handle.deleteTimer(timer)
+            self.handle.registerTimer(now + self.goodbye_after_ms)
+        yield Row(key=key[0], n=self.count.get()[0])
+
+    def handleExpiredTimer(self, key: Any, timerValues: Any, expiredTimerInfo: Any) -> Iterator[Any]:
+        yield Row(key=key[0], goodbye=expiredTimerInfo.getExpiryTimeInMs())
+        self.last.clear()
+
+    def handleInitialState(self, key: Any, initialState: Any, timerValues: Any) -> None:
+        self.count.update((initialState.n,))
+
+
+def rows(*pages: str) -> list[Row]:
+    return [Row(page=page, at=i) for i, page in enumerate(pages)]
+
+
+@pytest.mark.parametrize("tester_class", TESTERS)
+class TestAsPySparkHasIt:
+    """What both testers do alike."""
+
+    def test_rows_and_state(self, tester_class: type[ProcessorTester]) -> None:
+        tester = tester_class(Visits())
+        assert tester.test("ann", rows("a", "b", "a")) == [Row(key="ann", n=3)]
+        assert tester.test("bob", rows("a")) == [Row(key="bob", n=1)]
+        assert tester.test("ann", rows("c")) == [Row(key="ann", n=4)]
+        assert tester.peekValueState("count", "ann") == (4,)
+        assert tester.peekValueState("count", "eve") is None
+        assert tester.peekMapState("pages", "ann") == {("a",): (2,), ("b",): (1,), ("c",): (1,)}
+        assert tester.peekMapState("pages", "eve") == {}
+        assert tester.peekListState("last", "bob") == [("a",)]
+        assert tester.peekListState("last", "eve") == []
+
+    def test_state_can_be_set_and_removed(self, tester_class: type[ProcessorTester]) -> None:
+        tester = tester_class(Visits())
+        tester.updateValueState("count", "ann", (5,))
+        tester.updateMapState("pages", "ann", {("a",): (7,)})
+        tester.updateListState("last", "ann", [("x",), ("y",)])
+        assert tester.test("ann", rows("a")) == [Row(key="ann", n=6)]
+        assert tester.peekMapState("pages", "ann") == {("a",): (8,)}
+        assert tester.peekListState("last", "ann") == [("x",), ("y",), ("a",)]
+        for name in ("count", "pages", "last"):
+            tester.deleteState(name, "ann")
+        assert tester.peekValueState("count", "ann") is None
+        assert tester.peekMapState("pages", "ann") == {}
+        assert tester.peekListState("last", "ann") == []
+
+    def test_initial_state(self, tester_class: type[ProcessorTester]) -> None:
+        tester = tester_class(Visits(), initialStateRow=[("ann", Row(n=10)), ("bob", Row(n=20))])
+        assert tester.test("ann", rows("a")) == [Row(key="ann", n=11)]
+        assert tester.peekValueState("count", "bob") == (20,)
+
+    def test_processing_time_timers(self, tester_class: type[ProcessorTester]) -> None:
+        tester = tester_class(Visits(goodbye_after_ms=100), timeMode="ProcessingTime")
+        tester.test("ann", rows("a"))
+        assert tester.setProcessingTime(50) == []
+        tester.test("ann", rows("a"))
+        tester.test("bob", rows("a"))
+        assert tester.setProcessingTime(149) == []
+        assert sorted(tester.setProcessingTime(150)) == [Row(key="ann", goodbye=150), Row(key="bob", goodbye=150)]
+        assert tester.setProcessingTime(500) == []
+        assert tester.peekListState("last", "ann") == []
+        with pytest.raises(Exception, match="must move forward"):
+            tester.setProcessingTime(500)
+        with pytest.raises(ValueError, match="UNSUPPORTED_OPERATION"):
+            tester.setWatermark(1000)
+
+    def test_event_time(self, tester_class: type[ProcessorTester]) -> None:
+        processor = Visits(goodbye_after_ms=10)
+        tester = tester_class(processor, timeMode="EventTime", eventTimeExtractor=lambda row: row.at)
+        assert tester.test("ann", rows("a", "b", "c")) == [Row(key="ann", n=2)]  # at 0 is not after the watermark
+        assert tester.setWatermark(1) == []
+        assert tester.test("ann", rows("a", "b", "c")) == [Row(key="ann", n=3)]
+        assert tester.setWatermark(11) == [Row(key="ann", goodbye=11)]
+        with pytest.raises(Exception, match="must move forward"):
+            tester.setWatermark(11)
+        with pytest.raises(ValueError, match="UNSUPPORTED_OPERATION"):
+            tester.setProcessingTime(1000)
+        with pytest.raises(ValueError, match="eventTimeExtractor"):
+            tester_class(processor, timeMode="EventTime")
+
+    def test_pandas(self, tester_class: type[ProcessorTester]) -> None:
+        class Sums(PySparkProcessor):
+            def init(self, handle: Any) -> None:
+                self.sum = handle.getValueState("sum", "total DOUBLE, n BIGINT")
+                self.handle = handle
+
+            def handleInputRows(
+                self, key: Any, rows: Iterator[pd.DataFrame], timerValues: Any
+            ) -> Iterator[pd.DataFrame]:
+                total, n = self.sum.get() or (0.0, 0)
+                for frame in rows:
+                    total, n = total + frame["x"].sum(), n + len(frame)
+                self.sum.update((total, n))
+                self.handle.registerTimer(100)
+                yield pd.DataFrame({"key": [key[0]], "total": [total]})
+
+            def handleExpiredTimer(self, key: Any, timerValues: Any, expiredTimerInfo: Any) -> Iterator[pd.DataFrame]:
+                yield pd.DataFrame({"key": [key[0]], "n": [self.sum.get()[1]]})
+
+            def handleInitialState(self, key: Any, initialState: pd.DataFrame, timerValues: Any) -> None:
+                self.sum.update((float(initialState["x"].sum()), 0))
+
+        tester = tester_class(
+            Sums(),
+            initialStatePandas=[(7, pd.DataFrame({"x": [0.5, 0.5]}))],
+            timeMode="EventTime",
+            eventTimeExtractor=lambda row: int(row["at"]),
+        )
+        given = pd.DataFrame({"x": [100.0, 1.0, 2.0], "at": [0, 1, 2]})
+        output = tester.testInPandas(7, given)
+        pd.testing.assert_frame_equal(output, pd.DataFrame({"key": [7], "total": [4.0]}))
+        assert tester.peekValueState("sum", 7) == (4.0, 2)
+        pd.testing.assert_frame_equal(tester.setWatermark(100), pd.DataFrame({"key": [7], "n": [2]}))
+        assert tester.setWatermark(101).empty
+
+
+def test_state_expires() -> None:
+    tester = ProcessorTester(Visits(ttl_ms=100), timeMode="processingtime")
+    tester.test("ann", rows("a"))
+    tester.setProcessingTime(60)
+    tester.test("ann", rows("b"))
+    tester.setProcessingTime(100)
+    assert tester.peekValueState("count", "ann") == (2,)
+    assert tester.peekMapState("pages", "ann") == {("b",): (1,)}
+    assert tester.peekListState("last", "ann") == [("b",)]
+    tester.setProcessingTime(160)
+    assert tester.peekValueState("count", "ann") is None
+    assert tester.test("ann", rows("a")) == [Row(key="ann", n=1)]
+
+
+def test_keys_of_several_columns_and_of_given_types() -> None:
+    tester = ProcessorTester(Visits())
+    moment = dt.datetime(2024, 1, 1, 12)
+    key = ("ann", np.int64(3), moment, True, b"x")
+    assert tester.test(key, rows("a")) == [Row(key="ann", n=1)]
+    assert tester.test(("ann", 3, moment, True, b"x"), rows("a")) == [Row(key="ann", n=2)]
+    with pytest.raises(ProcessorTesterError, match=r"'bob'.*key0:string,key1:bigint.*keySchema"):
+        tester.test("bob", rows("a"))
+    with pytest.raises(ProcessorTesterError, match="give keySchema"):
+        ProcessorTester(Visits()).test(None, rows("a"))
+    tester = ProcessorTester(Visits(), keySchema="user STRING, day INT")
+    assert tester.test((None, 1), rows("a")) == [Row(key=None, n=1)]
+
+
+def test_a_call_that_fails_changes_nothing() -> None:
+    class Hasty(StatefulProcessor):
+        def init(self, handle: Any) -> None:
+            self.seen = handle.getListState("seen", "x INT")
+
+        def handleInputRows(self, key: Any, rows: Iterator[Row], timerValues: TimerValues) -> Iterator[Row]:
+            for row in rows:
+                self.seen.appendValue((row.x,))
+                if row.x < 0:
+                    raise ArithmeticError("negative")
+            return iter(())
+
+        def handleExpiredTimer(
+            self, key: Any, timerValues: TimerValues, expiredTimerInfo: ExpiredTimerInfo
+        ) -> Iterator[Row]:
+            raise AssertionError
+
+    tester = ProcessorTester(Hasty())
+    assert tester.test(1, [Row(x=1), Row(x=2)]) == []
+    with pytest.raises(ArithmeticError, match="negative"):
+        tester.test(1, [Row(x=3), Row(x=-1)])
+    with pytest.raises(IllegalStateValueError, match=r"2147483648"):
+        tester.test(1, [Row(x=2**31)])
+    assert tester.peekListState("seen", 1) == [(1,), (2,)]
+    tester.updateListState("seen", 1, [])
+    assert tester.peekListState("seen", 1) == []
+
+
+def test_mistakes_say_what_to_do() -> None:
+    tester = ProcessorTester(Visits())
+    with pytest.raises(
+        ProcessorTesterError, match=r"no value state 'pages'; it declares 'count' \(value state\), 'pages' \(map"
+    ):
+        tester.peekValueState("pages", "ann")
+    with pytest.raises(ProcessorTesterError, match="no state variable 'x'"):
+        tester.deleteState("x", "ann")
+    with pytest.raises(ProcessorTesterError, match="'Now' is unknown"):
+        ProcessorTester(Visits(), timeMode="Now")
+    with pytest.raises(ProcessorTesterError, match="'None' is unknown"):
+        ProcessorTester(Visits(), outputMode="None")
+    with pytest.raises(ProcessorTesterError, match="not both"):
+        ProcessorTester(Visits(), initialStateRow=[], initialStatePandas=[])
+    with pytest.raises(TimeModeError, match="INCORRECT_TIME_MODE_TO_ASSIGN_TTL"):
+        ProcessorTester(Visits(ttl_ms=5))
