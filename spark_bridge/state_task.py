@@ -20,6 +20,7 @@ from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedErr
 from spark_bridge.protocol import TaskIdentity
 from spark_bridge.state_access import StateAccess
 from spark_bridge.task_client import Endpoints, TaskStore
+from spark_bridge.worker_process import settle_worker
 
 PARTITION_COLUMN = "__statestore_partition"
 KEY_GROUP_COLUMN = "__statestore_key_group"
@@ -96,6 +97,7 @@ class StateTask:
                     yield output.slice(start, EMIT_ROWS)
         finally:
             store.close()
+            settle_worker()
 
     def _partition(self, task_partition: int, first: pa.RecordBatch | None) -> int:
         """This task's shuffle partition: the one carried by its rows; a task without rows can only go by its number."""
