@@ -108,6 +108,27 @@ def _pandas_processor(base: Any) -> Any:
     return RunningTotals()
 
 
+def arrow(df: DataFrame) -> DataFrame:
+    from spark_bridge import ArrowBatch, ArrowResult, ArrowStatefulProcessor, transform_with_state_in_arrow
+
+    class RunningTotals(ArrowStatefulProcessor):
+        """All keys at once: every key has rows, for there are no timers."""
+
+        def init(self, handle: Any) -> None:
+            handle.declare_state(STATE)
+
+        def process(self, batch: ArrowBatch) -> ArrowResult | None:
+            if not batch.num_keys:
+                return None
+            amounts = batch.rows["amount"].to_numpy()
+            n = np.diff(batch.offsets) + batch.state["n"].fill_null(0).to_numpy()
+            spent = np.add.reduceat(amounts, batch.offsets[:-1]) + batch.state["spent"].fill_null(0).to_numpy()
+            state = pa.table({"n": n, "spent": spent})
+            return ArrowResult(output=state.add_column(0, "user", batch.keys["user"]), state=state)
+
+    return transform_with_state_in_arrow(df, "user", RunningTotals(), OUTPUT, operator="arrow_totals")
+
+
 def rows(df: DataFrame) -> DataFrame:
     from spark_bridge import StatefulProcessor, transform_with_state
 
@@ -140,6 +161,7 @@ CONTESTANTS = {
         Contestant("native", "Spark groupBy().agg()", native, "update"),
         Contestant("aggregate", "aggregate", aggregate),
         Contestant("stateless", "a shuffle and mapInArrow, without state", stateless, keeps_state=False),
+        Contestant("arrow", "transform_with_state_in_arrow", arrow),
         Contestant("rows", "transform_with_state", rows),
         Contestant("pandas", "transform_with_state_in_pandas", pandas),
         Contestant("spark_rows", "Spark transformWithState", spark_rows, "update", needs_spark_4=True, is_slow=True),

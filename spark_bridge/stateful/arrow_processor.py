@@ -113,6 +113,7 @@ class ArrowStatefulProcessorHandle:
 class ArrowStatefulProcessor(ABC):
     """The logic of ``transform_with_state_in_arrow``."""
 
+    @abstractmethod
     def init(self, handle: ArrowStatefulProcessorHandle) -> None:
         """Declare the state, by ``handle.declare_state``; called before anything else."""
 
@@ -131,7 +132,7 @@ class ArrowStatefulProcessor(ABC):
             f"{type(self).__name__} is given an initial state, but has no handle_initial_state(batch)."
         )
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to release
         """Release what ``init`` has acquired; called last."""
 
 

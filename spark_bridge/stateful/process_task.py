@@ -6,6 +6,7 @@ the processor gives is taken whole before it is called again.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -137,9 +138,15 @@ def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess)
     """A processor's state, with the processor initialised; it is closed at the end, whatever happens."""
     state = ProcessorState(processor, keys, time_mode, store)
     processor.init(state.handle)
+    # So many objects come and go with the rows that the collector would look through all modules' objects many times.
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
     try:
         yield state
     finally:
+        if is_ours:
+            gc.unfreeze()
         processor.close()
 
 

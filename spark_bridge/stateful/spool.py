@@ -54,7 +54,8 @@ class Spool:
 
     def _write(self) -> None:
         if not self.is_on_disk:
-            self._file = self._open.enter_context(tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-"))
+            file = tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-")  # noqa: SIM115 - as long as we
+            self._file = self._open.enter_context(file)
             options = pa.ipc.IpcWriteOptions(compression="lz4")
             self._writer = pa.ipc.new_stream(pa.PythonFile(self._file, "w"), self.schema, options=options)
             self.is_on_disk = True

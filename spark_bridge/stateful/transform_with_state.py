@@ -1,15 +1,14 @@
-"""``transform_with_state`` and its forms for DataFrames and tables: a processor's output as an ordinary streaming DataFrame."""
+"""``transform_with_state``: a processor with state of its own by key, as an ordinary streaming DataFrame."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as F
+from pyspark import cloudpickle
+from pyspark.sql import DataFrame, GroupedData
 from pyspark.sql import types as T
 
 from backends.exceptions import StateStoreError
@@ -21,7 +20,6 @@ from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.initial_state import InitialState
 from spark_bridge.operator_input import (
     check_keys,
-    columns_of,
     event_time_of,
     key_group_count,
     map_in_arrow,
@@ -30,29 +28,24 @@ from spark_bridge.operator_input import (
     with_key_groups,
 )
 from spark_bridge.operators import check_operator_name, declare
-from spark_bridge.partitioning import quote
-from spark_bridge.state_task import Logic, StateTask
+from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN, Logic, StateTask
 from spark_bridge.stateful.arrow_processor import ArrowLogic, ArrowStatefulProcessor, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
 from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.stateful.row_values import RowCodec
-from spark_bridge.stateful.stateful_processor import StatefulProcessor
 from spark_bridge.stateful.task_input import TaskInput
 from spark_bridge.ticks import with_ticks
 
-log = logging.getLogger(__name__)
-
 KIND = "transform_with_state"
-TIME_ZONE_CONF = "spark.sql.session.timeZone"
-_METHODS = ("init", "handleInputRows", "handleExpiredTimer", "handleInitialState", "close")
+OUTPUT_MODES = ("update", "append")
+_METHODS = ("init", "handleInputRows", "handleExpiredTimer", "close")
 
 
 def transform_with_state(
     df: DataFrame,
     by: str | Sequence[str],
-    processor: StatefulProcessor,
+    processor: Any,
     output_schema: T.StructType | str,
     *,
     operator: str,
@@ -62,32 +55,32 @@ def transform_with_state(
     event_time_column: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
-    """Run a stateful processor over the rows of each key, and emit what it gives, rows of ``output_schema``.
+    """Run a processor of rows over a stream by key, with its state in the state store.
 
-    ``df`` is a streaming DataFrame, ``by`` its key column or columns (nulls are a key of their own), ``operator`` the name
-    of this state in the checkpoint. ``processor`` has the interface of PySpark 4.2's ``StatefulProcessor``, and may be a
-    subclass of that: it gets ``pyspark.sql.Row`` and gives rows or tuples. ``time_mode`` is "none", "processingTime" (for
-    timers and TTL) or "eventTime" (for timers by the watermark; late rows are dropped); with either of these, a query runs a
-    batch at every trigger, once a second at most, so that timers fire on a quiet stream. ``output_mode`` is "update" or
-    "append"; it makes no difference here. ``event_time_column`` names a column of the output that carries event time on, to
-    another operator behind this one: no row may be late by it.
+    ``df`` is a streaming DataFrame, ``by`` its key column or columns. ``processor`` is an instance of a subclass of
+    ``StatefulProcessor`` (PySpark's own will do), which is given each key's rows as ``pyspark.sql.Row`` and gives rows of
+    ``output_schema``, a StructType or DDL text. ``operator`` is the name of this state in the checkpoint and in queries.
 
-    ``initial_state`` is a batch DataFrame with the key columns and any others; its rows are handed to ``handleInitialState``
-    before the first batch, and no more when the query goes on. ``num_partitions`` is the number of state partitions, by
-    default the session's ``spark.sql.shuffle.partitions``; a query may be restarted with another.
+    ``time_mode`` is "none", "processingTime" (timers and TTL by the batch's time) or "eventTime" (timers by the
+    watermark, which ``df`` must have; late rows are dropped). With one, a batch runs at every trigger, rows or not.
+    ``output_mode`` ("update" or "append") tells whoever reads the program whether rows replace earlier ones; both run alike.
 
-    Raises ``InvalidOperatorError`` and ``StateDeclarationError`` for what the DataFrame and ``processor.init`` show to be wrong.
-    The counterpart in Spark is ``df.groupBy(by).transformWithState(...)``.
+    ``initial_state`` is a batch DataFrame with the key columns, whose rows ``handleInitialState`` makes state of before
+    the first batch. ``event_time_column`` names the output column that is the event time for what follows; a row
+    that is behind the watermark is then an error. ``num_partitions`` is the number of state partitions, by default the
+    session's ``spark.sql.shuffle.partitions``; it stays with the checkpoint.
+
+    Raises ``InvalidOperatorError`` for whatever the arguments show to be wrong. The counterpart in Spark 4 is
+    ``df.groupBy(by).transformWithState(...)``.
     """
-    _check_processor(processor)
-    given = _Operator.of(df, by, output_schema, operator, output_mode, time_mode, event_time_column, num_partitions)
-    return given.rows_or_frames(processor, "rows", initial_state)
+    given = _checked(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
+    return _of_rows(given, processor, "rows", num_partitions)
 
 
 def transform_with_state_in_pandas(
     df: DataFrame,
     by: str | Sequence[str],
-    processor: StatefulProcessor,
+    processor: Any,
     output_schema: T.StructType | str,
     *,
     operator: str,
@@ -97,13 +90,12 @@ def transform_with_state_in_pandas(
     event_time_column: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
-    """As ``transform_with_state``, with pandas DataFrames of at most 10,000 rows in the place of rows.
+    """As ``transform_with_state``, with pandas DataFrames for rows: those given, those of the output, and initial state.
 
-    The counterpart in Spark is ``df.groupBy(by).transformWithStateInPandas(...)``.
+    The counterpart in Spark 4 is ``df.groupBy(by).transformWithStateInPandas(...)``.
     """
-    _check_processor(processor)
-    given = _Operator.of(df, by, output_schema, operator, output_mode, time_mode, event_time_column, num_partitions)
-    return given.rows_or_frames(processor, "pandas", initial_state)
+    given = _checked(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
+    return _of_rows(given, processor, "pandas", num_partitions)
 
 
 def transform_with_state_in_arrow(
@@ -119,180 +111,230 @@ def transform_with_state_in_arrow(
     event_time_column: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
-    """As ``transform_with_state``, once per partition and batch with all its rows, keys and their state as Arrow tables.
+    """As ``transform_with_state``, with a processor in columns: the fast way where the work can be done by Arrow or numpy.
 
-    The processor is an ``ArrowStatefulProcessor``, or a function that ``arrow_processor`` has made one of. Much faster than the
-    other forms, for nothing is done key by key.
+    ``processor`` is an ``ArrowStatefulProcessor``, or what ``@arrow_processor(state)`` makes of a function: called once
+    per partition and batch with all rows, their keys and the keys' state.
     """
+    given = _checked(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
     if not isinstance(processor, ArrowStatefulProcessor):
         raise InvalidOperatorError(
-            f"processor={processor!r} is no ArrowStatefulProcessor; subclass that, or decorate a function with "
-            "@arrow_processor(<state schema>)."
+            f"processor={processor!r} is no instance of a subclass of ArrowStatefulProcessor; make one, or one of a function "
+            'by @arrow_processor("n long, total double").'
         )
-    given = _Operator.of(df, by, output_schema, operator, output_mode, time_mode, event_time_column, num_partitions)
-    return given.tables(processor, initial_state)
+    rows = pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in df.schema.fields])
+    logic = ArrowLogic(processor, given.time_mode, given.input, rows, given.output, given.event_time)
+    initial = None
+    if given.initial_rows is not None:
+        struct = given.initial_rows.schema
+        initial = replace(
+            logic,
+            input=TaskInput(struct, given.input.keys),
+            rows=pa.schema([pa.field(f.name, arrow_type(f.dataType)) for f in struct.fields]),
+            is_initial=True,
+        )
+    return _transformed(given, Declaring(_copy(processor)), logic, initial, num_partitions)
 
 
 @dataclass(frozen=True)
-class _Operator:
-    """The arguments that all forms share, checked."""
+class _Given:
+    """The arguments that all forms have in common, checked. ``initial_rows`` are a batch DataFrame's."""
 
     df: DataFrame
-    name: str
-    keys: pa.Schema
-    output: T.StructType
+    operator: str
     time_mode: str
-    input_time: EventTime | None
-    output_time: EventTime | None
-    key_groups: int
-    num_partitions: int
+    input: TaskInput
+    output: T.StructType
+    event_time: EventTime | None
+    initial_rows: DataFrame | None
 
-    @classmethod
-    def of(
-        cls,
-        df: DataFrame,
-        by: str | Sequence[str],
-        output_schema: T.StructType | str,
-        name: str,
-        output_mode: str,
-        time_mode: str,
-        event_time_column: str | None,
-        num_partitions: int | None,
-    ) -> _Operator:
-        if not df.isStreaming:
-            raise InvalidOperatorError(
-                "transform_with_state takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
-                "df.groupBy(...).applyInPandas(...)."
-            )
-        if output_mode not in ("update", "append"):
-            raise InvalidOperatorError(
-                f'output_mode={output_mode!r} is not supported by transform_with_state; use "update" or "append".'
-            )
-        mode = time_mode.lower() if isinstance(time_mode, str) else time_mode
-        if mode not in TIME_MODES:
-            raise InvalidOperatorError(
-                f'[STATEFUL_PROCESSOR_UNKNOWN_TIME_MODE] time_mode={time_mode!r} is unknown; use "none", "processingTime" or '
-                '"eventTime".'
-            )
-        check_operator_name(name, df)
-        names = [by] if isinstance(by, str) else list(by)
-        check_keys(df.schema, names)
-        keys = pa.schema([pa.field(k, arrow_type(df.schema[k].dataType)) for k in names])
-        # Spark lets rows be late only where the processor goes by event time.
-        input_time = event_time_of(df.schema, df.columns) if mode == EVENT_TIME else None
-        if mode == EVENT_TIME and input_time is None:
-            log.warning("Operator %r goes by event time, but no column has a watermark: no timer of it will fire", name)
-        output = struct_of(output_schema)
-        key_groups = key_group_count(df)
-        return cls(
-            df if mode == NONE else with_ticks(df),
-            name,
-            keys,
-            output,
-            mode,
-            input_time,
-            None if event_time_column is None else _output_time(output, event_time_column),
-            key_groups,
-            partition_count(df, num_partitions, key_groups),
+
+def _checked(
+    df: DataFrame,
+    by: str | Sequence[str],
+    output_schema: T.StructType | str,
+    operator: str,
+    output_mode: str,
+    time_mode: str,
+    initial_state: DataFrame | GroupedData | None,
+    event_time_column: str | None,
+) -> _Given:
+    if not df.isStreaming:
+        raise InvalidOperatorError(
+            "transform_with_state takes a streaming DataFrame (spark.readStream); a batch DataFrame has no state."
         )
-
-    def rows_or_frames(self, processor: StatefulProcessor, mode: Mode, initial: DataFrame | None) -> DataFrame:
-        """A processor that is called key by key."""
-        zone = str(self.df.sparkSession.conf.get(TIME_ZONE_CONF, "UTC") or "UTC")
-        logic = ProcessLogic(
-            processor, mode, self.time_mode, self._input(self.df), self.output, self.output_time, time_zone=zone
+    check_operator_name(operator, df)
+    if not isinstance(output_mode, str) or output_mode.lower() not in OUTPUT_MODES:
+        raise InvalidOperatorError(
+            f"output_mode={output_mode!r} is none of a processor's: {', '.join(OUTPUT_MODES)}. It emits what it gives, "
+            "and cannot know all its keys."
         )
-        begin = None
-        if initial is not None:
-            given = self._initial_input(initial)
-            begin = InitialStateLogic(processor, mode, self.time_mode, given, time_zone=zone)
-        return self._data_frame(processor, logic, initial, begin)
+    if not isinstance(time_mode, str) or time_mode.lower() not in TIME_MODES:
+        raise InvalidOperatorError(
+            f'time_mode={time_mode!r} is unknown: choose "none", "processingTime" or "eventTime".'
+        )
+    keys = [by] if isinstance(by, str) else list(by)
+    _check_names(df.schema, "The DataFrame")
+    check_keys(df.schema, keys)
+    key_schema = pa.schema([pa.field(k, arrow_type(df.schema[k].dataType)) for k in keys])
+    marked = event_time_of(df.schema, df.columns)
+    late_by = marked if time_mode.lower() == EVENT_TIME else None
+    if time_mode.lower() == EVENT_TIME and marked is None:
+        raise InvalidOperatorError(
+            f'time_mode="{time_mode}" needs event time: put withWatermark("column", "delay") on the DataFrame first.'
+        )
+    output, event_time = _struct(output_schema), None
+    if event_time_column is not None:
+        output = _with_event_time(output, event_time_column, df.schema, marked)
+        event_time = EventTime(event_time_column)
+    return _Given(
+        df,
+        operator,
+        time_mode.lower(),
+        TaskInput(df.schema, key_schema, late_by),
+        output,
+        event_time,
+        _initial_rows(initial_state, df.schema, keys),
+    )
 
-    def tables(self, processor: ArrowStatefulProcessor, initial: DataFrame | None) -> DataFrame:
-        """A processor in columns."""
 
-        def logic_for(given: TaskInput, *, is_initial: bool) -> ArrowLogic:
-            rows = RowCodec(given.struct).schema
-            return ArrowLogic(
-                processor, self.time_mode, given, rows, self.output, self.output_time, is_initial=is_initial
-            )
+def _of_rows(given: _Given, processor: Any, mode: Mode, num_partitions: int | None) -> DataFrame:
+    _check_processor(processor)
+    zone = str(given.df.sparkSession.conf.get("spark.sql.session.timeZone", "UTC"))
+    logic = ProcessLogic(processor, mode, given.time_mode, given.input, given.output, given.event_time, zone)
+    initial = None
+    if given.initial_rows is not None:
+        rows = TaskInput(given.initial_rows.schema, given.input.keys)
+        initial = InitialStateLogic(processor, mode, given.time_mode, rows, zone)
+    return _transformed(given, _copy(processor), logic, initial, num_partitions)
 
-        logic = logic_for(self._input(self.df), is_initial=False)
-        begin = None if initial is None else logic_for(self._initial_input(initial), is_initial=True)
-        return self._data_frame(Declaring(processor), logic, initial, begin)
 
-    def _input(self, df: DataFrame) -> TaskInput:
-        return TaskInput(df.schema, self.keys, self.input_time)
+def _transformed(
+    given: _Given, declaring: Any, logic: Logic, initial: Logic | None, num_partitions: int | None
+) -> DataFrame:
+    """The output of the operator. ``declaring`` is a processor to be asked for its state variables."""
+    df, keys = given.df, given.input.keys.names
+    key_groups = key_group_count(df)
+    partitions = partition_count(df, num_partitions, key_groups)
+    schema = _declared(declaring, given)
+    spec = OperatorSpec(given.operator, partitions, schema.to_json(), kind=KIND, uses_time=True)
 
-    def _initial_input(self, initial: DataFrame) -> TaskInput:
-        if initial.isStreaming:
-            raise InvalidOperatorError(
-                "initial_state= is a streaming DataFrame; give one of spark.read or createDataFrame."
-            )
-        check_keys(initial.schema, self.keys.names)
-        for name in self.keys.names:
-            here, there = initial.schema[name].dataType, self.df.schema[name].dataType
-            if here != there:
-                raise InvalidOperatorError(
-                    f"Key column {name!r} of initial_state= has type {here.simpleString()}, and of the stream "
-                    f"{there.simpleString()}; cast it."
-                )
-        return TaskInput(initial.schema, self.keys)
+    def prepared(rows: DataFrame) -> DataFrame:
+        return routed(with_key_groups(rows, keys, key_groups), partitions, key_groups)
 
-    def _data_frame(self, processor: Any, logic: Logic, initial: DataFrame | None, begin: Logic | None) -> DataFrame:
-        state = ProcessorState(processor, self.keys, self.time_mode, None)
+    state = None
+    if initial is not None and given.initial_rows is not None:
+        state = InitialState(prepared(given.initial_rows), initial)
+    rows = df if given.time_mode == NONE else with_ticks(df)
+    task = StateTask(given.operator, partitions, logic)
+    return map_in_arrow(prepared(rows), task, declare(spec, initial=state), given.output)
+
+
+def _declared(processor: Any, given: _Given) -> OperatorSchema:
+    """What ``init`` declares, as on Spark's driver: with a handle that can do nothing else."""
+    state = ProcessorState(processor, given.input.keys, given.time_mode, None)
+    try:
         processor.init(state.handle)
-        variables = state.declare()
-        processor.close()
-        settings = {"time_mode": self.time_mode}
-        try:
-            schema = OperatorSchema(variables, settings=settings).to_json()
-        except StateStoreError as error:
-            raise InvalidOperatorError(f"Operator {self.name!r}: {error}") from error
-        spec = OperatorSpec(self.name, self.num_partitions, schema, kind=KIND, uses_time=True)
-        initial_state = None
-        if initial is not None and begin is not None:
-            initial_state = InitialState(self._routed(initial), begin)
-        task = StateTask(self.name, self.num_partitions, logic)
-        made = map_in_arrow(self._routed(self.df), task, declare(spec, initial_state), self.output)
-        if self.output_time is None:
-            return made
-        name = self.output_time.column
-        delay = self._delay()
-        marked = F.col(quote(name)).alias(name, metadata={WATERMARK_METADATA: delay})
-        return made.select(*[marked if c == name else column for c, column in self._columns(made)])
-
-    def _routed(self, df: DataFrame) -> DataFrame:
-        return routed(with_key_groups(df, self.keys.names, self.key_groups), self.num_partitions, self.key_groups)
-
-    def _delay(self) -> int:
-        metadata = [f.metadata or {} for f in self.df.schema.fields]
-        return next((int(m[WATERMARK_METADATA]) for m in metadata if WATERMARK_METADATA in m), 0)
-
-    @staticmethod
-    def _columns(df: DataFrame) -> list[tuple[str, Any]]:
-        return list(zip(df.columns, columns_of(df, df.columns), strict=True))
+        schema = OperatorSchema(state.declare())
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"Operator {given.operator!r}: {error}") from error
+    processor.close()
+    return schema
 
 
-def _output_time(output: T.StructType, name: str) -> EventTime:
-    if name not in output.names:
+def _copy(processor: Any) -> Any:
+    """A copy as tasks get it, so that ``init`` leaves nothing in the one that they are given."""
+    try:
+        return cloudpickle.loads(cloudpickle.dumps(processor))
+    except Exception as error:
         raise InvalidOperatorError(
-            f"event_time_column={name!r} is no column of the output, which has {', '.join(output.names)}."
-        )
-    kind = output[name].dataType
-    if not isinstance(kind, T.TimestampType | T.TimestampNTZType | T.StructType):
+            f"The processor {type(processor).__name__} cannot be pickled, and so not be sent to tasks: {error}. Make in "
+            "init() what cannot be pickled, such as connections and locks."
+        ) from error
+
+
+def _check_processor(processor: Any) -> None:
+    if isinstance(processor, type):
         raise InvalidOperatorError(
-            f"event_time_column={name!r} has type {kind.simpleString()}; event time is a timestamp, or a window."
+            f"processor={processor.__name__} is a class: give an instance, {processor.__name__}()."
         )
-    return EventTime(name, isinstance(kind, T.StructType))
-
-
-def _check_processor(processor: object) -> None:
+    if isinstance(processor, ArrowStatefulProcessor):
+        raise InvalidOperatorError(
+            f"The processor {type(processor).__name__} works in columns: use transform_with_state_in_arrow."
+        )
     missing = [name for name in _METHODS if not callable(getattr(processor, name, None))]
-    if isinstance(processor, type) or missing:
-        what = (
-            f"{processor.__name__} is a class: give an object of it"
-            if isinstance(processor, type)
-            else (f"{processor!r} has no {', '.join(missing)}: subclass StatefulProcessor")
+    if missing:
+        raise InvalidOperatorError(
+            f"processor={processor!r} has no {', '.join(missing)}: give an instance of a subclass of StatefulProcessor."
         )
-        raise InvalidOperatorError(f"processor={what}.")
+
+
+def _check_names(schema: T.StructType, whose: str) -> None:
+    """Refuse columns that a processor could not tell apart."""
+    twice = sorted({n for n in schema.names if schema.names.count(n) > 1})
+    if twice:
+        raise InvalidOperatorError(f"{whose} has several columns named {', '.join(map(repr, twice))}: rename them.")
+    taken = sorted({KEY_GROUP_COLUMN, PARTITION_COLUMN} & set(schema.names))
+    if taken:
+        raise InvalidOperatorError(f"{whose} has the columns {', '.join(taken)}, whose names are taken: rename them.")
+
+
+def _struct(schema: T.StructType | str) -> T.StructType:
+    struct = struct_of(schema)
+    if not struct.fields:
+        raise InvalidOperatorError("output_schema has no fields; give what the processor emits.")
+    _check_names(struct, "output_schema")
+    for f in struct.fields:
+        arrow_type(f.dataType)
+    return struct
+
+
+def _with_event_time(output: T.StructType, column: str, given: T.StructType, marked: EventTime | None) -> T.StructType:
+    """The output with that column marked as Spark marks event time: with the delay of the input's watermark."""
+    if marked is None:
+        raise InvalidOperatorError(
+            f"event_time_column={column!r} goes on with the watermark of the DataFrame, which has none: put "
+            'withWatermark("column", "delay") on it first.'
+        )
+    if column not in output.names:
+        raise InvalidOperatorError(
+            f"event_time_column={column!r}: the output has no such column; it has {', '.join(output.names)}."
+        )
+    if not isinstance(output[column].dataType, (T.TimestampType, T.TimestampNTZType)):
+        raise InvalidOperatorError(
+            f"event_time_column={column!r} has type {output[column].dataType.simpleString()}; event time is a timestamp."
+        )
+    delay = given[marked.column].metadata[WATERMARK_METADATA]
+    return T.StructType(
+        [
+            T.StructField(f.name, f.dataType, f.nullable, {**f.metadata, WATERMARK_METADATA: delay})
+            if f.name == column
+            else f
+            for f in output.fields
+        ]
+    )
+
+
+def _initial_rows(
+    initial: DataFrame | GroupedData | None, given: T.StructType, keys: Sequence[str]
+) -> DataFrame | None:
+    """The rows of an initial state; grouped ones, as Spark takes them, as well."""
+    rows = initial._df if isinstance(initial, GroupedData) else initial
+    if rows is None:
+        return None
+    if not isinstance(rows, DataFrame):
+        raise InvalidOperatorError(f"initial_state={initial!r} is no DataFrame.")
+    if rows.isStreaming:
+        raise InvalidOperatorError("initial_state is a streaming DataFrame: give a batch DataFrame (spark.read).")
+    _check_names(rows.schema, "initial_state")
+    for key in keys:
+        if key not in rows.schema.names:
+            raise InvalidOperatorError(
+                f"initial_state lacks the key column {key!r}; it has {', '.join(rows.schema.names)}."
+            )
+        wanted, found = given[key].dataType.simpleString(), rows.schema[key].dataType.simpleString()
+        if wanted != found:
+            raise InvalidOperatorError(
+                f"The key column {key!r} of initial_state has type {found}, and that of the stream {wanted}: cast one."
+            )
+    return rows

@@ -27,7 +27,7 @@ from spark_bridge.stateful.processor_state import ProcessorState
 from tests.spark_bridge.local_partition import KEY as KEY_SCHEMA
 from tests.spark_bridge.local_partition import KEY_GROUPS, LocalPartition, encoded, run_step, steps
 
-KEYS: list[tuple[str | None, int]] = [("a", 1), ("a\x00b", 1), (None, 2), ("", 11), ("z", 18), ("q", -3)]
+KEYS: list[tuple[str | None, int]] = [("a", 1), ("a\x00b", 1), (None, 2), ("", 11), ("z", 18), ("q", -1)]
 GROUPS = KEY_GROUPS[1] - KEY_GROUPS[0]
 
 
@@ -264,7 +264,7 @@ def assert_rows_belong_together(partition: LocalPartition, model: Model) -> None
 
 
 KEY = ("a", 1)
-OTHER = ("b", 2)
+OTHER = ("b", -1)  # in the last key group, and its stored key ends with 0xFF
 
 
 class Recorder:
@@ -324,6 +324,9 @@ def test_an_append_to_a_long_list_reads_and_writes_one_row(tmp_path: Path) -> No
         run_step(state, [KEY], read_some)
     assert recorder.reads == [("long", 1), ("long.-chunks", 4)]
     partition.handle([KEY], lambda _: check(list(held.state.get()) == [(i,) for i in range(10_001)]))
+    partition.handle([KEY], lambda _: held.state.put([(i,) for i in range(500)]))
+    assert [key[-1] for key, _ in partition.rows("long.-chunks")] == [0, 1]
+    partition.handle([KEY], lambda _: check(list(held.state.get()) == [(i,) for i in range(500)]))
     partition.handle([KEY], lambda _: held.state.clear())
     assert partition.rows("long") == partition.rows("long.-chunks") == []
 
@@ -339,7 +342,7 @@ def test_a_large_map_is_read_by_entry_and_bit_by_bit(tmp_path: Path) -> None:
         for i in range(5000):
             held.state.updateValue((i,), (i,))
 
-    partition.handle([KEY], fill)
+    partition.handle([OTHER], fill)
     assert len(partition.rows("large.-entries")) == 5000
     with partition.batch() as state:
         recorder = Recorder(state)
@@ -351,14 +354,16 @@ def test_a_large_map_is_read_by_entry_and_bit_by_bit(tmp_path: Path) -> None:
             held.state.removeKey((18,))
             assert recorder.reads == [("large", 1), ("large.-entries", 1), ("large.-entries", 1)]
             assert recorder.scanned == 0
-            for i in range(100, 200):
+            for i in [*range(100, 200), 0, 4999]:
                 assert held.state.getValue((i,)) == (i,)
             assert len(recorder.reads) < 20  # whoever asks for many gets all at once
 
-        run_step(state, [KEY], look)
+        run_step(state, [OTHER], look)
     assert sorted(s for s in recorder.staged if s[1]) == [("large.-entries", 1), ("large.-entries", 1)]
-    partition.handle([KEY], lambda _: check(held.state.getValue((17,)).v == 18 and held.state.getValue((18,)) is None))
-    partition.handle([KEY], lambda _: held.state.clear())
+    partition.handle(
+        [OTHER], lambda _: check(held.state.getValue((17,)).v == 18 and held.state.getValue((18,)) is None)
+    )
+    partition.handle([OTHER], lambda _: held.state.clear())
     assert partition.rows("large") == partition.rows("large.-entries") == []
 
 
