@@ -235,7 +235,8 @@ def _declared(processor: Any, given: _Given) -> OperatorSchema:
     state = ProcessorState(processor, given.input.keys, given.time_mode, None)
     try:
         processor.init(state.handle)
-        schema = OperatorSchema(state.declare())
+        # Timers of one mode would fire by the clock of the other.
+        schema = OperatorSchema(state.declare(), settings={"time_mode": given.time_mode})
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {given.operator!r}: {error}") from error
     processor.close()
