@@ -192,6 +192,8 @@ class StateVersions:
 
     def _there(self) -> str:
         there = self.readable
+        if not there and self.chain and self.completed:
+            return f"the versions from {self.chain[max(self.chain)].oldest} to {max(self.chain)} are kept"
         if not there:
             return "there is no completed version"
         return f"there are the versions {there[0]} to {there[-1]}" if len(there) > 1 else f"there is version {there[0]}"

@@ -62,20 +62,16 @@ class VariableChanges:
 
     rows: VariableRows
 
-    @cached_property
-    def _value(self) -> pa.Schema:
-        return distinct(list(self.rows.value))
-
     @property
     def _has_values(self) -> bool:
-        return len(self._value) > 0
+        return len(self.rows.value) > 0
 
     @cached_property
     def output(self) -> pa.Schema:
         """The columns of ``changes``; no two have the same name. A variable without values, timers, has no before and after."""
         rows = self.rows
         keys = [*(rows.key.field(i) for i in rows.key_order), *rows.inner]
-        value = pa.struct(list(self._value))
+        value = pa.struct(list(self.rows.value))
         values = [pa.field(BEFORE, value), pa.field(AFTER, value)] if self._has_values else []
         ours = [pa.field(VERSION, pa.int64()), pa.field(CHANGE_TYPE, pa.string())]
         last = [pa.field(KEY_GROUP, pa.int32()), pa.field(PARTITION, pa.int32())]
@@ -107,7 +103,7 @@ class VariableChanges:
         ]
         values = []
         for side, positions in ((before, of_before), (after, of_after)) if self._has_values else ():
-            made = pa.StructArray.from_arrays(side.columns[n + 1 :], fields=list(self._value))
+            made = pa.StructArray.from_arrays(side.columns[n + 1 :], fields=list(self.rows.value))
             values.append(made.take(pa.array(positions, pa.int64(), mask=positions < 0)))
         yield pa.RecordBatch.from_arrays(
             [

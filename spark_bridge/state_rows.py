@@ -6,11 +6,9 @@ its chunks, small and large maps) is read from both at once, in the order of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -138,11 +136,12 @@ class VariableRows:
 
     @cached_property
     def value(self) -> pa.Schema:
-        """The columns of a value, the one of its TTL last."""
+        """The columns of a value, the one of its TTL last; no two have the same name."""
         if self._has_results:
-            return pa.schema([f.with_type(nullable(f.type)) for f in result_fields(self.stored_value)])
-        ttl = [pa.field(TTL, pa.int64())] if TTL_COLUMN in self.stored_value.names else []
-        return pa.schema([*(f for f in self.stored_value if f.name != TTL_COLUMN), *ttl])
+            fields = [f.with_type(nullable(f.type)) for f in result_fields(self.stored_value)]
+        else:
+            fields = [f for f in self.stored_value if f.name != TTL_COLUMN]
+        return distinct([*fields, *([pa.field(TTL, pa.int64())] if TTL_COLUMN in self.stored_value.names else [])])
 
     @cached_property
     def _has_results(self) -> bool:
@@ -323,13 +322,14 @@ class VariableRows:
             fields.append(pa.field(TTL_COLUMN, pa.int64()))
         return [*parts["key"].flatten(), *self._values(list(values.values()), fields)]
 
-    def _values(self, columns: Sequence[pa.Array], fields: Any) -> list[pa.Array]:
+    def _values(self, columns: Sequence[pa.Array], fields: Iterable[pa.Field]) -> list[pa.Array]:
         """Value columns in the order of ``value``, of the stored ones."""
         given = {f.name: column for f, column in zip(fields, columns, strict=True)}
         if self._has_results:
             made = results(pa.RecordBatch.from_arrays(list(columns), names=list(given)))
         else:
-            made = [given[TTL_COLUMN if f.name == TTL and TTL_COLUMN in given else f.name] for f in self.value]
+            ttl = [given.pop(TTL_COLUMN)] if TTL_COLUMN in given else []
+            made = [*given.values(), *ttl]
         return [c.cast(f.type) for c, f in zip(made, self.value, strict=True)]
 
 

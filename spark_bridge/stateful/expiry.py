@@ -45,7 +45,7 @@ class Ttl:
         return None if self._ttl_ms is None else min(self._step.timestamp_ms + self._ttl_ms, INT64_MAX)
 
     def alive(self, rows: pa.RecordBatch) -> Mask:
-        """Which rows have not expired. One without an expiry, written before there was a TTL, does not."""
+        """Which rows have not expired."""
         return alive_at(rows, self._step.timestamp_ms)
 
     def expiries(self, rows: pa.RecordBatch) -> list[int | None]:

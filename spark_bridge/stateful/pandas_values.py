@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from math import isnan
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from backends.columns import is_list_like, list_array, list_parts, null_mask, struct_array
-from spark_bridge.stateful.row_values import RowCodec, shown, to_array
+from spark_bridge.stateful.row_values import RowCodec, to_array
+
+Values: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"
+"""A column's values, as pandas keeps them."""
 
 _WALL_CLOCK = pa.timestamp("us")
 
@@ -47,35 +51,40 @@ class PandasCodec:
         frame.columns = pd.Index(self.struct.names)
         return frame
 
-    def to_batch(self, frames: Sequence[pd.DataFrame]) -> pa.RecordBatch:
-        """The rows of all frames.
+    def to_columns(self, frame: pd.DataFrame) -> list[Values]:
+        """The columns of a frame, copied, in the order of the schema.
 
-        Columns go by name if any has a string for a name, else by position. Raises ``TypeError`` or ``ValueError``
-        naming the columns that are missing or unexpected, or field, type and value.
+        They go by name if any has a string for a name, else by position. Raises ``ValueError`` naming those that are
+        missing or unexpected; a frame without columns has none to give.
         """
-        parts = [self._batch(_one_frame(list(alike))) for _, alike in groupby(frames, _labels)]
-        table = pa.Table.from_batches([p for p in parts if p is not None], schema=self.schema).combine_chunks()
-        return table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([], schema=self.schema)
+        # Ten times as fast as the columns as series; and whoever gives a frame may change it afterwards.
+        return [frame._get_column_array(i).copy() for i in _positions(tuple(frame.columns), self._names)]
 
-    def _batch(self, frame: pd.DataFrame) -> pa.RecordBatch | None:
-        labels, names = list(frame.columns), self.schema.names
-        if not labels and frame.empty:
-            return None
-        if any(isinstance(label, str) for label in labels):
-            if sorted(map(str, labels)) != sorted(names):
-                raise ValueError(
-                    f"A DataFrame has the columns {', '.join(map(str, labels))}; the schema of the output has "
-                    f"{', '.join(names)}. Give these, or columns with numbers for names, in that order."
-                )
-            columns = [frame[name] for name in names]
-        else:
-            if len(labels) != len(names):
-                raise ValueError(
-                    f"A DataFrame has {len(labels)} columns; the schema of the output has {len(names)}: {', '.join(names)}."
-                )
-            columns = [frame.iloc[:, i] for i in range(len(names))]
-        arrays = [_array(f, c, self.time_zone) for f, c in zip(self.schema, columns, strict=True)]
+    def to_batch(self, columns: Sequence[Sequence[Values]]) -> pa.RecordBatch:
+        """A batch of what ``to_columns`` has given for some frames, column by column.
+
+        Raises ``TypeError`` or ``ValueError`` naming field, type and value.
+        """
+        arrays = [_column(f, parts, self.time_zone) for f, parts in zip(self.schema, columns, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(self.struct.names)
+
+
+@lru_cache(maxsize=1024)
+def _positions(labels: tuple[Any, ...], names: tuple[str, ...]) -> tuple[int, ...]:
+    """Where a frame with such columns has those of the schema."""
+    if not labels:
+        return ()
+    if any(isinstance(label, str) for label in labels):
+        if sorted(map(str, labels)) != sorted(names):
+            raise ValueError(f"A DataFrame has the columns {', '.join(map(str, labels))}.")
+        return tuple(map(labels.index, names))
+    if len(labels) != len(names):
+        raise ValueError(f"A DataFrame has {len(labels)} columns.")
+    return tuple(range(len(names)))
 
 
 def rows_of(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
@@ -92,16 +101,15 @@ def _numbers(n: int) -> pd.RangeIndex:
     return pd.RangeIndex(n)
 
 
-def _labels(frame: object) -> tuple[Any, ...]:
-    if not isinstance(frame, pd.DataFrame):
-        raise TypeError(
-            f"The processor gave {shown(frame)} ({type(frame).__name__}) for output; it is to give pandas DataFrames."
-        )
-    return tuple(frame.columns)
-
-
-def _one_frame(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+def _column(field: pa.Field, parts: Sequence[Values], time_zone: str) -> pa.Array:
+    """A column of the output. Parts of different types are not made one by pandas, which would round long integers."""
+    arrays = []
+    for _, alike in groupby(parts, lambda part: part.dtype):
+        values = list(alike)
+        first = values[0]
+        joined = np.concatenate(values) if isinstance(first, np.ndarray) else first._concat_same_type(values)
+        arrays.append(_array(field, pd.Series(joined), time_zone))
+    return arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
 
 
 def _array(field: pa.Field, column: pd.Series, time_zone: str) -> pa.Array:

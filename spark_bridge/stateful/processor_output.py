@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from types import GeneratorType
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 from pyspark.sql import Row
-from pyspark.sql.types import StructType
+from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from spark_bridge.event_time import EventTime
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.stateful.pandas_values import PandasCodec
+from spark_bridge.stateful.pandas_values import PandasCodec, Values
 from spark_bridge.stateful.row_values import RowCodec, shown
 from spark_bridge.stateful.spool import Spool
 
 ROWS_AT_ONCE = 1 << 14
 """Rows turned into Arrow at once."""
-FRAMES_AT_ONCE = 1 << 9
 
 
 @dataclass
@@ -35,20 +36,29 @@ class OutputRows:
     def take(self, given: Any) -> None:
         """Take all rows of what one of the processor's methods has returned."""
         rows = given if type(given) is GeneratorType else _iterator(given, "Rows")
+        if self._is_mutable:
+            rows = map(detached, rows)
         self._rows.extend(islice(rows, ROWS_AT_ONCE))
         while len(self._rows) >= ROWS_AT_ONCE:
             self.flush()
             self._rows.extend(islice(rows, ROWS_AT_ONCE))
 
+    @cached_property
+    def _is_mutable(self) -> bool:
+        """Whether a row has values that the processor may change after it has given them."""
+        kinds = (ArrayType, MapType, StructType, BinaryType)
+        return any(isinstance(f.dataType, kinds) for f in self.codec.struct.fields)
+
     def flush(self) -> None:
         """Give the rows to the sink; raises ``StatefulProcessorError`` for what does not fit the schema."""
-        if self._rows:
-            rows, self._rows = self._rows, []
-            try:
-                batch = self.codec.to_batch(_by_position(rows, self.codec.struct.names))
-            except (TypeError, ValueError) as error:
-                raise _mismatch(self.codec.struct, error) from error
-            self.sink.add(batch)
+        if not self._rows:
+            return
+        rows, self._rows = self._rows, []
+        try:
+            batch = self.codec.to_batch(_by_position(rows, self.codec.struct.names))
+        except (TypeError, ValueError) as error:
+            raise _mismatch(self.codec.struct, error) from error
+        self.sink.add(batch)
 
 
 @dataclass
@@ -57,7 +67,7 @@ class OutputFrames:
 
     codec: PandasCodec
     sink: OutputSink
-    _frames: list[pd.DataFrame] = field(default_factory=list)
+    _columns: list[list[Values]] = field(default_factory=list)
     _num_rows: int = 0
 
     def take(self, given: Any) -> None:
@@ -67,20 +77,26 @@ class OutputFrames:
                 raise StatefulProcessorError(
                     f"The processor gave {shown(frame)} ({type(frame).__name__}) for output: give pandas DataFrames."
                 )
-            self._frames.append(frame)
-            self._num_rows += len(frame)
-            if len(self._frames) >= FRAMES_AT_ONCE or self._num_rows >= ROWS_AT_ONCE:
+            try:
+                columns = self.codec.to_columns(frame)
+            except ValueError as error:
+                raise _mismatch(self.codec.struct, error) from error
+            if columns and len(columns[0]):
+                self._columns.append(columns)
+                self._num_rows += len(columns[0])
+            if self._num_rows >= ROWS_AT_ONCE:
                 self.flush()
 
     def flush(self) -> None:
         """Give the rows to the sink; raises ``StatefulProcessorError`` for what does not fit the schema."""
-        if self._frames:
-            frames, self._frames, self._num_rows = self._frames, [], 0
-            try:
-                batch = self.codec.to_batch(frames)
-            except (TypeError, ValueError) as error:
-                raise _mismatch(self.codec.struct, error) from error
-            self.sink.add(batch)
+        if not self._columns:
+            return
+        columns, self._columns, self._num_rows = list(zip(*self._columns, strict=True)), [], 0
+        try:
+            batch = self.codec.to_batch(columns)
+        except (TypeError, ValueError) as error:
+            raise _mismatch(self.codec.struct, error) from error
+        self.sink.add(batch)
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,22 @@ def _iterator(given: Any, what: str) -> Iterator[Any]:
             "instance by yield."
         )
     return iter(given)
+
+
+def detached(value: Any) -> Any:
+    """A copy of what in a value can be changed."""
+    if isinstance(value, tuple):
+        copy: Any = tuple.__new__(type(value), map(detached, value))
+        if isinstance(value, Row) and "__fields__" in value.__dict__:
+            copy.__fields__ = value.__fields__
+        return copy
+    if isinstance(value, list):
+        return list(map(detached, value))
+    if isinstance(value, dict):
+        return {k: detached(v) for k, v in value.items()}
+    if isinstance(value, (bytearray, np.ndarray)):
+        return value.copy()
+    return value
 
 
 def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:

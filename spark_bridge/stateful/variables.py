@@ -135,15 +135,10 @@ def timers_variable(key_schema: pa.Schema) -> StateVariable:
 def family_of(variable: StateVariable, part: str = "") -> tuple[str, StateSchema]:
     """A variable's family by its part (``CHUNKS``, ...; "" for the one of its own name), and the family's schema.
 
-    A variable that was deleted and declared again is in families of other names, but with the same parts in them.
+    A variable that was deleted and declared again is in families of other names.
     """
-    parts = (CHUNKS, ENTRIES, TIMERS_BY_KEY, TIMERS_BY_EXPIRY)
-    for family, schema in variable.families.items():
-        if part in family if part else not any(p in family for p in parts):
-            return family, schema
-    raise InvalidStateStoreArgument(
-        f"State variable {variable.name!r} is kept in {', '.join(variable.families)}: {part or 'its own family'} is missing."
-    )
+    family = variable.family(variable.name + part)
+    return family, variable.families[family]
 
 
 def check_variable_name(name: str) -> None:

@@ -318,6 +318,16 @@ def test_a_restored_checkpoint_is_read_from_its_first_version(stream, tmp_path):
             versions.reading("op", version + 1)
 
 
+def test_a_new_query_that_began_with_a_state_has_changes_from_its_version_0_on(stream, tmp_path):
+    s = stream(3)
+    s.trigger()
+    anew = tmp_path / "anew"
+    restored = restore_savepoint(s.finish(), str(anew / "ck"), state_only=True, num_partitions=2)
+    after = stream(2, anew, at={0: s.at[3]}, query_id=restored.query_id)
+    assert [rows_of(look(after).reading("op", v)) for v in range(3)] == [after.at[v] for v in range(3)]
+    assert changes_of(look(after).reading_of_changes("op", 0)) == expected_changes(after.at, 0, 2)
+
+
 def test_commits_without_a_manifest_are_not_passed_over(stream):
     s = stream(2)
     s.world.plan_spark(2)
@@ -334,6 +344,16 @@ def test_going_back_in_sparks_commits_goes_back_in_the_state(stream):
         (s.world.root / "ck" / directory / "2").unlink()
     assert look(s).readable == range(3)
     assert rows_of(look(s).reading("op")) == s.at[2]
+
+
+def test_going_back_behind_what_is_kept_leaves_nothing_to_read(stream):
+    s = kept(stream, 12)
+    oldest = look(s).readable[0]
+    for batch in range(3, 12):
+        for directory in ("commits", "offsets"):
+            (s.world.root / "ck" / directory / str(batch)).unlink(missing_ok=True)
+    with pytest.raises(VersionNotFoundError, match=f"version 3 is the last .* versions from {oldest} to 12 are kept"):
+        look(s).reading("op")
 
 
 def test_no_directory_is_made_where_there_is_no_state(tmp_path):

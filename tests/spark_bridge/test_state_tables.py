@@ -274,6 +274,8 @@ def test_of_a_list_that_was_appended_to_only_the_new_elements_are_changes(flow):
     assert found[-2:] == [("delete", ("/x", 290), None), ("insert", None, ("/z", 0))]
     f.batch(one_key(lambda of: of.visits.put([*kept[2:], ("/z", 0), ("/z", 1)])))
     assert changed(f, "visits") == [("delete", e, None) for e in kept[:2]] + [("insert", None, ("/z", 1))]
+    f.batch(one_key(lambda of: of.visits.put([*kept[2:4], ("/w", 0), *kept[5:], ("/z", 0), ("/z", 1)])))
+    assert changed(f, "visits") == [("delete", kept[4], None), ("insert", None, ("/w", 0))], "in the middle"
     f.batch(one_key(lambda of: of.visits.clear()))
     assert {c[0] for c in changed(f, "visits")} == {"delete"} and len(changed(f, "visits")) == 10
 
@@ -430,6 +432,23 @@ def test_no_two_columns_have_the_same_name(flow):
     assert changes.column("after").to_pylist() == [
         {"User": "u", "key_group": "g", "partition_id": 1, "version": 2, "before": 3}
     ]
+
+
+class Ambiguous:
+    def init(self, handle: Any) -> None:
+        self.v = handle.getListState("v", "ttl_expiration_ms LONG, TTL_EXPIRATION_MS__value LONG", 10_000)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_field_named_as_the_time_to_live_is_not_mistaken_for_it(flow, flatten):
+    f = flow(Ambiguous, n=1)
+    f.batch(one_key(lambda of: of.v.appendList([(1, 2)])))
+    (row,) = state_table(f.location, "op", flatten=flatten).select([2] if not flatten else [2, 3, 4]).to_pylist()
+    found = row if flatten else row["list_value"][0]
+    assert list(found.values()) == [1, 2, 11_000]
+    assert list(found) == ["ttl_expiration_ms", "TTL_EXPIRATION_MS__value", "ttl_expiration_ms__value__value"]
+    (change,) = state_changes_table(f.location, "op", from_version=0).to_pylist()
+    assert change["after"] == found
 
 
 # -- operators with rows of their own -----------------------------------------------------------

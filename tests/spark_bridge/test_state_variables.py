@@ -19,12 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import Row
 
-from backends.operator_schema import OperatorSchema
-from backends.schema_evolution import evolved_schema
+from backends.operator_schema import OperatorSchema, evolved
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful import expiry
 from spark_bridge.stateful.processor_state import ProcessorState
-from tests.spark_bridge.local_partition import KEY as KEY_SCHEMA
 from tests.spark_bridge.local_partition import KEY_GROUPS, LocalPartition, encoded, run_step, steps
 
 KEYS: list[tuple[str | None, int]] = [("a", 1), ("a\x00b", 1), (None, 2), ("", 11), ("z", 18), ("q", -1)]
@@ -813,9 +811,9 @@ def test_steps_must_ascend(tmp_path: Path) -> None:
 
 def test_state_is_read_after_its_schema_has_evolved(tmp_path: Path) -> None:
     def old(handle: Any) -> None:
-        held["value"] = handle.getValueState("value", "a INT, b STRING")
-        held["list"] = handle.getListState("list", "a INT, b STRING")
-        held["map"] = handle.getMapState("map", "k INT", "a INT, b STRING")
+        held["value"] = handle.getValueState("value", "a INT, b STRING", 10)
+        held["list"] = handle.getListState("list", "a INT, b STRING", 10)
+        held["map"] = handle.getMapState("map", "k INT", "a INT, b STRING", 10)
 
     def new(handle: Any) -> None:
         held["value"] = handle.getValueState("value", "c DOUBLE, a BIGINT", 5)
@@ -840,15 +838,44 @@ def test_state_is_read_after_its_schema_has_evolved(tmp_path: Path) -> None:
 
     held: dict[str, Any] = {}
     partition = LocalPartition(tmp_path, old, "processingtime")
-    partition.handle([KEY], write)
+    partition.handle([KEY], write, timestamp_ms=100)
     declared = LocalPartition(tmp_path / "other", new, "processingtime").schema
-    variables = [
-        dataclasses.replace(
-            now, families={f: evolved_schema(then.families[f], schema) for f, schema in now.families.items()}
-        )
-        for then, now in zip(partition.schema.variables, declared.variables, strict=True)
-    ]
-    partition.schema = OperatorSchema.from_json(OperatorSchema(tuple(variables), tuple(KEY_SCHEMA.names)).to_json())
+    partition.schema = OperatorSchema.from_json(evolved(partition.schema, declared).to_json())
     partition.init = new
-    partition.handle([KEY], read, timestamp_ms=100)
-    partition.handle([KEY], read_again, timestamp_ms=106)  # what was written without a TTL stays
+    partition.handle([KEY], read, timestamp_ms=101)
+    partition.handle([KEY], read_again, timestamp_ms=107)  # the TTL is that of the batch that wrote
+
+
+def test_a_variable_that_was_deleted_begins_anew(tmp_path: Path) -> None:
+    variables = Variables((None, None, None))
+    partition = LocalPartition(tmp_path, variables.init, "processingtime")
+
+    def write(_: Any) -> None:
+        variables.list.put([(i, "e") for i in range(100)])
+        for i in range(100):
+            variables.map.updateValue((i, "k"), (1.0,))
+
+    def again(handle: Any) -> None:
+        handle.deleteIfExists("list")
+        handle.deleteIfExists("map")
+        handle.deleteIfExists("value")
+        handle.deleteIfExists("never")
+        variables.list = handle.getMapState("list", "k INT", "v INT")
+        variables.map = handle.getListState("map", "x INT")
+
+    def write_again(_: Any) -> None:
+        assert not variables.list.exists()
+        assert not variables.map.exists()
+        for i in range(100):
+            variables.list.updateValue((i,), (i,))
+        variables.map.put([(i,) for i in range(100)])
+
+    partition.handle([KEY, OTHER], write)
+    declared = LocalPartition(tmp_path / "other", again, "processingtime").schema
+    partition.schema = OperatorSchema.from_json(evolved(partition.schema, declared).to_json())
+    partition.init = again
+    partition.handle([], lambda _: None)
+    partition.handle([KEY], write_again)
+    for family in ("list", "list.-chunks", "map", "map.-entries"):
+        assert partition.rows(family) == []
+    partition.handle([KEY], lambda _: check(list(variables.list.keys()) == list(variables.map.get())))

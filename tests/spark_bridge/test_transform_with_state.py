@@ -7,15 +7,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 
 from spark_bridge import (
+    ArrowBatch,
+    ArrowResult,
+    ArrowStatefulProcessor,
     StatefulProcessor,
     aggregate,
     transform_with_state,
+    transform_with_state_in_arrow,
     transform_with_state_in_pandas,
 )
 from spark_bridge import functions as S
@@ -402,6 +409,62 @@ def test_a_key_of_many_rows_comes_in_frames_of_bounded_size(make_stream: Callabl
         ("one", "sizes", 1),
         ("one", "largest 1", 1),
     }
+
+
+# Columns -----------------------------------------------------------------------------------------------------------
+
+
+class Columns(ArrowStatefulProcessor):
+    """Counts and sums by key; forgets a key that comes with a negative value, or that its timer finds without rows."""
+
+    def init(self, handle: Any) -> None:
+        handle.declare_state("n long, total long")
+
+    def process(self, batch: ArrowBatch) -> ArrowResult:
+        key, v = batch.key_index.to_numpy(), batch.rows["v"].to_numpy()
+        rows = np.bincount(key, minlength=batch.num_keys)
+        fired = np.isin(np.arange(batch.num_keys), batch.expired_timers["key_index"].to_numpy())
+        gone = fired & (rows == 0)
+        n = pc.add(pc.fill_null(batch.state["n"], 0), pa.array(rows))
+        total = pc.add(pc.fill_null(batch.state["total"], 0), pa.array(np.bincount(key, v, batch.num_keys).astype(int)))
+        output = pa.table(
+            {"k": batch.keys["k"], "what": pa.array(np.where(gone, "gone", "sum")), "n": n, "total": total}
+        )
+        removed = gone | (np.bincount(key, v < 0, batch.num_keys) > 0)
+        last = np.zeros(batch.num_keys, np.int64)
+        np.maximum.at(last, key, batch.rows["t"].cast(pa.int64()).to_numpy() // 1000)
+        (timed,) = np.nonzero(~removed)
+        return ArrowResult(
+            output=output.filter(pa.array(~gone | np.asarray(batch.has_state))),
+            state=pa.table({"total": total, "n": n}),
+            removed=removed,
+            # A second after the last row.
+            timers=pa.table({"key_index": timed, "expiry_ms": last[timed] + 1_000}),
+        )
+
+
+@pytest.mark.spark42
+def test_columns_come_with_the_state_of_all_keys(make_stream: Callable[..., Stream]) -> None:
+    stream = make_stream("v long, k string, t timestamp")
+    df = transform_with_state_in_arrow(
+        stream.read().withWatermark("t", "0 seconds"),
+        "k",
+        Columns(),
+        "k string, what string, n long, total long",
+        operator="columns",
+        time_mode="eventTime",
+        num_partitions=2,
+    )
+    stream.add([(1, "a", at(10)), (2, "a", at(11)), (5, "b", at(10)), (7, None, at(10.5))])
+    stream.add([(3, "a", at(12)), (-1, "b", at(11.5)), (9, "c", at(9))])
+    stream.add([(100, "a", at(11)), (4, "d", at(20))])  # the first one is late
+    assert process_all(df, stream) == [
+        ordered([("a", "sum", 2, 3), ("b", "sum", 1, 5), (None, "sum", 1, 7)]),
+        ordered([("a", "sum", 3, 6), ("b", "sum", 2, 4), ("c", "sum", 1, 9)]),
+        ordered([("a", "gone", 3, 6), ("c", "gone", 1, 9), (None, "gone", 1, 7), ("d", "sum", 1, 4)]),
+    ]
+    stream.add([(8, "a", at(25)), (1, "d", at(21))])
+    assert process_all(df, stream) == [ordered([("a", "sum", 1, 8), ("d", "sum", 2, 5)])]
 
 
 # Chains ------------------------------------------------------------------------------------------------------------

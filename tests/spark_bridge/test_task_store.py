@@ -1,0 +1,137 @@
+"""A task's store over real hosts and their Flight servers: several families, scans and commits, also when a host dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.messages import BatchTimes, OperatorFigures
+from spark_bridge import task_client
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.flight_server import HostFlightServer
+from spark_bridge.staged_changes import StagedChanges
+from spark_bridge.task_client import Endpoints, TaskStore
+from tests.coordinator_actor.test_coordinator import World
+from tests.spark_bridge.test_host import make_host, task
+from tests.spark_bridge.test_host_families import SCHEMA, binary, reg_of, spec, write_offsets
+
+
+class Served:
+    """A host behind a Flight server; ``stop`` leaves its callers without an answer."""
+
+    def __init__(self, world: World, coordinator: Coordinator, incarnation: str, tmp_path: Path) -> None:
+        self.server = HostFlightServer(lambda: self.host, "127.0.0.1", "token", lambda method, args: None)
+        self.address = f"grpc://127.0.0.1:{self.server.port}"
+        self.host: Any = make_host(world, coordinator, 0, tmp_path, incarnation)
+
+    def stop(self) -> None:
+        self.server.shutdown()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[list[Served]]:
+    started: list[Served] = []
+    yield started
+    for one in started:
+        one.stop()
+    task_client._owners.clear()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def start(world: World, served: list[Served], tmp_path: Path) -> Coordinator:
+    c = world.coordinator(0)
+    served.append(Served(world, c, "a", tmp_path))
+    assert c.register_query(reg_of(world, spec(uses_time=True))).refusal is None
+    return c
+
+
+def store(served: list[Served], batch: int, p: int = 0, timeout: float = 10.0) -> TaskStore:
+    made = TaskStore(task(batch, p), 2, Endpoints(tuple(s.address for s in served), "token", "", timeout))
+    made.open()
+    return made
+
+
+def keys_of(n: int) -> pa.BinaryArray:
+    return binary(*(b"\x00\x00%06d" % i for i in range(n)))
+
+
+def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_path: Path) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 7, 1000)
+    first, other = store(served, 0), store(served, 0, 1)
+    assert (first.batch_id, first.times, first.key_groups) == (0, BatchTimes(1000, 7, 0), (0, 512))
+    assert first.schema.to_json() == SCHEMA
+    keys = keys_of(5000)
+    first.stage(keys, keys, "a")
+    first.stage(binary(b"\x00\x00000001", b"\x00\x00x"), binary(None, b"x"), "a")  # the last counts
+    first.stage(keys.slice(0, 2), keys.slice(2, 2), "b")
+    assert first.get_many(keys.slice(0, 1), "a").to_pylist() == [None]  # what is staged is not seen
+    first.commit(OperatorFigures(num_rows_updated=1))
+    other.commit(OperatorFigures())
+    world.commit_spark(0)
+    write_offsets(world, 1, 8, 2000)
+
+    again = store(served, 1)
+    assert again.get_many(keys.slice(0, 3), "a").to_pylist() == [keys[0].as_py(), None, keys[2].as_py()]
+    assert again.get_many(keys.slice(0, 3), "b").to_pylist() == [keys[2].as_py(), keys[3].as_py(), None]
+    found = [
+        k
+        for b in again.scan(
+            [(b"\x00\x00000004", b"\x00\x00000006"), (b"\x00\x01", None), (b"", b"\x00\x00000002")], "a"
+        )
+        for k in b.column(0).to_pylist()
+    ]
+    assert found == [keys[4].as_py(), keys[5].as_py(), keys[0].as_py()]
+    assert sum(b.num_rows for b in again.scan([(b"", None)], "a", limit=10)) == 10
+    assert list(again.scan([(b"", None)], "unknown")) == []
+
+
+def test_a_scan_goes_on_where_a_host_has_died(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    first, other = store(served, 0), store(served, 0, 1)
+    keys = keys_of(100)
+    first.stage(keys, keys, "a")
+    first.commit(OperatorFigures())
+    other.commit(OperatorFigures())
+    world.commit_spark(0)
+    write_offsets(world, 1, 0, 2000)
+    again = store(served, 1)
+
+    scan, died = served[0].host.scan, []
+
+    def dying(command: Any, ranges: Any) -> Iterator[pa.RecordBatch]:
+        for batch in scan(command, ranges):
+            yield batch.slice(0, 10)
+            died.append(True)
+            raise HostUnavailableError("gone")
+
+    monkeypatch.setattr(served[0].host, "scan", dying)
+    successor = Served(world, c, "b", tmp_path)
+    again._endpoints = Endpoints((served[0].address, successor.address), "token", "", 10.0)
+    served.append(successor)
+    ranges = [(b"\x00\x00000050", None), (b"", b"\x00\x00000020")]
+    found = [k for b in again.scan(ranges, "a") for k in b.column(0).to_pylist()]
+    assert died and found == [*keys.to_pylist()[50:], *keys.to_pylist()[:20]]
+
+
+def test_changes_beyond_the_budget_are_sent_as_often_as_need_be() -> None:
+    staged = StagedChanges(budget=200)
+    for i in range(20):
+        staged.add("a" if i % 2 else "b", binary(b"k%02d" % i), binary(b"x" * i if i % 3 else None))
+    once, twice = ([(f, *b.to_pylist()[0].values()) for f, b in staged] for _ in range(2))
+    assert once == twice == [("a" if i % 2 else "b", b"k%02d" % i, b"x" * i if i % 3 else None) for i in range(20)]
+    staged.add("c", binary(b"later"), binary(b""))
+    assert [f for f, _ in staged][-1] == "c" and len(list(staged)) == 21
+    staged.close()
