@@ -137,6 +137,11 @@ class OverlayStateStore(StateStore):
         return self._reader.version
 
     @property
+    def column_families(self) -> frozenset[str]:
+        """The column families of the version that was opened; those of lists are stored under another name."""
+        return self._families_below
+
+    @property
     def has_committed(self) -> bool:
         """Whether ``commit`` has succeeded."""
         return self._has_committed

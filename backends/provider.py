@@ -128,7 +128,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         attempt = uuid.uuid4().hex
         return OverlayStateStore(reader, lambda changes: self._commit(lineage, newest, attempt, changes))
 
-    def get_read_store(self, version: int) -> StateStore:
+    def get_read_store(self, version: int) -> OverlayStateStore:
         """Open a version to read, while others write; raises ``VersionNotFoundError``."""
         with self._lock:
             self._check_open()

@@ -52,12 +52,12 @@ def merged_moment_pairs(a: list[pa.Array], b: list[pa.Array]) -> list[pa.Array]:
     count_a, mean_a, squares_a = _numbers(a)
     count_b, mean_b, squares_b = _numbers(b)
     total = count_a + count_b
-    none_a, none_b = count_a == 0, count_b == 0
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         distance = mean_b - mean_a
         share = count_b / np.where(total == 0, 1, total)
-        mean = np.where(none_b, mean_a, np.where(none_a, mean_b, mean_a + distance * share))
-        squares = squares_a + squares_b + np.where(none_a | none_b, 0.0, distance * distance * count_a * share)
+        mean = mean_a + distance * share
+        between = np.where((count_a == 0) | (count_b == 0), 0.0, distance * distance * count_a * share)
+        squares = squares_a + squares_b + between
     return _columns(total, mean, squares)
 
 

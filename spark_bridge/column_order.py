@@ -45,9 +45,9 @@ def normalized(column: pa.Array) -> pa.Array:
 
 
 def _normalized_floats(column: pa.Array) -> npt.NDArray[Any]:
-    values: npt.NDArray[Any] = fixed_values(
-        column, np.dtype(f"f{column.type.bit_width // 8}")
-    ) + column.type.to_pandas_dtype()(0)  # -0.0 becomes 0.0
+    given = fixed_values(column, np.dtype(f"f{column.type.bit_width // 8}"))
+    with np.errstate(invalid="ignore"):
+        values: npt.NDArray[Any] = given + given.dtype.type(0)  # -0.0 becomes 0.0
     values[np.isnan(values)] = np.nan
     return values
 

@@ -9,7 +9,8 @@ import pyarrow.compute as pc
 
 from backends.changelog import DEFAULT_FAMILY
 from backends.operator_schema import OperatorSchema
-from backends.store import StateStore, StateStoreProvider
+from backends.provider import LocalStateStoreProvider
+from backends.store import StateStore
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.state_access import KeyRange
 
@@ -18,19 +19,19 @@ class LocalStateAccess:
     """The newest version of a provider, as a task of the next batch sees it."""
 
     def __init__(
-        self, provider: StateStoreProvider, schema: OperatorSchema, times: BatchTimes, key_groups: tuple[int, int]
+        self, provider: LocalStateStoreProvider, schema: OperatorSchema, times: BatchTimes, key_groups: tuple[int, int]
     ) -> None:
         self.batch_id = provider.latest_version()
         self.times = times
         self.schema = schema
         self.key_groups = key_groups
         self.figures: OperatorFigures | None = None
-        self._base: StateStore = provider.get_read_store(self.batch_id)
+        self._base = provider.get_read_store(self.batch_id)
         self._store: StateStore = provider.get_store(self.batch_id)
         for family in schema.families:
             if family != DEFAULT_FAMILY:
                 self._store.create_column_family(family)
-        self._known = set(schema.families) if self.batch_id else set()
+        self._known = self._base.column_families
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Values at the version opened; see ``StateAccess``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa

@@ -14,6 +14,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from backends.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
 from spark_bridge.stateful.ddl import struct_of
+from spark_bridge.stateful.deleted_state import make_deleted
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.step import CREATED, INITIALIZED, INT64_MAX, PRE_INIT, NoKey, Step, invalid_handle_state
@@ -82,14 +83,14 @@ class StatefulProcessorHandle:
         return self._usable_timers("list_timers").listed()
 
     def deleteIfExists(self, stateName: str) -> None:
-        """Remove a state variable that earlier runs have declared, with all it holds; call it in ``init``."""
+        """Remove a state variable that earlier runs have declared, with all it holds; call it in ``init``.
+
+        One that this ``init`` has declared before is not to be used any more.
+        """
         self._check_declaring("delete_if_exists")
         check_variable_name(stateName)
         if stateName in self._variables:
-            raise StateDeclarationError(
-                f"State variable {stateName!r} is declared and then deleted in one init(). Delete it first, to begin anew, "
-                "or do not declare it."
-            )
+            make_deleted(self._states.pop(stateName), stateName, self._variables.pop(stateName).kind)
         self._deleted[stateName] = StateVariable(stateName, "value", {}, deleted=True)
 
     def _all_declared(self) -> Declared:
@@ -128,10 +129,8 @@ class StatefulProcessorHandle:
         """A declared variable as the operator's schema has it, with its history."""
         try:
             kept = self._step.store.schema.variable(declared.name)
-        except InvalidStateStoreArgument as error:
-            raise StateDeclarationError(
-                f"{error} init() must declare the same variables whenever it is called."
-            ) from error
+        except InvalidStateStoreArgument:
+            return declared  # init() may delete it yet; if not, _check_declared says so
         now = sorted((str(s.key), str(s.value)) for s in declared.families.values())
         then = sorted((str(s.key), str(s.value)) for s in kept.families.values())
         if kept.kind != declared.kind or now != then:
@@ -141,8 +140,18 @@ class StatefulProcessorHandle:
             )
         return kept
 
+    def _check_declared(self) -> None:
+        """Raise ``StateDeclarationError`` for variables that the driver's ``init`` has not declared."""
+        for name in self._variables:
+            try:
+                self._step.store.schema.variable(name)
+            except InvalidStateStoreArgument as error:
+                raise StateDeclarationError(
+                    f"{error} init() must declare the same variables whenever it is called."
+                ) from error
+
     def _checked_ttl(self, name: str, ttl_ms: int | None) -> int | None:
-        if ttl_ms is None:
+        if ttl_ms is None or ttl_ms == 0:  # which means none in Spark as well
             return None
         if isinstance(ttl_ms, bool) or not hasattr(ttl_ms, "__index__"):
             raise StateDeclarationError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ Micros = npt.NDArray[np.int64]
 
 _SECOND = 1_000_000
 _DAY_SECONDS = 86_400
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _FIRST = -62_135_596_800 * _SECOND
 _LAST = 253_402_300_799 * _SECOND + 999_999
 
@@ -42,7 +41,8 @@ def from_local(wall: Micros, values: Sequence[datetime | None]) -> Micros:
     for i in np.flatnonzero(~is_steady).tolist():
         value = values[i]
         if value is not None:
-            instants[i] = (value.astimezone(timezone.utc) - _EPOCH) // timedelta(microseconds=1)
+            # A float of whole seconds is exact.
+            instants[i] = int(value.replace(microsecond=0).timestamp()) * _SECOND + value.microsecond
     return instants
 
 

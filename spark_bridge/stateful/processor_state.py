@@ -69,9 +69,7 @@ class ProcessorState:
     def begin(self, keys: pa.BinaryArray, key_rows: pa.RecordBatch) -> None:
         """Go on to the next keys, which are sorted, distinct, and come behind all earlier ones."""
         step = self._step
-        if self._sweep is None:
-            self._sweep = Sweep(step)
-        self._sweep.spare(keys)
+        self._started_sweep().spare(keys)
         step.begin(keys)
         for state in self.states.values():
             state._begin()
@@ -96,9 +94,14 @@ class ProcessorState:
 
     def finish(self) -> None:
         """Stage the removal of some of what has expired, or was deleted. The processor can use no state any more."""
-        sweep = self._sweep or Sweep(self._step)
-        sweep.stage()
+        self._started_sweep().stage()
         self._step.index = CLOSED
+
+    def _started_sweep(self) -> Sweep:
+        if self._sweep is None:
+            self.handle._check_declared()
+            self._sweep = Sweep(self._step)
+        return self._sweep
 
     def _timers_due(self) -> int:
         times = self._step.store.times

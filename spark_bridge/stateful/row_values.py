@@ -242,8 +242,8 @@ def _accepted(name: str, value: Value, kind: pa.DataType, convert: Callable[[lis
             value = value.quantize(Decimal(1).scaleb(-kind.scale), ROUND_HALF_UP)
         convert([value], kind)
     except (*_REFUSALS, InvalidOperation) as error:
-        is_type = not isinstance(value, _PYTHON_TYPES.get(str(to_spark_type(name, kind)).partition("(")[0], ()))
-        spark = to_spark_type(name, kind)
+        spark = str(to_spark_type(name, kind))
+        is_type = isinstance(value, bool) or not isinstance(value, _PYTHON_TYPES.get(spark.partition("(")[0], ()))
         raise (TypeError if is_type else ValueError)(
             f"Field {name!r} is of type {spark}, and {shown(value)} ({type(value).__name__}) is not a value of it: {error}"
         ) from error

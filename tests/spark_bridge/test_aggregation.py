@@ -223,6 +223,26 @@ def test_decimal_sums_keep_ten_more_digits_and_overflow_is_an_error() -> None:
                 run(total, batches, by_pairs=by_pairs)
 
 
+def test_means_of_decimals_are_rounded_half_up() -> None:
+    mean = Aggregator([Output("mean", "mean(12,2)", "v", None, MONEY)])
+    for cents, expected in ((1, "0.000313"), (-1, "-0.000313"), (3, "0.000938"), (64, "0.020000")):
+        values = pa.array([Decimal(cents).scaleb(-2), *[Decimal(0)] * 31], MONEY)
+        states = mean.partial([0] * 32, 1, pa.record_batch({"v": values}))
+        assert results(states)[0].to_pylist() == [Decimal(expected)]
+
+
+def test_of_rows_with_the_same_time_the_greatest_value_wins_in_whatever_batch() -> None:
+    def batch(value: str | None) -> pa.RecordBatch:
+        rows = {"key": 0, "s": value, "ts": EPOCH}
+        return pa.RecordBatch.from_pylist([rows], schema=pa.schema([ROWS.field(c) for c in rows]))
+
+    ends = Aggregator([Output(f, f, "s", "ts", pa.string(), TS) for f in ("first", "last")])
+    for values in (["a", "b"], ["b", "a"], [None, "b"], ["b", None], ["b", "b"]):
+        for by_pairs in (True, False):
+            found = run(ends, [batch(v) for v in values], by_pairs=by_pairs)
+            assert found == {0: {"first": "b", "last": "b"}}
+
+
 def test_negative_zero_and_nan_order_as_in_spark() -> None:
     ends = Aggregator([Output("lo", "min", "v", None, pa.float32()), Output("hi", "max", "v", None, pa.float32())])
     values = pa.array(
@@ -232,6 +252,34 @@ def test_negative_zero_and_nan_order_as_in_spark() -> None:
     assert low[0].as_py() == -math.inf
     assert math.isnan(high[0].as_py())
     assert low.type == high.type == pa.float32()
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.decimal128(38, 0)])
+def test_the_least_and_greatest_numbers_of_a_type_are_in_order_too(kind: pa.DataType) -> None:
+    ends = Aggregator([Output("lo", "min", "v", None, kind), Output("hi", "max", "v", None, kind)])
+    for low, high in ((-(2**63), 2**63 - 1), (-(2**63), 0), (-1, 2**63 - 1)):
+        values = pa.array([Decimal(v) if kind != pa.int64() else v for v in (low, 7, high, -1)], kind)
+        states = ends.partial([0, 0, 0, 0], 1, pa.record_batch({"v": values}))
+        assert [int(c[0].as_py()) for c in results(states)] == [low, max(high, 7)]
+
+
+def test_decimals_beyond_64_bits_are_in_order() -> None:
+    kind = pa.decimal128(38, 0)
+    numbers = [0, 1, -1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**37, -(10**37), -(2**63), -(2**63) - 1, -(2**64)]
+    listed = Aggregator([Output("v", "collect_list(100)", "v", None, kind)])
+    rows = pa.record_batch({"v": pa.array(list(map(Decimal, numbers)), kind)})
+    assert results(listed.partial([0] * len(numbers), 1, rows))[0].to_pylist() == [sorted(numbers)]
+
+
+def test_every_nan_is_the_same() -> None:
+    odd = np.array([0x7FF8000000000000, 0xFFF8000000000001, 0x7FF0000000000003], np.uint64).view(np.float64)
+    outputs = [Output("set", "collect_set(9)", "v", None, pa.float64()), Output("hi", "max", "v", None, pa.float64())]
+    sets = Aggregator([*outputs, Output("lo", "min", "v", None, pa.float64())])
+    rows = pa.record_batch({"v": pa.array(np.append(odd, 1.0))})
+    found, high, low = results(sets.partial([0, 0, 0, 0], 1, rows))
+    assert repr(found.to_pylist()) == "[[1.0, nan]]"
+    assert math.isnan(high[0].as_py())
+    assert low.to_pylist() == [1.0]
 
 
 def test_columns_come_as_spark_sends_them_too() -> None:

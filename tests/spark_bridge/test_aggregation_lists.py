@@ -119,12 +119,14 @@ def test_states_that_have_gone_through_spark_are_merged_as_well() -> None:
     latest = Aggregator(
         [Output("v", "collect_list(2)", "v", "ts", TEXT, utc), Output("last", "last", "v", "ts", TEXT, utc)]
     )
-    item = pa.struct([("by", berlin), ("value", TEXT)])
+    item = pa.struct([("by", berlin), ("value", pa.large_string())])
     states = pa.record_batch(
         {
             "last.last.value": pa.array(["a", "b"]),
             "last.last.by": pa.array([1, 2], berlin),
-            "v.collect_list(2).pairs": pa.array([[(2, "b"), (3, "c")], [(1, "a")]], pa.list_(pa.field("item", item))),
+            "v.collect_list(2).pairs": pa.array(
+                [[(2, "b"), (3, "c")], [(1, "a")]], pa.large_list(pa.field("item", item))
+            ),
         }
     )
     merged = latest.merge([0, 0], 1, states)

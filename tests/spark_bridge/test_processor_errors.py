@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import Row
 from pyspark.sql.types import IntegerType, StructField, StructType
 
+from spark_bridge import ProcessorTester, StatefulProcessor
 from spark_bridge.exceptions import (
     HandleStateError,
     IllegalStateValueError,
@@ -38,16 +40,10 @@ def _as_another(handle: Any) -> None:
     handle.getMapState("n", "k INT", "x INT")
 
 
-def _deleted_behind(handle: Any) -> None:
-    handle.getListState("n", "x INT")
-    handle.deleteIfExists("n")
-
-
 Declare = Callable[[Any], Any]
 DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
     ("twice", _twice, "none", StateDeclarationError, [DUPLICATE, "'n'", "name of its own"]),
     ("as another", _as_another, "none", StateDeclarationError, [DUPLICATE, "value state", "map state"]),
-    ("deleted behind", _deleted_behind, "none", StateDeclarationError, ["'n'", "Delete it first"]),
     (
         "default",
         lambda h: h.getValueState("default", "x INT"),
@@ -80,7 +76,13 @@ DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
         TimeModeError,
         ["EventTime", "processingTime"],
     ),
-    ("ttl 0", lambda h: h.getValueState("n", "x INT", 0), PROCESSING_TIME, StateDeclarationError, ["MUST_BE_POSITIVE"]),
+    (
+        "ttl -1",
+        lambda h: h.getValueState("n", "x INT", -1),
+        PROCESSING_TIME,
+        StateDeclarationError,
+        ["MUST_BE_POSITIVE"],
+    ),
     (
         "ttl negative",
         lambda h: h.getMapState("n", "k INT", "x INT", -5),
@@ -300,3 +302,28 @@ def test_values_out_of_range_are_refused_before_anything_is_committed(
 def test_errors_are_of_one_family() -> None:
     for kind in (HandleStateError, IllegalStateValueError, StateDeclarationError, TimeModeError):
         assert issubclass(kind, StatefulProcessorError)
+
+
+@pytest.mark.parametrize("kind", ["Value", "List"])
+def test_a_variable_that_init_deletes_again_is_not_to_be_used(kind: str) -> None:
+    class Temporary(StatefulProcessor):
+        def init(self, handle: Any) -> None:
+            self.kept = handle.getValueState("kept", "x INT")
+            self.temporary = getattr(handle, f"get{kind}State")("temporary", "x INT")
+            handle.deleteIfExists("temporary")
+
+        def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
+            for use, doing in (
+                (lambda: self.temporary.exists(), "checking"),
+                (lambda: self.temporary.get(), "getting"),
+            ):
+                with pytest.raises(
+                    RuntimeError, match=f"Error {doing} {kind.lower()} state.*temporary is not initialized"
+                ):
+                    use()
+            self.kept.update((1,))
+            yield Row(x=1)
+
+    tester = ProcessorTester(Temporary())
+    assert tester.test("a", [Row(x=5)]) == [Row(x=1)]
+    assert tester.peekValueState("kept", "a") == (1,)

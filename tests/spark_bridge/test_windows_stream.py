@@ -92,7 +92,10 @@ def same_when_closed(ours: DataFrame, native: DataFrame, stream: Stream) -> None
 
 
 AGGREGATES = {"n": S.count(), "total": S.sum("v"), "mean": S.mean("v")}
-NATIVE = [F.count("*").alias("n"), F.sum("v").alias("total"), F.avg("v").alias("mean")]
+
+
+def native_aggregates() -> list[Any]:
+    return [F.count("*").alias("n"), F.sum("v").alias("total"), F.avg("v").alias("mean")]
 
 
 @pytest.mark.spark42
@@ -100,7 +103,7 @@ def test_windows_that_close_are_those_of_spark(stream: Stream) -> None:
     ours = aggregate(
         read(stream), by=[S.window("ts", "30 seconds"), "k"], operator="closed", output_mode="append", **AGGREGATES
     )
-    native = read(stream).groupBy(F.window("ts", "30 seconds"), "k").agg(*NATIVE)
+    native = read(stream).groupBy(F.window("ts", "30 seconds"), "k").agg(*native_aggregates())
     same_when_closed(ours, native, stream)
 
 
@@ -113,7 +116,7 @@ def test_sessions_that_end_are_those_of_spark(stream: Stream) -> None:
         output_mode="append",
         **AGGREGATES,
     )
-    native = read(stream).groupBy("k", F.session_window("ts", "7 seconds")).agg(*NATIVE)
+    native = read(stream).groupBy("k", F.session_window("ts", "7 seconds")).agg(*native_aggregates())
     same_when_closed(ours, native, stream)
 
 
@@ -144,7 +147,9 @@ def test_sliding_windows_touched_in_each_batch_are_those_of_spark(stream: Stream
         partial_aggregation=True,
         **AGGREGATES,
     )
-    native = read(stream).groupBy("k", F.window("ts", "40 seconds", "15 seconds", "5 seconds")).agg(*NATIVE)
+    native = (
+        read(stream).groupBy("k", F.window("ts", "40 seconds", "15 seconds", "5 seconds")).agg(*native_aggregates())
+    )
     assert outputs(ours, stream, "ours") == outputs(native, stream, "native", "update")
 
 
@@ -152,7 +157,7 @@ def test_the_whole_table_each_batch_is_that_of_spark(stream: Stream) -> None:
     ours = aggregate(
         read(stream), by=[S.window("ts", "1 minute"), "k"], operator="whole", output_mode="complete", **AGGREGATES
     )
-    native = read(stream).groupBy(F.window("ts", "1 minute"), "k").agg(*NATIVE)
+    native = read(stream).groupBy(F.window("ts", "1 minute"), "k").agg(*native_aggregates())
     assert outputs(ours, stream, "ours") == outputs(native, stream, "native", "complete")
 
 

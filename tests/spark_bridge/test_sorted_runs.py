@@ -1,0 +1,205 @@
+"""Rows in key order in bounded memory: the same rows, whole keys, the order of arrival, and nothing left on disk."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.keys import encode_keys
+from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN
+from spark_bridge.stateful.sorted_runs import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.stateful.spool import Spool
+
+KEYS = pa.schema([("k", pa.string())])
+TINY = Limits(memory=6000, step_rows=40, step_bytes=1 << 20, fan_in=3)
+
+
+@pytest.fixture(autouse=True)
+def local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where sorted runs go, in Spark's words; nothing may stay there, nor stay open."""
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/nowhere")
+    before = open_files()
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+    assert open_files() == before
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def batch_of(keys: list[str | None], first: int = 0) -> pa.RecordBatch:
+    """Rows with their position; the key group is that of the key's length."""
+    groups = [len(k or "") for k in keys]
+    return pa.record_batch(
+        {
+            "at": pa.array(range(first, first + len(keys)), pa.int64()),
+            "k": pa.array(keys, pa.string()),
+            KEY_GROUP_COLUMN: pa.array(groups, pa.int32()),
+            PARTITION_COLUMN: pa.array([0] * len(keys), pa.int32()),
+        }
+    )
+
+
+def encoded(keys: list[str | None]) -> pa.BinaryArray:
+    return encode_keys(pa.record_batch({"k": pa.array(keys, pa.string())}), np.array([len(k or "") for k in keys]))
+
+
+def collected(steps: Iterator[RowStep], limits: Limits) -> list[tuple[str | None, list[int]]]:
+    """Each key and its rows, in the order given; checks what steps promise."""
+    found: list[tuple[str | None, list[int]]] = []
+    last, goes_on = b"", None
+    for step in steps:
+        bounds = step.offsets.tolist()
+        assert len(bounds) == len(step.keys) + 1
+        assert (bounds[0], bounds[-1]) == (0, step.rows.num_rows)
+        assert step.rows.num_rows <= limits.step_rows
+        assert step.rows.schema.names in (["at", "k"], [])
+        for i, key in enumerate(step.keys.to_pylist()):
+            rows = step.rows.slice(bounds[i], bounds[i + 1] - bounds[i])
+            at = rows.column("at").to_pylist() if rows.num_rows else []
+            if goes_on is not None:
+                assert (len(step.keys), key) == (1, goes_on)
+                found[-1][1].extend(at)
+                continue
+            assert key > last
+            last = key
+            if not at:
+                found.append((key.hex(), at))
+                continue
+            (name,) = set(rows.column("k").to_pylist())
+            assert encoded([name])[0].as_py() == key
+            found.append((name, at))
+        assert not step.is_part or len(step.keys) == 1
+        goes_on = last if step.is_part else None
+    assert goes_on is None
+    return found
+
+
+def expected(keys: list[str | None]) -> list[tuple[str | None, list[int]]]:
+    rows = defaultdict(list)
+    for at, key in enumerate(keys):
+        rows[key].append(at)
+    return sorted(rows.items(), key=lambda item: encoded([item[0]])[0].as_py())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    keys=st.lists(
+        st.sampled_from([None, "", "a", "b", "ab", "a\0", "\uffff", *(f"key{i}" for i in range(30))]), max_size=400
+    ),
+    size=st.integers(1, 60),
+    limits=st.builds(
+        Limits,
+        memory=st.sampled_from([200, 1500, 6000, 1 << 20]),
+        step_rows=st.integers(1, 50),
+        step_bytes=st.just(1 << 20),
+        fan_in=st.integers(2, 4),
+    ),
+)
+def test_rows_come_by_key_in_their_order(keys: list[str | None], size: int, limits: Limits) -> None:
+    with RowSorter(KEYS, limits) as sorter:
+        for start in range(0, len(keys), size):
+            sorter.add(batch_of(keys[start : start + size], start))
+        assert collected(sorter.steps(), limits) == expected(keys)
+        assert sorter.num_rows == len(keys)
+
+
+def test_what_fits_is_sorted_in_memory() -> None:
+    keys: list[str | None] = [f"k{i * 7 % 100}" for i in range(1000)]
+    with RowSorter(KEYS, Limits()) as sorter:
+        for start in range(0, 1000, 100):
+            sorter.add(batch_of(keys[start : start + 100], start))
+        (step,) = sorter.steps()
+        assert len(step.keys) == 100
+        assert sorter.num_spills == 0
+
+
+def test_what_does_not_fit_goes_to_disk_and_is_merged_few_at_a_time() -> None:
+    keys: list[str | None] = [f"k{i * 7 % 500}" for i in range(3000)]
+    with RowSorter(KEYS, TINY) as sorter:
+        for start in range(0, 3000, 50):
+            sorter.add(batch_of(keys[start : start + 50], start))
+            assert len(sorter._runs()) <= 3 * 4, "as many as the fan-in on each level"
+        assert sorter.num_spills > 10
+        assert collected(sorter.steps(), TINY) == expected(keys)
+
+
+def test_leaving_early_removes_the_files(local_directory: Path) -> None:
+    with RowSorter(KEYS, TINY) as sorter:
+        sorter.add(batch_of(["a", "b"] * 500))
+        sorter.add(batch_of(["a", "b"] * 500))
+        assert next(sorter.steps()).rows.num_rows == 40
+    with pytest.raises(OSError, match="disk full"), RowSorter(KEYS, TINY) as sorter:
+        sorter.add(batch_of(["a"] * 1000))
+        raise OSError("disk full")
+
+
+@pytest.mark.skipif(os.environ.get("ARROW_DEFAULT_MEMORY_POOL") == "system", reason="cannot count")
+def test_many_rows_of_one_key_take_little_memory() -> None:
+    limits = Limits(memory=1 << 20, step_rows=10_000, step_bytes=1 << 20)
+    text = "x" * 20
+
+    def batch(start: int) -> pa.RecordBatch:
+        rows = batch_of(["hot"] * 20_000, start)
+        return rows.append_column("text", pa.array([text] * 20_000))
+
+    pa.default_memory_pool().release_unused()
+    before, most, at = pa.total_allocated_bytes(), 0, 0
+    with RowSorter(KEYS, limits) as sorter:
+        for start in range(0, 400_000, 20_000):
+            sorter.add(batch(start))
+            most = max(most, pa.total_allocated_bytes() - before)
+        for step in sorter.steps():
+            most = max(most, pa.total_allocated_bytes() - before)
+            positions = step.rows.column("at")
+            assert (positions[0].as_py(), len(step.keys)) == (at, 1)
+            at += step.rows.num_rows
+            assert pc.sum(positions).as_py() == (positions[0].as_py() + at - 1) * step.rows.num_rows // 2
+    assert at == 400_000
+    assert most < 8 << 20, "the rows have 20 MB"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    keys=st.lists(st.sampled_from(["a", "c", "e", "g", "hot"]), max_size=60),
+    others=st.sets(st.sampled_from(["", "a", "b", "c", "d", "e", "f", "g", "h", "hot", "z"])),
+    step_rows=st.integers(1, 20),
+)
+def test_keys_without_rows_come_between_the_others(keys: list[str | None], others: set[str], step_rows: int) -> None:
+    limits = Limits(step_rows=step_rows)
+    due = encoded(sorted(others, key=lambda k: encoded([k])[0].as_py()))
+    with RowSorter(KEYS, limits) as sorter:
+        sorter.add(batch_of(keys))
+        found = collected(with_keys(sorter.steps(), due, limit=2), limits)
+    with_rows = {k: at for k, at in found if at}
+    assert sorted(with_rows.items()) == sorted(expected(keys))
+    without = [k for k, at in found if not at]
+    assert without == [k.hex() for k in due.to_pylist() if k not in encoded(keys).to_pylist()]
+
+
+def test_a_spool_gives_back_what_it_took_from_memory_or_disk() -> None:
+    batches = [batch_of(["a", None], i) for i in range(0, 200, 2)]
+    for memory, is_on_disk in ((1 << 20, False), (500, True), (0, True)):
+        with Spool(batches[0].schema, memory) as spool:
+            for batch in batches:
+                spool.add(batch)
+            spool.add(batch_of([]))
+            assert spool.is_on_disk is is_on_disk
+            assert spool.num_rows == 200
+            assert pa.Table.from_batches(spool.batches()) == pa.Table.from_batches(batches)
+
+
+def test_a_spool_that_is_given_up_leaves_nothing() -> None:
+    with pytest.raises(RuntimeError, match="gone"), Spool(batch_of([]).schema, 0) as spool:
+        spool.add(batch_of(["a"]))
+        raise RuntimeError("gone")
