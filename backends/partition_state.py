@@ -40,7 +40,7 @@ from backends.exceptions import (
 from backends.manifest import ChangelogRef, FileRef, Lineage, Rescaled, SnapshotRef, Source
 from backends.metrics import StateStoreMetrics
 from backends.scans import merged_scan
-from backends.sorted_pairs import SortedPairs, as_binary
+from backends.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
 from backends.storage import CheckpointStorage
 
 log = logging.getLogger(__name__)
@@ -97,11 +97,23 @@ class _View:
 
 @dataclass(frozen=True)
 class _Read:
-    """The last bulk read of a completed version: a batch mostly writes the very keys that it has read."""
+    """The last bulk reads of a column family at a completed version, in ascending order of their keys.
+
+    A batch mostly writes the very keys that it has read, a step of them after the other.
+    """
 
     head: str | None
-    column_family: str
-    pairs: SortedPairs
+    parts: tuple[SortedPairs, ...]
+    nbytes: int
+
+    def values(self, keys: pa.BinaryArray) -> pa.BinaryArray | None:
+        """The values of sorted keys, if all of them have been read."""
+        read_keys = pa.concat_arrays([p.keys for p in self.parts])
+        read_values = pa.concat_arrays([p.values for p in self.parts])
+        if keys.equals(read_keys):
+            return read_values
+        at = SortedPairs(read_keys, read_values).find(keys)
+        return read_values.take(pa.array(at)) if (at >= 0).all() else None
 
 
 class PartitionState:
@@ -147,7 +159,7 @@ class PartitionState:
         self._pins = 0
         self._loading = False
         self._closed = False
-        self._last_read: _Read | None = None
+        self._last_reads: dict[str, _Read] = {}
         self._readers: dict[object, tuple[_Delta | _Undo, ...]] = {}
         self._changed = threading.Condition()
         self._mutation = threading.Lock()
@@ -490,13 +502,21 @@ class PartitionState:
             return None  # the threads are for all partitions: none may wait long
         try:
             with self._reading(meta.version - 1, meta.base) as view:
-                read = self._last_read
-                if read is not None and read.head == meta.base and set(changes.families) == {read.column_family}:
-                    pairs = changes.families[read.column_family]
-                    if pairs.keys.equals(read.pairs.keys):
-                        return Changes({read.column_family: read.pairs})
+                known: dict[str, SortedPairs] = {}
+                unknown: dict[str, SortedPairs] = {}
+                for family, pairs in changes.families.items():
+                    read = self._last_reads.get(family)
+                    values = read.values(pairs.keys) if read is not None and read.head == meta.base else None
+                    if not len(pairs):
+                        known[family] = pairs
+                    elif values is not None:
+                        known[family] = SortedPairs(pairs.keys, values)
+                    else:
+                        unknown[family] = pairs
                 # With something over it, the engine does not show the version below.
-                return None if view.layers or not self._needs_before() else self._before(changes)
+                if unknown and (view.layers or not self._needs_before()):
+                    return None
+                return Changes({**known, **self._before(Changes(unknown)).families})
         except (VersionNotFoundError, StoreClosedError):
             return None  # it is being loaded, was rolled back, or is past already
 
@@ -602,13 +622,22 @@ class PartitionState:
         with self._reading(version, head) as view:
             self._check_family(column_family, view)
             values = self._engine.get_many(keys, column_family)
-            if not view.layers and keys.nbytes + values.nbytes <= self._conf.versions_in_memory_bytes:
-                self._last_read = _Read(view.head, column_family, SortedPairs(keys, values))
+            if not view.layers and len(keys) and is_strictly_sorted(keys):
+                self._remember(view.head, column_family, SortedPairs(keys, values))
             for layer in view.layers:
                 if column_family in layer.changes.families:
                     values = layer.changes.families[column_family].overlay(keys, values)
         self._custom["get_ms"] = (time.perf_counter() - started) * 1e3
         return values
+
+    def _remember(self, head: str | None, column_family: str, read: SortedPairs) -> None:
+        """Keep what was read, for the commit that may follow, as long as it is not much."""
+        held = self._last_reads.get(column_family)
+        follows = held is not None and held.head == head and held.parts[-1].keys[-1].as_py() < read.keys[0].as_py()
+        parts, nbytes = (held.parts, held.nbytes) if held is not None and follows else ((), 0)
+        nbytes += read.nbytes
+        if nbytes <= self._conf.versions_in_memory_bytes:
+            self._last_reads[column_family] = _Read(head, (*parts, read), nbytes)
 
     def scan(
         self,
@@ -719,7 +748,7 @@ class PartitionState:
             self._staged.clear()
             self._accepted.clear()
             self._undos.clear()
-            self._last_read = None
+            self._last_reads = {}
             self._engine.close()
         with self._snapshotting:  # an upload under way ends with the file that it is at
             shutil.rmtree(self._scratch, ignore_errors=True)

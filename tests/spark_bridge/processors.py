@@ -437,10 +437,15 @@ class Writer:
         return made
 
 
-def random_starts(null_keys: bool = True) -> list[tuple[Any, ...]]:
-    """An initial state: keys that ``random_batches`` has and has not, twice the same, timers for every batch."""
+def random_starts(time_mode: str, *, null_keys: bool = True) -> list[tuple[Any, ...]]:
+    """An initial state: keys that ``random_batches`` has and has not, twice the same, timers that have expired or not.
+
+    Here it is made when the query starts, in Spark during the first batch: with processing time, nothing may depend
+    on the moments between.
+    """
+    later = 10**9 if time_mode == "processingTime" else 7
     absent = None if null_keys else 99
-    return [(7, "a", "x", 1), (7, "a", "x", 1), (-9, None, "y", -2), (0, "b", "z", 1), (None, "other", "x", absent)]
+    return [(later, "a", "x", 1)] * 2 + [(-9, None, "y", -2), (0, "b", "z", 1), (None, "other", "x", absent)]
 
 
 def random_batches(

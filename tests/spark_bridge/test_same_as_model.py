@@ -67,7 +67,7 @@ def check_random_commands(processor: type, time_mode: str, seed: int, batches: i
 
     model = Model(time_mode)
     run = OperatorRun(initial, schema, BY, num_partitions=rng.choice([1, 3]))
-    first = random_starts()
+    first = random_starts(time_mode)
     assert run.batch(starts.to_batch(first), BatchTimes(model.now)) == []
     model.start_with(first)
     run.logic = logic

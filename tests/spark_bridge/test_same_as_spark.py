@@ -74,7 +74,7 @@ def test_random_commands(make_stream: Callable[..., Stream], native: None, tmp_p
     stream = make_stream(INPUT)
     pandas = processor is PandasCommands
     # Spark's pandas form takes every row with a null number in its key for a key of its own: NaN is not NaN.
-    start_rows = random_starts(null_keys=not pandas) if starts else []
+    start_rows = random_starts(time_mode, null_keys=not pandas) if starts else []
     initial = stream.spark.createDataFrame(start_rows, INITIAL) if starts else None
 
     def of_spark(df: DataFrame) -> DataFrame:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -125,13 +126,27 @@ def test_what_fits_is_sorted_in_memory() -> None:
 
 
 def test_what_does_not_fit_goes_to_disk_and_is_merged_few_at_a_time() -> None:
-    keys: list[str | None] = [f"k{i * 7 % 500}" for i in range(3000)]
+    keys: list[str | None] = [f"k{i * 7 % 500}" for i in range(2400)]
     with RowSorter(KEYS, TINY) as sorter:
-        for start in range(0, 3000, 50):
+        for start in range(0, 2400, 50):
             sorter.add(batch_of(keys[start : start + 50], start))
             assert len(sorter._runs()) <= 3 * 4, "as many as the fan-in on each level"
-        assert sorter.num_spills > 10
-        assert collected(sorter.steps(), TINY) == expected(keys)
+        assert (sorter.num_spills, len(sorter._runs())) == (10, 4), "eight, and two merges of three"
+        steps = sorter.steps()
+        first = next(steps)
+        assert len(sorter._runs()) <= 3, "no more are open for the last merge"
+        assert collected(chain([first], steps), TINY) == expected(keys)
+
+
+def test_a_key_that_is_most_of_the_rows_comes_in_parts() -> None:
+    limits = Limits(memory=4000, step_rows=7, fan_in=3)
+    keys: list[str | None] = [f"k{i}" if i % 5 == 0 else "hot" for i in range(1500)]
+    with RowSorter(KEYS, limits) as sorter:
+        for start in range(0, 1500, 50):
+            sorter.add(batch_of(keys[start : start + 50], start))
+        steps = list(sorter.steps())
+        assert sum(step.is_part for step in steps) > 100
+        assert collected(iter(steps), limits) == expected(keys)
 
 
 def test_leaving_early_removes_the_files(local_directory: Path) -> None:

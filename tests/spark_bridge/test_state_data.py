@@ -108,7 +108,9 @@ def test_the_state_of_a_running_query_can_be_read_at_every_version_and_so_can_it
             num_partitions=n,
         )
         counts = aggregate(out, by="k", operator="seen", num_partitions=2, most=S.max("n"))
-        return counts.writeStream.format("noop").option("checkpointLocation", stream.checkpoint).start()
+        # Quiet batches, for the sake of timers, make versions too; not too many.
+        writer = counts.writeStream.format("noop").trigger(processingTime="1 second")
+        return writer.option("checkpointLocation", stream.checkpoint).start()
 
     model = Model()
 
@@ -120,7 +122,6 @@ def test_the_state_of_a_running_query_can_be_read_at_every_version_and_so_can_it
     feed(0, 3)
     query = start(2)
     settle(query)
-    # Quiet batches, for the sake of timers, make versions too.
     newest = state_metadata(spark, stream.checkpoint).first().maxVersion
     assert newest >= 3
     df = read_state(spark, stream.checkpoint, "totals", "values")

@@ -195,7 +195,7 @@ def test_random_commands_give_what_a_plain_model_gives(
 ) -> None:
     """On Spark 4.2, ``test_same_as_spark`` compares with Spark itself."""
     stream = make_stream(INPUT)
-    starts = random_starts()
+    starts = random_starts(time_mode)
     initial = stream.spark.createDataFrame(starts, INITIAL)
     batches = random_batches(2, time_mode, 6)
     model, found = Model(time_mode), []
@@ -463,7 +463,7 @@ def test_columns_come_with_the_state_of_all_keys(make_stream: Callable[..., Stre
         ordered([("a", "sum", 3, 6), ("b", "sum", 2, 4), ("c", "sum", 1, 9)]),
         ordered([("a", "gone", 3, 6), ("c", "gone", 1, 9), (None, "gone", 1, 7), ("d", "sum", 1, 4)]),
     ]
-    stream.add([(8, "a", at(25)), (1, "d", at(21))])
+    stream.add([(8, "a", at(20.5)), (1, "d", at(20.7))])
     assert process_all(df, stream) == [ordered([("a", "sum", 1, 8), ("d", "sum", 2, 5)])]
 
 
@@ -611,7 +611,8 @@ def test_state_keeps_its_meaning_when_its_schema_evolves(make_stream: Callable[.
     assert seen == "({'total': 6, 'last': '2'}, [[2, 2], []])"
     stream.add([(1, 2)])
     error = error_of(totals_on(stream, schema="total int, last string", others=("new", "old")), stream)
-    assert "total" in error and "int32" in error and "int64" in error, error
+    assert "'total' was long, which cannot be read as integer" in error, error
+    assert "total long)" in error and "(total integer, last string)" in error, error
 
 
 @pytest.mark.spark42

@@ -148,6 +148,14 @@ def test_a_session_that_goes_on_is_corrected_among_those_due_only_when_the_water
     assert due() == []
 
 
+def test_a_session_before_those_known_is_due_before_them() -> None:
+    run = run_of("append", 1)
+    run.batch(batch_of(ROWS, [("a", (40, 50), 40, 1)]), BatchTimes())
+    run.batch(batch_of(ROWS, [("a", (10, 20), 10, 1)]), BatchTimes())
+    ended = run.batch(batch_of(ROWS, []), BatchTimes(0, 20_000, 0))
+    assert [seconds(e["session_window"]) for e in ended] == [(10, 20)]
+
+
 def test_sessions_join_where_one_begins_as_the_other_ends() -> None:
     ids = np.array([0, 0, 0, 1])
     starts, ends = np.array([20, 0, 10, 25]), np.array([30, 10, 19, 26])
