@@ -155,7 +155,9 @@ def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition
     """Says all that the state follows from: the changelogs of the earlier layout, and the new one."""
     heads = xxhash.xxh3_128()
     for p in _sources(below, layout, partition, key_groups):
-        heads.update(below.partitions.head(p).encode() + b"\n")
+        # Of an initial state, partitions without rows are not there.
+        if p in below.partitions:
+            heads.update(below.partitions.head(p).encode() + b"\n")
     return f"{layout.directory(partition)}/{version}-{heads.hexdigest()}.rescaled-{layout.backend}"
 
 

@@ -1,19 +1,24 @@
 """How fast a stream's running count and sum is, in Spark's own ways and in ours, side by side in one run.
 
-    python benchmarks/stateful.py                                         all that this Spark has; some minutes
-    python benchmarks/stateful.py --contestants native aggregate --batches 12
-    python benchmarks/stateful.py --contestants native aggregate --profile    and where the time of a batch goes
+    python benchmarks/stateful.py                                    native and ours, on Spark 3.5; five minutes or so
+    python benchmarks/stateful.py --contestants native aggregate --profile       and where the time of a batch goes
+    .venv42/bin/python benchmarks/stateful.py                        Spark 4's transformWithState too; half an hour
+    .venv42/bin/python benchmarks/stateful.py --contestants rows spark_rows --batches 9 --turn 3
 
 Each contestant is one streaming query on RayDP with two executors of one core, with the same number of state partitions,
 a checkpoint on the local disk, and the sink "noop". Each gets the same batches: a directory with one parquet file per
 executor appears in its input directory, and the trigger is Spark's default (a batch as soon as there is one), one such
 directory per micro-batch. Contestants take turns; a turn is some batches (``--turn``) back to back, so that what a
-contestant leaves for after a batch falls into its own next one. A slow contestant gets one batch a turn. Between turns a query
-only looks into its empty directory, every half second.
+contestant leaves for after a batch falls into its own next one. A slow one (the pandas forms, and Spark's own Python forms)
+gets one batch a turn, and one to warm up. Between turns a query only looks into its empty directory, every half second.
 
-The time of a batch is Spark's ``triggerExecution``. Of every batch, those that are not counted too, the rows and a hash of them are
-compared with what numpy says; no time is shown if one differs. Native runs on the RocksDB provider with changelog
-checkpointing, and without the count of its rows, as Spark's guide advises for speed (``--native-row-count`` leaves it on, as it is by default).
+The time of a batch is Spark's ``triggerExecution``. Of every batch, those that are not counted too, the number of rows and
+a hash of them are compared with what numpy says; no time is shown if one differs. CPU is that of all processes below this
+one, which a busy machine hardly changes. Native runs on the RocksDB provider with changelog checkpointing, and without the
+count of its rows, as Spark's guide advises for speed (``--native-row-count`` leaves it on, as it is by default).
+
+"stateless" is no contestant: the same shuffle and a Python stage that adds up each batch alone. It shows what is left if
+state costs nothing, and so the limit of any operator in Python.
 """
 
 from __future__ import annotations
@@ -24,7 +29,6 @@ import logging
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -37,14 +41,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyspark
+import stateful_profile
+import stateful_queries
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-import stateful_profile
-import stateful_queries
 from stateful_queries import CHECK, CONTESTANTS, INPUT, Contestant, Longs, checked, expected_checks
 
 EXECUTORS = 2
@@ -125,18 +128,27 @@ class Lane:
         for i, progress in enumerate(self.progress):
             seen = progress["observedMetrics"][CHECK]
             if (seen["rows"], seen["hashes"]) != expected[i]:
-                raise AssertionError(f"Batch {i} of {self.contestant.name} gave {seen}, not {expected[i]} (rows, hashes)")
+                raise AssertionError(
+                    f"Batch {i} of {self.contestant.name} gave {seen}, not {expected[i]} (rows, hashes)"
+                )
 
-    def note(self, cpu_before: dict[str, float], batches: int) -> None:
-        """Keep the CPU time of a turn, and what the hosts say of the last commits of this query's partitions."""
+    def note_cpu(self, before: dict[str, float], batches: int) -> None:
+        """Keep the CPU time of a turn, in milliseconds per batch."""
+        for name, seconds in stateful_profile.cpu_seconds().items():
+            self.cpu.setdefault(name, []).append((seconds - before.get(name, 0.0)) / batches * 1e3)
+
+    def note_store(self) -> None:
+        """Keep what the hosts say of the last commits of this query's partitions."""
         from spark_bridge.session import current_cluster
 
-        for name, seconds in stateful_profile.cpu_seconds().items():
-            self.cpu.setdefault(name, []).append((seconds - cpu_before.get(name, 0.0)) / batches * 1e3)
-        self.cpu.setdefault("all", []).append(sum(used[-1] for name, used in self.cpu.items() if name != "all"))
         steps = stateful_profile.store_steps(current_cluster().describe_hosts(), str(self.query.runId))
         for name, values in steps.items():
             self.store_steps.setdefault(name, []).extend(values)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds per batch, of all processes."""
+        return sum(map(statistics.median, self.cpu.values())) / 1e3
 
     @property
     def counted(self) -> list[dict[str, Any]]:
@@ -153,11 +165,7 @@ def start(spark: SparkSession, contestant: Contestant, root: Path, given: Input)
     """Start a query that waits for input."""
     inbox = root / contestant.name / "input"
     inbox.mkdir(parents=True)
-    df = (
-        spark.readStream.schema(INPUT)
-        .option("maxFilesPerTrigger", EXECUTORS)
-        .parquet(f"{inbox}/*")
-    )
+    df = spark.readStream.schema(INPUT).option("maxFilesPerTrigger", EXECUTORS).parquet(f"{inbox}/*")
     query = (
         checked(contestant.make(df))
         .writeStream.queryName(contestant.name)
@@ -240,11 +248,12 @@ def measure(spark: SparkSession, options: argparse.Namespace, root: Path) -> lis
             for lane in (*lanes[first:], *lanes[:first]):
                 batches = 1 if lane.contestant.is_slow else options.turn
                 bar.update(task, description=f"turn {turn + 1} of {turns}: {lane.contestant.name}")
-                before = stateful_profile.cpu_seconds() if options.profile else {}
+                before = stateful_profile.cpu_seconds()
                 lane.run(batches)
                 bar.advance(task, batches)
+                lane.note_cpu(before, batches)
                 if options.profile:
-                    lane.note(before, batches)
+                    lane.note_store()
     for lane in lanes:
         lane.check()
     return lanes
@@ -258,17 +267,26 @@ def show(lanes: Sequence[Lane], options: argparse.Namespace) -> None:
         title_justify="left",
     )
     table.add_column("contestant")
+    table.add_column("which is")
     yardsticks = [lane for lane in lanes if lane.contestant.name in ("native", "spark_rows", "spark_pandas")]
-    for heading in ("batches", "median s", "min to max s", "M rows/s", *(f"times {y.contestant.name}" for y in yardsticks)):
+    for heading in (
+        "batches",
+        "median s",
+        "min to max s",
+        "M rows/s",
+        *(f"times {y.contestant.name}" for y in yardsticks),
+    ):
         table.add_column(heading, justify="right")
     for lane in lanes:
         seconds = lane.seconds
         median = statistics.median(seconds)
         table.add_row(
             lane.contestant.name,
+            lane.contestant.label,
             str(len(seconds)),
             f"{median:.2f}",
             f"{min(seconds):.2f} to {max(seconds):.2f}",
+            f"{lane.cpu_seconds:.2f}",
             f"{options.rows / median / 1e6:.2f}",
             *("" if y is lane else _ratio(y, lane) for y in yardsticks),
         )
@@ -302,17 +320,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = [name for name in available if CONTESTANTS[name].keeps_state]
     parser.add_argument(
-        "--contestants", nargs="+", choices=available, default=usual, metavar="NAME", help=f"some of {', '.join(available)}"
+        "--contestants",
+        nargs="+",
+        choices=available,
+        default=usual,
+        metavar="NAME",
+        help=f"some of {', '.join(available)}",
     )
     parser.add_argument("--rows", type=int, default=500_000, help="rows per batch (default 500000)")
     parser.add_argument("--keys", type=int, default=100_000, help="keys (default 100000)")
-    parser.add_argument("--batches", type=int, default=9, help="batches that count (default 9)")
+    parser.add_argument("--batches", type=int, default=12, help="batches that count (default 12)")
     parser.add_argument("--turn", type=int, default=3, help="batches in a row of one contestant (default 3)")
-    parser.add_argument("--warm-up", type=int, default=4, help="batches before, not counted (default 4)")
+    parser.add_argument(
+        "--warm-up", type=int, default=8, help="batches before, not counted: the JVM compiles meanwhile (default 8)"
+    )
     parser.add_argument("--partitions", type=int, default=2, help="state partitions (default 2, one per core)")
     parser.add_argument("--provider", choices=("rocksdb", "file"), default="rocksdb", help="ours (default rocksdb)")
     parser.add_argument("--native-row-count", action="store_true", help="let Spark's RocksDB count its rows")
-    parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="another Spark setting, for all")
+    parser.add_argument(
+        "--conf", action="append", default=[], metavar="KEY=VALUE", help="another Spark setting, for all"
+    )
     parser.add_argument("--profile", action="store_true", help="show where the time of a batch goes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     options = parser.parse_args()
@@ -329,10 +356,12 @@ def main() -> None:
                     "state store": lane.store_steps,
                     "CPU per batch": lane.cpu,
                 }
-                stateful_profile.show(console, f"{lane.contestant.name}: milliseconds", sections)
+                stateful_profile.show(
+                    console, f"{lane.contestant.name}: milliseconds, unless a line says otherwise", sections
+                )
         if options.json:
             options.json.write_text(json.dumps({lane.contestant.name: lane.counted for lane in lanes}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -51,7 +51,7 @@ def native_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
         for operator in event["stateOperators"]:
             for name in ("allUpdatesTimeMs", "allRemovalsTimeMs", "commitTimeMs"):
                 steps[name].append(operator[name])
-            for name, value in operator["customMetrics"].items():
+            for name, value in operator.get("customMetrics", {}).items():
                 if "atency" in name and value:
                     steps[name].append(value)
     return steps
@@ -102,9 +102,7 @@ def stages(spark: SparkSession, query: str, batches: Sequence[int]) -> dict[str,
         its.sort(key=lambda s: s.stageId())
         for place, stage in enumerate(its):
             steps = figures.setdefault(f"stage {place + 1} of {len(its)}", defaultdict(list))
-            steps["stage, wall"].append(
-                stage.completionTime().get().getTime() - stage.submissionTime().get().getTime()
-            )
+            steps["stage, wall"].append(stage.completionTime().get().getTime() - stage.submissionTime().get().getTime())
             tasks = store.taskList(stage.stageId(), stage.attemptId(), 1000)
             for t in range(tasks.size()):
                 task = tasks.apply(t)

@@ -26,7 +26,7 @@ Longs = npt.NDArray[np.int64]
 class Contestant:
     """One way to write the query: ``make`` from the input, started with Spark's ``output_mode``.
 
-    ``is_slow``: Spark's own Python forms, which need a minute a batch, take fewer batches. Without ``keeps_state`` its
+    ``is_slow``: it needs many seconds a batch, and takes fewer batches. Without ``keeps_state`` its
     results are those of each batch alone: what shuffle and Python cost by themselves.
     """
 
@@ -59,13 +59,15 @@ def stateless(df: DataFrame) -> DataFrame:
         found = list(batches)
         if found:
             answer = pa.Table.from_batches(found).group_by("user").aggregate([([], "count_all"), ("amount", "sum")])
-            yield from answer.select(["user", "count_all", "amount_sum"]).rename_columns(["user", "n", "spent"]).to_batches()
+            yield from (
+                answer.select(["user", "count_all", "amount_sum"]).rename_columns(["user", "n", "spent"]).to_batches()
+            )
 
     return df.repartition(F.col("user")).mapInArrow(totals, OUTPUT)
 
 
 def _row_processor(base: Any) -> Any:
-    class RunningTotals(base):  # type: ignore[misc]
+    class RunningTotals(base):
         """The processor that a user of Spark 4 would write."""
 
         def init(self, handle: Any) -> None:
@@ -88,7 +90,7 @@ def _row_processor(base: Any) -> Any:
 def _pandas_processor(base: Any) -> Any:
     import pandas as pd
 
-    class RunningTotals(base):  # type: ignore[misc]
+    class RunningTotals(base):
         """The same on frames."""
 
         def init(self, handle: Any) -> None:
@@ -163,7 +165,7 @@ CONTESTANTS = {
         Contestant("stateless", "a shuffle and mapInArrow, without state", stateless, keeps_state=False),
         Contestant("arrow", "transform_with_state_in_arrow", arrow),
         Contestant("rows", "transform_with_state", rows),
-        Contestant("pandas", "transform_with_state_in_pandas", pandas),
+        Contestant("pandas", "transform_with_state_in_pandas", pandas, is_slow=True),
         Contestant("spark_rows", "Spark transformWithState", spark_rows, "update", needs_spark_4=True, is_slow=True),
         Contestant(
             "spark_pandas", "Spark transformWithStateInPandas", spark_pandas, "update", needs_spark_4=True, is_slow=True

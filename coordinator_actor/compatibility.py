@@ -33,9 +33,9 @@ def refusal_of(run: QueryState) -> str | None:
             f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program asks for "
             f"{registration.key_groups}; set spark.statestore.keyGroups={stored.key_groups}."
         )
-    newest = _newest(run)
-    if newest is not None:
-        refusal = _program_refusal(run, newest)
+    base = _base(run)
+    if base is not None:
+        refusal = _program_refusal(run, base)
         if refusal is not None:
             return refusal
     if run.oldest > run.completed:
@@ -49,19 +49,19 @@ def refusal_of(run: QueryState) -> str | None:
     return None
 
 
-def _program_refusal(run: QueryState, newest: Manifest) -> str | None:
+def _program_refusal(run: QueryState, base: Manifest) -> str | None:
     where = run.registration.state_location
     declared = {o.name: o for o in run.registration.operators}
-    if set(declared) != set(newest.operators):
+    if set(declared) != set(base.operators):
         return (
-            f"The state at {where} has the operators {_names(newest.operators)}, and the program has {_names(declared)}; give "
+            f"The state at {where} has the operators {_names(base.operators)}, and the program has {_names(declared)}; give "
             "the operators their old names, or use a new checkpoint location."
         )
     for spec in declared.values():
         try:
-            _evolved(run, newest, spec)
+            _evolved(run, base, spec)
         except IncompatibleSchemaError as error:
-            return _schema_refusal(run, newest, spec, error)
+            return _schema_refusal(run, base, spec, error)
     return None
 
 
@@ -71,29 +71,30 @@ def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
     For a run that nothing is refused of; the same however often it is asked, and for a run that has been given these
     operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
     """
-    newest = _newest(run)
+    base = _base(run)
     return tuple(
-        msgspec.structs.replace(spec, schema=_evolved(run, newest, spec).to_json())
-        for spec in run.registration.operators
+        msgspec.structs.replace(spec, schema=_evolved(run, base, spec).to_json()) for spec in run.registration.operators
     )
 
 
-def _newest(run: QueryState) -> Manifest | None:
-    return run.chain[max(run.chain)] if run.chain else None
+def _base(run: QueryState) -> Manifest | None:
+    """The manifest of the state that the run goes on from: what versions above it had changed, it does not know of."""
+    below = [version for version in run.chain if version <= run.completed]
+    return run.chain[max(below)] if below else None
 
 
-def _evolved(run: QueryState, newest: Manifest | None, spec: OperatorSpec) -> OperatorSchema:
+def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> OperatorSchema:
     declared = OperatorSchema.from_json(spec.schema)
-    if newest is None:
+    if base is None:
         return evolved(None, declared)
-    schema_id = newest.operators[spec.name].schema_id
+    schema_id = base.operators[spec.name].schema_id
     if schema_id == declared.id:
         return declared
     return evolved(OperatorSchema.from_json(run.log.schema(schema_id)), declared)
 
 
-def _schema_refusal(run: QueryState, newest: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
-    stored = OperatorSchema.from_json(run.log.schema(newest.operators[spec.name].schema_id))
+def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
+    stored = OperatorSchema.from_json(run.log.schema(base.operators[spec.name].schema_id))
     where = run.registration.state_location
     there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
     if there is not None and here is not None and there != here:

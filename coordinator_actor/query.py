@@ -26,7 +26,7 @@ from coordinator_actor.checkpoints import (
     PendingCheckpoint,
     TaskKey,
 )
-from coordinator_actor.exceptions import IncompleteBatchError
+from coordinator_actor.exceptions import IncompleteBatchError, LineageError
 from coordinator_actor.job_status import JobStatus
 from coordinator_actor.manifests import ManifestLog, SparkCommits
 from coordinator_actor.messages import BatchTimes, Completed, HostInfo, OperatorSpec, QueryRegistration
@@ -419,6 +419,7 @@ class QueryState:
         if version not in self.chain or (is_ours and self.chain[version].run_id != self.run_id):
             # If this run has not begun the batch, an older one, still running when this one was registered, has committed it.
             self.recover(version)
+            self._require_own_schemas(version)
         elif self.uncertain:
             # A manifest whose writing failed may be there all the same, or come to be. What is completed must not change.
             self._write_again(version)
@@ -430,6 +431,15 @@ class QueryState:
                 if left:
                     self.unnamed[(name, partition)] = left
         self.announce()
+
+    def _require_own_schemas(self, version: int) -> None:
+        """Raise ``LineageError`` if another program has written a version: this one would take its rows for its own."""
+        for name, operator in self.chain[version].operators.items():
+            if operator.schema_id != self.schema_ids[name]:
+                raise LineageError(
+                    f"Run {self.chain[version].run_id} has committed batch {version - 1} after run {self.run_id} had been "
+                    f"started, with another schema of operator {name!r}. Start the query again."
+                )
 
     def announce(self) -> None:
         """Get ready what the hosts are told of the completed version, each of its own partitions."""

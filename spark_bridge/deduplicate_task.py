@@ -26,7 +26,7 @@ from spark_bridge.stateful.spool import Spool
 from spark_bridge.stateful.stored_keys import by_expiry, without_expiry
 
 EXPIRY_FAMILY = "default.-expiry"
-EXPIRES_AT = "expires_at"
+EXPIRES_AT = "__expires_at"
 PRESENT = pa.schema([pa.field("present", pa.bool_())])
 KEYS_PER_STEP = 1 << 18
 _GREATEST = np.iinfo(np.int64).max

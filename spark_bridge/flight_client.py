@@ -120,6 +120,7 @@ class HostClient:
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
         """The pairs of ranges of keys, as they come; whoever stops early ends the call."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        is_stopped = False
         try:
             writer, reader = self._client.do_exchange(descriptor, self._options)
             with writer:
@@ -127,10 +128,18 @@ class HostClient:
                 bounds = [pa.array([r[i] for r in ranges], pa.binary()) for i in range(2)]
                 writer.write_batch(pa.record_batch(bounds, schema=RANGES_SCHEMA))
                 writer.done_writing()
-                for chunk in reader:
-                    if chunk.data is not None and chunk.data.num_rows:
-                        yield chunk.data
+                try:
+                    for chunk in reader:
+                        if chunk.data is not None and chunk.data.num_rows:
+                            yield chunk.data
+                except GeneratorExit:
+                    # Else closing the writer would read all that is left.
+                    reader.cancel()
+                    is_stopped = True
+                    raise
         except flight.FlightError as error:
+            if is_stopped:
+                return
             raise error_from(error) from None
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None

@@ -33,7 +33,7 @@ from spark_bridge.stateful.spool import Spool
 from spark_bridge.stateful.stored_keys import by_expiry, without_expiry
 
 ENDS_FAMILY = "sessions.-ends"
-SESSIONS, DUE, START, END = "sessions", "due", "start", "end"
+SESSIONS, DUE, START, END = "sessions", "__due", "start", "end"
 KEYS_PER_STEP = 1 << 14
 
 Times = npt.NDArray[np.int64]

@@ -8,6 +8,7 @@ from typing import IO
 
 import pyarrow as pa
 
+from spark_bridge.local_directory import local_directory
 from spark_bridge.protocol import CHANGES_SCHEMA
 
 BUDGET_BYTES = 64 << 20
@@ -36,7 +37,7 @@ class StagedChanges:
 
     def _spill(self) -> None:
         if self._writer is None:
-            self._file = tempfile.TemporaryFile(prefix="statestore-changes-")  # noqa: SIM115 - closed by close()
+            self._file = tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-changes-")  # noqa: SIM115 - closed by close()
             self._writer = pa.ipc.new_stream(self._file, CHANGES_SCHEMA)
         for family, batch in self._held:
             self._writer.write_batch(batch, custom_metadata={_FAMILY: family.encode()})

@@ -130,6 +130,7 @@ class TaskStore:
     ) -> Iterator[pa.RecordBatch]:
         """Pairs of the ranges, one range after the other; goes on with the next owner where the last one stopped."""
         task, left, rest = self._task, limit, list(ranges)
+        deadline = time.monotonic() + self._endpoints.timeout
         while rest and left != 0:
             command = ScanCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family, left)
             try:
@@ -138,12 +139,13 @@ class TaskStore:
                     if left is not None:
                         left -= pairs.num_rows
                     yield pairs
+                    deadline = time.monotonic() + self._endpoints.timeout
+                return
             except RETRIABLE as error:
                 self._forget_owner(error)
-                # Finds the next owner, or gives up after the time allowed.
-                self._with_owner(lambda owner: None)
-                continue
-            return
+                if time.monotonic() > deadline:
+                    raise self._unavailable(error) from error
+                time.sleep(RETRY_DELAY)
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
         """Add changes to the commit; a null value removes its key."""
@@ -173,12 +175,15 @@ class TaskStore:
             except RETRIABLE as error:
                 self._forget_owner(error)
                 if time.monotonic() > deadline:
-                    raise HostUnavailableError(
-                        f"Partition {self._task.partition} of operator {self._task.operator!r} found no owner within "
-                        f"{self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout); last failure: "
-                        f"{type(error).__name__}: {error}"
-                    ) from error
+                    raise self._unavailable(error) from error
                 time.sleep(RETRY_DELAY)
+
+    def _unavailable(self, error: Exception) -> HostUnavailableError:
+        return HostUnavailableError(
+            f"Partition {self._task.partition} of operator {self._task.operator!r} found no owner within "
+            f"{self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout); last failure: "
+            f"{type(error).__name__}: {error}"
+        )
 
     def _forget_owner(self, error: Exception) -> None:
         if self._owner is not None and isinstance(error, HostUnavailableError):

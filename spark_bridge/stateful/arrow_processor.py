@@ -37,6 +37,8 @@ Columns: TypeAlias = pa.Table | pa.RecordBatch
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Mask: TypeAlias = pa.BooleanArray | Flags
 
+TIMED_KEYS = 1 << 18
+"""Keys that have no rows but a timer that has expired, in one call."""
 TIMERS_SCHEMA = pa.schema([("key_index", pa.int64()), ("expiry_ms", pa.int64())])
 """Timers: for which of the batch's keys, and when, in ms since 1970."""
 
@@ -210,7 +212,7 @@ class ArrowLogic:
             with started(declaring, self.input.keys, self.time_mode, store) as state:
                 columns = _StateColumns.of(declaring.state, store, state.figures)
                 due = pa.array([], pa.binary()) if self.is_initial else state.keys_with_expired_timers()
-                steps = with_keys(sorter.steps(), due, self.limits.step_rows)
+                steps = with_keys(sorter.steps(), due, TIMED_KEYS)
                 for step in steps:
                     self._handle(step, steps, state, columns, due, sink)
                 state.finish()
@@ -249,13 +251,12 @@ class ArrowLogic:
                 for part in _aligned(answer.output, RowCodec(self.output).schema, "output").to_batches():
                     sink.add(part)
             columns.apply(answer)
-            _each_timer(state, expired, state.handle.deleteTimer)
-            _each_timer(state, answer.deleted_timers, state.handle.deleteTimer)
-            _each_timer(state, answer.timers, state.handle.registerTimer)
+            _each_timer(state, expired, len(step.keys), state.handle.deleteTimer)
+            _each_timer(state, answer.deleted_timers, len(step.keys), state.handle.deleteTimer)
+            _each_timer(state, answer.timers, len(step.keys), state.handle.registerTimer)
             if not step.is_part:
                 break
             step = next(steps)
-        columns.end()
         state.end()
 
     def _rows(self, rows: pa.RecordBatch) -> pa.Table:
@@ -296,7 +297,6 @@ class _StateColumns:
     keys: pa.BinaryArray = field(default_factory=lambda: pa.array([], pa.binary()))
     rows: pa.Table = field(default_factory=lambda: pa.table({}))
     has_state: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
-    _expired: Flags = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     @classmethod
     def of(cls, name: str | None, store: StateAccess, figures: StateFigures) -> _StateColumns:
@@ -309,18 +309,17 @@ class _StateColumns:
     def begin(self, keys: pa.BinaryArray) -> None:
         """Read the state of the next keys."""
         self.keys = keys
-        self._expired = np.zeros(len(keys), np.bool_)
-        self.has_state = self._expired
+        self.has_state = np.zeros(len(keys), np.bool_)
         if self.family is None:
             return
         stored = self.store.get_many(keys, self.family)
         rows = self.schema.decode_values(stored)
-        self.has_state = np.asarray(stored.is_valid())
-        if self.ttl_ms is not None:
-            self._expired = self.has_state & ~alive_at(rows, self.store.times.timestamp_ms)
-            self.has_state = self.has_state & ~self._expired
+        is_stored = np.asarray(stored.is_valid())
+        # What has expired is left to the sweep.
+        is_alive = alive_at(rows, self.store.times.timestamp_ms) if self.ttl_ms is not None else True
+        self.has_state = is_stored & is_alive
         names = [n for n in self.schema.value.names if n != TTL_COLUMN]
-        self.rows = _blanked(pa.Table.from_batches([rows.select(names)]), self._expired)
+        self.rows = _blanked(pa.Table.from_batches([rows.select(names)]), is_stored & ~self.has_state)
 
     def apply(self, answer: ArrowResult) -> None:
         """Stage what the processor has changed; raises ``StatefulProcessorError`` for what does not fit."""
@@ -343,16 +342,11 @@ class _StateColumns:
                 _flags(answer.updated, n, "updated", default=True) & ~removed,
             )
         if removed.any():
-            self._remove(removed)
+            keys = self.keys.filter(pa.array(removed))
+            self.store.stage(keys, pa.nulls(len(keys), pa.binary()), self.family)
             self.figures.num_rows_removed += int((removed & self.has_state).sum())
             self.rows = _blanked(self.rows, removed)
             self.has_state = self.has_state & ~removed
-
-    def end(self) -> None:
-        """Remove what had expired and was not written anew."""
-        if self._expired.any():
-            self.figures.count("numValuesRemovedDueToTTLExpiry", int(self._expired.sum()))
-            self._remove(self._expired)
 
     def _write(self, new: pa.Table, written: Flags) -> None:
         n, keys, rows = len(self.keys), self.keys, new
@@ -370,13 +364,6 @@ class _StateColumns:
             self.store.stage(keys, self.schema.encode_values(batch), self.family)
         self.figures.num_rows_updated += len(keys)
         self.rows, self.has_state = new, self.has_state | written
-        self._expired = self._expired & ~written
-
-    def _remove(self, which: Flags) -> None:
-        keys = self.keys.filter(pa.array(which))
-        assert self.family is not None
-        self.store.stage(keys, pa.nulls(len(keys), pa.binary()), self.family)
-        self._expired = self._expired & ~which
 
 
 def _expired_timers(state: ProcessorState, keys: pa.BinaryArray, due: pa.BinaryArray) -> pa.Table:
@@ -391,12 +378,17 @@ def _expired_timers(state: ProcessorState, keys: pa.BinaryArray, due: pa.BinaryA
     return pa.table([pa.array(indices, pa.int64()), pa.array(expiries, pa.int64())], schema=TIMERS_SCHEMA)
 
 
-def _each_timer(state: ProcessorState, timers: Columns | None, apply: Callable[[int], None]) -> None:
+def _each_timer(state: ProcessorState, timers: Columns | None, num_keys: int, apply: Callable[[int], None]) -> None:
     if timers is None:
         return
     table = _aligned(timers, TIMERS_SCHEMA, "timers")
     indices, expiries = (c.to_pylist() for c in table.columns)
     for i, expiry in zip(indices, expiries, strict=True):
+        if i is None or expiry is None or not 0 <= i < num_keys:
+            raise StatefulProcessorError(
+                f"The processor gave a timer with key_index={i} and expiry_ms={expiry}: key_index is the number of one of "
+                f"the {num_keys} keys, expiry_ms a time in ms since 1970."
+            )
         state.set_key(i)
         apply(expiry)
 
@@ -433,7 +425,9 @@ def _flags(given: Mask | None, n: int, what: str, *, default: bool) -> Flags:
     """A mask of the processor's, or all ``default``."""
     if given is None:
         return np.full(n, default)
-    flags = np.asarray(pc.fill_null(given, False) if isinstance(given, (pa.Array, pa.ChunkedArray)) else given)
+    if isinstance(given, (pa.Array, pa.ChunkedArray)) and pa.types.is_boolean(given.type):
+        given = given.fill_null(False)
+    flags = np.asarray(given)
     if flags.dtype != np.bool_ or flags.shape != (n,):
         raise StatefulProcessorError(
             f"The processor gave {what}= with {flags.size} values of type {flags.dtype}: give {n} booleans, one per key."

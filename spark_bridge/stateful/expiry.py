@@ -7,20 +7,17 @@ each batch looks at some key groups, another part of them every time, so that ev
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.columns import Mask, list_parts
-from backends.keys import decode_keys, encode_keys
 from backends.operator_schema import StateVariable
 from backends.schema import StateSchema
 from spark_bridge.stateful.ranges import offsets_of, rows_of
 from spark_bridge.stateful.step import INT64_MAX, Step
-from spark_bridge.stateful.stored_keys import group_range, groups_of, prefix_range
+from spark_bridge.stateful.stored_keys import group_range, prefix_range
 from spark_bridge.stateful.variables import CHUNKS, ENTRIES, TTL_COLUMN, family_of
 
 SWEPT_ROWS = 20_000
@@ -69,43 +66,28 @@ def alive_at(rows: pa.RecordBatch, timestamp_ms: int) -> Mask:
     return alive
 
 
-@dataclass
-class _Leftovers:
-    """Stored keys of a family that are to go, and the grouping keys that they belong to."""
+def stage_expired(step: Step) -> None:
+    """Stage the removal of what has expired in some key groups, and of some of what deleted variables have left.
 
-    family: str
-    keys: pa.BinaryArray
-    owners: pa.BinaryArray
-
-
-class Sweep:
-    """Finds what has expired in some key groups of the partition, and some of what deleted variables have left.
-
-    It reads before the first key is handled, and then leaves alone whatever belongs to keys that are. An operator without
-    either costs nothing.
+    To be called before anything else is staged, for what a key's handling writes after it stays. An operator without either
+    costs nothing.
     """
+    _Sweep(step).stage()
+
+
+class _Sweep:
+    """Looks at some key groups of the partition, others in every batch."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._leftovers: list[_Leftovers] = []
-        variables = [v for v in step.store.schema.variables if not v.deleted and v.ttl_ms is not None]
+
+    def stage(self) -> None:
+        """Stage the removals."""
+        variables = [v for v in self._step.store.schema.variables if not v.deleted and v.ttl_ms is not None]
         families = [(v, part) for v in variables for part in _PARTS[v.kind]]
         for variable, part in families:
             family, schema = family_of(variable, part)
-            self._collect(variable, part, family, schema, max(1, SWEPT_ROWS // len(families)))
-
-    def spare(self, keys: pa.BinaryArray) -> None:
-        """Leave alone what belongs to these grouping keys."""
-        for left in self._leftovers:
-            is_others = pc.invert(pc.is_in(left.owners, value_set=keys))
-            left.keys, left.owners = left.keys.filter(is_others), left.owners.filter(is_others)
-        self._leftovers = [left for left in self._leftovers if len(left.keys)]
-
-    def stage(self) -> None:
-        """Stage the removal of what was found."""
-        for left in self._leftovers:
-            self._step.stage(left.keys, None, left.family)
-            self._step.figures.count("numValuesRemovedDueToTTLExpiry", len(left.keys))
+            self._stage_family(variable, part, family, schema, max(1, SWEPT_ROWS // len(families)))
         self._purge()
 
     def _purge(self) -> None:
@@ -118,7 +100,7 @@ class Sweep:
                 self._step.stage(batch.column(0), None, family)
                 left -= batch.num_rows
 
-    def _collect(self, variable: StateVariable, part: str, family: str, schema: StateSchema, rows: int) -> None:
+    def _stage_family(self, variable: StateVariable, part: str, family: str, schema: StateSchema, rows: int) -> None:
         store = self._step.store
         groups = _rotated(store.key_groups, store.batch_id)
         # One key group wholly, so that no row is out of reach; then as many more as there is time for.
@@ -131,13 +113,8 @@ class Sweep:
                 is_over = self._is_over(variable, part, schema, batch)
                 if is_over.any():
                     keys = batch.column(0).filter(pa.array(is_over))
-                    self._leftovers.append(
-                        _Leftovers(family, keys, _owners(keys, schema.key, self._key_columns(variable)))
-                    )
-
-    def _key_columns(self, variable: StateVariable) -> int:
-        """How many columns grouping keys have."""
-        return len(family_of(variable)[1].key)
+                    self._step.stage(keys, None, family)
+                    self._step.figures.count("numValuesRemovedDueToTTLExpiry", len(keys))
 
     def _is_over(self, variable: StateVariable, part: str, schema: StateSchema, batch: pa.RecordBatch) -> Mask:
         """Which of the stored rows have expired, with all that they hold."""
@@ -165,15 +142,6 @@ class Sweep:
             ranges = [prefix_range(heads[i].as_py())]
             gone[i] = sum(found.num_rows for found in self._step.store.scan(ranges, family, 1)) == 0
         return gone
-
-
-def _owners(keys: pa.BinaryArray, schema: pa.Schema, key_columns: int) -> pa.BinaryArray:
-    """The grouping keys that stored keys begin with."""
-    if key_columns == len(schema):
-        return keys
-    columns = decode_keys(keys, schema).columns[:key_columns]
-    rows = pa.RecordBatch.from_arrays(columns, schema=pa.schema([schema.field(i) for i in range(key_columns)]))
-    return encode_keys(rows, groups_of(keys))
 
 
 def _rotated(key_groups: tuple[int, int], batch_id: int) -> list[int]:

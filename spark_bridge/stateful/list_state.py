@@ -30,7 +30,7 @@ from spark_bridge.stateful.ranges import (
 )
 from spark_bridge.stateful.state_values import StateValues, null_value
 from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.stored_keys import longs_of_key, with_more
+from spark_bridge.stateful.stored_keys import longs_of_key, prefix_range, with_more
 from spark_bridge.stateful.variables import CHUNKS, Declaration, family_of
 
 TAIL_ELEMENTS = 64
@@ -171,12 +171,19 @@ class ListState:
         return self._read_chunks(self._step.keys[i].as_py(), int(heads.chunks[i]))
 
     def _read_chunks(self, key: bytes, chunks: int) -> Iterator[tuple[Any, ...]]:
+        if self._ttl.is_on:
+            # Of the chunks that ever were, most may have expired and gone.
+            for batch in self._step.store.scan([prefix_range(key)], self._chunk_family):
+                found = self._chunk_schema.decode_values(batch.column(1))
+                elements, _ = alive_lists(found.column("elements"), self._ttl.alive)
+                yield from self._tuples(rows_of(elements))
+            return
         first, at_once = 0, _FIRST_CHUNKS_READ
         while first < chunks:
             numbers = np.arange(first, min(first + at_once, chunks))
             stored = self._step.store.get_many(_chunk_keys(pa.array([key] * len(numbers)), numbers), self._chunk_family)
             found = self._chunk_schema.decode_values(stored.drop_null())
-            elements, _ = alive_lists(found.column("elements"), self._ttl.alive if self._ttl.is_on else None)
+            elements, _ = alive_lists(found.column("elements"), None)
             yield from self._tuples(rows_of(elements))
             first, at_once = first + at_once, min(at_once * 2, _CHUNKS_READ)
 
@@ -241,6 +248,11 @@ class ListState:
         lists = lists[heads.present[lists]]
         step.stage(step.keys.take(pa.array(lists)), None, self._family)
         step.figures.num_rows_removed += int(heads.lengths[lists].sum())
+        if self._ttl.is_on:
+            for i in lists[heads.chunks[lists] > 0].tolist():
+                for batch in step.store.scan([prefix_range(step.keys[i].as_py())], self._chunk_family):
+                    step.stage(batch.column(0), None, self._chunk_family)
+            return
         owners = np.repeat(lists, heads.chunks[lists])
         numbers = flat_ranges(np.zeros(len(lists), np.int64), heads.chunks[lists])
         for first in range(0, len(owners), _CHUNKS_REMOVED):

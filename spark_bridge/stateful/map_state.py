@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pyspark.sql import Row
 from pyspark.sql import types as T
 
-from backends.columns import struct_array
+from backends.columns import list_array, struct_array
 from backends.keys import decode_keys
 from backends.operator_schema import StateVariable
 from spark_bridge.stateful.expiry import Ttl
@@ -94,6 +94,7 @@ class MapState:
         self._value_row = row_class(tuple(declaration.codec.struct.names))
         self._hashed = _hashed(declaration.key_codec.struct)
         self._maps: list[_Map | None] = []
+        self._num_scanned = 0
         self._touched: list[int] = []
         self._read_heads: _Heads | None = None
 
@@ -206,7 +207,7 @@ class MapState:
         prefix = self._step.keys[self._step.current].as_py()
         if found.misses == _MISSES_BEFORE_LOADING:
             loaded = list(chain.from_iterable(self._scanned(prefix, _ENTRIES_LOADED + 1)))
-            if len(loaded) <= _ENTRIES_LOADED:
+            if self._num_scanned <= _ENTRIES_LOADED:
                 found.stored = {self._hashed(k): value for _, k, value in loaded}
                 found.is_loaded = True
                 return found.stored.get(hashed)
@@ -251,7 +252,9 @@ class MapState:
     def _scanned(self, prefix: bytes, limit: int | None) -> Iterator[list[tuple[bytes, Values, Values]]]:
         """A large map's entries in the store that have not expired, some at a time: stored key, key and value."""
         group_columns = len(self._schema.key)
+        self._num_scanned = 0
         for batch in self._step.store.scan([prefix_range(prefix)], self._entry_family, limit):
+            self._num_scanned += batch.num_rows  # those that have expired as well
             keys, values = batch.column(0), self._entry_schema.decode_values(batch.column(1))
             if self._ttl.is_on:
                 alive = pa.array(self._ttl.alive(values))
@@ -272,6 +275,8 @@ class MapState:
                     self._wipe(i, found)
             self._stage_heads([(i, m) for i, m in changed if not m.is_large])
             self._stage_entries([(i, m) for i, m in changed if m.is_large])
+            if self._ttl.is_on:
+                self._stage_large_heads([i for i, m in changed if m.is_large])
             figures = self._step.figures
             figures.num_rows_updated += sum(len(m.written) for _, m in changed)
             figures.num_rows_removed += sum(m.removed for _, m in changed)
@@ -314,6 +319,16 @@ class MapState:
             schema=self._schema.value,
         )
         step.stage(step.keys.take(pa.array([i for i, _ in maps])), self._schema.encode_values(rows), self._family)
+
+    def _stage_large_heads(self, maps: list[int]) -> None:
+        """Stage the heads of large maps once more: the sweep may have found that all of their entries had gone."""
+        kind = self._schema.value.field("entries").type
+        entries = list_array(pa.array([], kind.value_type), np.zeros(len(maps) + 1, np.int64), None, kind)
+        rows = pa.RecordBatch.from_arrays(
+            [pa.array([True] * len(maps), pa.bool_()), entries], schema=self._schema.value
+        )
+        keys = self._step.keys.take(pa.array(maps, pa.int64()))
+        self._step.stage(keys, self._schema.encode_values(rows), self._family)
 
     def _stage_entries(self, changed: list[tuple[int, _Map]]) -> None:
         """Stage the changed entries of large maps."""

@@ -79,7 +79,7 @@ def _positions(labels: tuple[Any, ...], names: tuple[str, ...]) -> tuple[int, ..
     if not labels:
         return ()
     if any(isinstance(label, str) for label in labels):
-        if sorted(map(str, labels)) != sorted(names):
+        if not set(names) <= set(labels):  # others are left out, as Spark leaves them out
             raise ValueError(f"A DataFrame has the columns {', '.join(map(str, labels))}.")
         return tuple(map(labels.index, names))
     if len(labels) != len(names):

@@ -161,7 +161,7 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
     for i, row in enumerate(rows):
         given = getattr(row, "__fields__", names)
         if given != names:
-            if sorted(given) != sorted(names):
+            if not set(names) <= set(given):  # others are left out, as Spark leaves them out
                 raise ValueError(f"{shown(row)} has the fields {', '.join(given)}.")
             rows[i] = tuple(map(row.__getitem__, names))
     return rows

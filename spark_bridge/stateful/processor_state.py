@@ -12,7 +12,7 @@ from backends.exceptions import InvalidStateStoreArgument
 from backends.operator_schema import StateVariable
 from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError
 from spark_bridge.state_access import StateAccess
-from spark_bridge.stateful.expiry import Sweep
+from spark_bridge.stateful.expiry import stage_expired
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
@@ -45,7 +45,7 @@ class ProcessorState:
             if time_mode != NONE:
                 self._timers = Timers(self._timers_variable(store), self._step, self._timers_due())
         self.handle = StatefulProcessorHandle(key_schema, time_mode, self._step, self._timers)
-        self._sweep: Sweep | None = None
+        self._is_swept = False
 
     @property
     def figures(self) -> StateFigures:
@@ -69,7 +69,7 @@ class ProcessorState:
     def begin(self, keys: pa.BinaryArray, key_rows: pa.RecordBatch) -> None:
         """Go on to the next keys, which are sorted, distinct, and come behind all earlier ones."""
         step = self._step
-        self._started_sweep().spare(keys)
+        self._start_sweep()
         step.begin(keys)
         for state in self.states.values():
             state._begin()
@@ -94,14 +94,15 @@ class ProcessorState:
 
     def finish(self) -> None:
         """Stage the removal of some of what has expired, or was deleted. The processor can use no state any more."""
-        self._started_sweep().stage()
+        self._start_sweep()
         self._step.index = CLOSED
 
-    def _started_sweep(self) -> Sweep:
-        if self._sweep is None:
+    def _start_sweep(self) -> None:
+        """Before anything else is staged: of what a key's handling writes as well, the last counts."""
+        if not self._is_swept:
             self.handle._check_declared()
-            self._sweep = Sweep(self._step)
-        return self._sweep
+            stage_expired(self._step)
+            self._is_swept = True
 
     def _timers_due(self) -> int:
         times = self._step.store.times
@@ -118,6 +119,4 @@ def _timer_values(time_mode: str, store: StateAccess) -> TimerValues:
     times = store.times
     if time_mode == NONE:
         return TimerValues()
-    # Without a watermark it stays 0, where Spark has none.
-    watermark = times.watermark_ms if time_mode == EVENT_TIME or times.watermark_ms > 0 else -1
-    return TimerValues(times.timestamp_ms, watermark)
+    return TimerValues(times.timestamp_ms, times.watermark_ms)

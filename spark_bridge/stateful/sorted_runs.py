@@ -6,7 +6,6 @@ while they fit, beyond that in runs on the local disk, which are merged. Rows of
 
 from __future__ import annotations
 
-import os
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 
 from backends.columns import plain
 from backends.keys import encode_keys
+from spark_bridge.local_directory import local_directory
 from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN
 
 KEY_COLUMN = "__statestore_key"
@@ -213,38 +213,41 @@ def sort_by_key(keys: pa.BinaryArray, rows: pa.RecordBatch) -> RowStep:
     ranks = np.empty(len(order), np.uint64)
     ranks[order.to_numpy()] = np.arange(len(order), dtype=np.uint64)
     of_rows = ranks[encoded.indices.to_numpy()]
-    offsets = np.zeros(len(order) + 1, np.int64)
-    np.cumsum(np.bincount(of_rows.astype(np.int64), minlength=len(order)), out=offsets[1:])
+    counts = np.bincount(of_rows.astype(np.int64), minlength=len(order))
     # Sorting (rank, position) as one number keeps the order of arrival, and is faster than any sort of bytes.
     order_of_rows = (of_rows << np.uint64(32)) | np.arange(len(keys), dtype=np.uint64)
     order_of_rows.sort()
     order_of_rows &= np.uint64(0xFFFFFFFF)
-    return RowStep(encoded.dictionary.take(order), offsets, rows.take(pa.array(order_of_rows)))
+    return RowStep(encoded.dictionary.take(order), _offsets_of(counts), rows.take(pa.array(order_of_rows)))
 
 
 def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> Iterator[RowStep]:
-    """The steps, and between their keys ``others`` (sorted, distinct), which have no rows if they are not among them.
+    """The steps with ``others`` (sorted, distinct) among their keys, which have no rows if they had not been there.
 
-    Steps of others alone have at most ``limit`` of them, and rows without columns.
+    A step takes at most ``limit`` of them; one that would take more is cut, and what is left before the first key or behind
+    the last one makes steps of its own, whose rows have no columns.
     """
     no_rows = pa.RecordBatch.from_arrays([], names=[])
-    done = 0
-
-    def until(end: int) -> Iterator[RowStep]:
-        """Others alone."""
-        nonlocal done
-        while done < end:
-            keys = others.slice(done, min(limit, end - done))
-            done += len(keys)
-            yield RowStep(keys, np.zeros(len(keys) + 1, np.int64), no_rows)
-
+    held: RowStep | None = None
+    own_keys = 0
+    can_join = False
     for step in steps:
-        first, last = step.keys[0].as_py(), step.keys[-1].as_py()
-        yield from until(done + _number_below(others.slice(done), first))
-        among = others.slice(done, _number_up_to(others.slice(done), last))
-        done += len(among)
-        yield _joined(step, among) if len(among) and not step.is_part else step
-    yield from until(len(others))
+        if held is not None:
+            yield from _in_parts(held, own_keys + limit)
+        goes_on = held is not None and held.is_part
+        before = _number_below(others, step.keys[0].as_py())
+        alone = before if step.is_part or goes_on else max(0, before - limit)
+        yield from _without_rows(others.slice(0, alone), limit, no_rows)
+        among = _number_up_to(others, step.keys[-1].as_py())
+        can_join = not (step.is_part or goes_on)
+        held = _joined(step, others.slice(alone, among - alone)) if can_join else step
+        own_keys = len(step.keys)
+        others = others.slice(among)
+    if held is not None:
+        if can_join and len(others) <= limit:
+            held, others = _joined(held, others), others.slice(len(others))
+        yield from _in_parts(held, own_keys + limit)
+    yield from _without_rows(others, limit, no_rows)
 
 
 def one_batch(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -255,13 +258,28 @@ def one_batch(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     return batch
 
 
-def local_directory() -> str:
-    """Where a task may write: Spark's local directory, or the system's for temporary files."""
-    return os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
+def _without_rows(keys: pa.BinaryArray, limit: int, no_rows: pa.RecordBatch) -> Iterator[RowStep]:
+    for start in range(0, len(keys), limit):
+        part = keys.slice(start, limit)
+        yield RowStep(part, np.zeros(len(part) + 1, np.int64), no_rows)
 
 
-def _joined(step: RowStep, among: pa.BinaryArray) -> RowStep:
-    keys = pc.unique(pa.concat_arrays([step.keys, among]))
+def _in_parts(step: RowStep, limit: int) -> Iterator[RowStep]:
+    """The step, or steps of ``limit`` of its keys if it has more."""
+    if len(step.keys) <= limit:
+        yield step
+        return
+    for i in range(0, len(step.keys), limit):
+        offsets = step.offsets[i : i + limit + 1]
+        rows = step.rows.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+        yield RowStep(step.keys.slice(i, limit), offsets - offsets[0], rows)
+
+
+def _joined(step: RowStep, others: pa.BinaryArray) -> RowStep:
+    """The step with other keys among its own."""
+    if not len(others):
+        return step
+    keys = pc.unique(pa.concat_arrays([step.keys, others]))
     keys = keys.take(pc.sort_indices(keys))
     counts = np.zeros(len(keys), np.int64)
     counts[pc.index_in(step.keys, keys).to_numpy()] = np.diff(step.offsets)

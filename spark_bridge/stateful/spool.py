@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pyarrow as pa
 
-from spark_bridge.stateful.sorted_runs import local_directory
+from spark_bridge.local_directory import local_directory
 
 MEMORY_BYTES = 64 << 20
 

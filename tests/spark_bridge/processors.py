@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import json
 import random
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -497,8 +499,8 @@ def random_batches(
             elif method in ("update", "updateValue", "appendValue") and rng.random() < 0.2:
                 n = None
             s = rng.choice(texts)
-            time = rng.choice([limits[0], limits[0] + 1, limits[1] + 1, None] + [rng.randrange(latest + 1)] * 3)
-            batch.append(Command(seq, k, f"{name}.{method}", g, n, s, None if time is None else at(time / 1000)))
+            ms = rng.choice([limits[0], limits[0] + 1, limits[1] + 1, None] + [rng.randrange(latest + 1)] * 3)
+            batch.append(Command(seq, k, f"{name}.{method}", g, n, s, None if ms is None else at(ms / 1000)))
             seq += 1
         if not quiet:
             batch[rng.randrange(size)] = batch[0]._replace(seq=seq, ts=at(new / 1000))
@@ -519,3 +521,21 @@ def gather(df: DataFrame, checkpoint: str, output_mode: str = "update") -> tuple
         .start()
     )
     return query, found
+
+
+def drain(query: StreamingQuery, checkpoint: str, files: int, timeout: float = 60.0) -> None:
+    """Wait until as many files have been processed, one in a batch; raises what the query fails with.
+
+    ``processAllAvailable`` would also wait for a trigger without any data, and a query with timers has few.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        done = max((int(p.name) for p in Path(checkpoint, "commits").glob("[0-9]*")), default=None)
+        if done is not None:
+            lines = Path(checkpoint, "offsets", str(done)).read_text().splitlines()[2:]
+            if any(line.startswith("{") and json.loads(line).get("logOffset") == files - 1 for line in lines):
+                return
+        if (error := query.exception()) is not None:
+            raise error
+        assert time.monotonic() < deadline, f"{files} files are not processed after {timeout} s: {query.lastProgress}"
+        time.sleep(0.05)

@@ -178,3 +178,34 @@ def test_a_first_batch_that_is_repeated_begins_with_the_initial_state_again(tmp_
     assert c2.register_query(reg_of(w, spec(), run="run2")).completed_version == 0
     assert h2.open(task(0, 0, "run2")).version == 0
     assert h2.get_many("run2", "op", 0, 0, binary(b"\x00\x00k"), "a").to_pylist() == [b"1"]
+
+
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1)])
+def test_a_query_with_an_initial_state_restarts_with_other_partitions_before_its_first_batch(
+    tmp_path, backend, before, after
+):
+    """Partitions without rows, and operators without an initial state, are not in the manifest of version 0."""
+    w = World(tmp_path)
+    c = w.coordinator(0)
+    first = spec(before, backend)
+    empty = OperatorSpec("other", before, SCHEMA, backend=backend, kind="transform_with_state")
+    registration = reg_of(w, first, empty)
+    access = InitialStateAccess(registration, first, 0, "t1", BatchTimes(5), StateStoreConf(fsync=False))
+    access.stage(binary(b"\x00\x00k"), binary(b"1"), "a")
+    access.commit(OperatorFigures())
+    assert c.register_query(registration, {"op": {0: access.entry}}).refusal is None
+    plan_spark(w, 0)
+    c2 = w.coordinator(0)
+    h2 = make_host(w, c2, 0, tmp_path, inc="b")
+    second = (spec(after, backend), OperatorSpec("other", after, SCHEMA, backend=backend, kind="transform_with_state"))
+    assert c2.register_query(reg_of(w, *second, run="run2")).refusal is None
+    found = []
+    for name in ("op", "other"):
+        for p in range(after):
+            given = task(0, p, "run2")
+            given = type(given)(**{**{f: getattr(given, f) for f in given.__struct_fields__}, "operator": name})
+            assert h2.open(given).redirect is None
+            scanned = h2.scan(ScanCommand("run2", name, p, 0, "a"), [(b"", None)])
+            found += [(name, *row.values()) for batch in scanned for row in batch.to_pylist()]
+    assert found == [("op", b"\x00\x00k", b"1")]

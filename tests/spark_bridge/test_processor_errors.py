@@ -314,8 +314,8 @@ def test_a_variable_that_init_deletes_again_is_not_to_be_used(kind: str) -> None
 
         def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
             for use, doing in (
-                (lambda: self.temporary.exists(), "checking"),
-                (lambda: self.temporary.get(), "getting"),
+                (self.temporary.exists, "checking"),
+                (self.temporary.get, "getting"),
             ):
                 with pytest.raises(
                     RuntimeError, match=f"Error {doing} {kind.lower()} state.*temporary is not initialized"

@@ -40,14 +40,24 @@ SMALL = Limits(memory=4_000, step_rows=7)
 """Of rows that fit into memory, and of a step: so that keys and their rows come in many parts, by way of the disk."""
 
 
-@pytest.mark.parametrize("time_mode", ["none", "eventTime", "processingTime"])
-@pytest.mark.parametrize("processor", [Commands, PandasCommands], ids=["rows", "pandas"])
-@pytest.mark.parametrize("seed", range(2))
+TIME_MODES = ["none", "eventTime", "processingTime"]
+
+
+@pytest.mark.parametrize("time_mode", TIME_MODES)
+@pytest.mark.parametrize(("processor", "seed"), [(Commands, 0), (Commands, 1), (PandasCommands, 1)])
 def test_random_commands(processor: type, time_mode: str, seed: int) -> None:
-    check_random_commands(processor, time_mode, seed)
+    check_random_commands(processor, time_mode, seed, batches=4)
 
 
-def check_random_commands(processor: type, time_mode: str, seed: int, batches: int = 6) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("time_mode", TIME_MODES)
+@pytest.mark.parametrize("processor", [Commands, PandasCommands], ids=["rows", "pandas"])
+def test_many_random_commands(processor: type, time_mode: str) -> None:
+    for seed in range(2, 10):
+        check_random_commands(processor, time_mode, seed, batches=8)
+
+
+def check_random_commands(processor: type, time_mode: str, seed: int, batches: int) -> None:
     """Run random batches through both and compare."""
     rng = random.Random(seed)
     codec = RowCodec(struct_of(INPUT))
@@ -77,5 +87,7 @@ def check_random_commands(processor: type, time_mode: str, seed: int, batches: i
         times = BatchTimes(model.now, model.watermark, model.late_watermark)
         found = run.batch(codec.to_batch(rows), times, [rng.randrange(60) for _ in range(3)])
         expected = model.run(commands)
-        assert ordered((r["k"], r["g"], r["seq"], r["found"]) for r in found) == expected, f"batch {number}"
+        assert ordered((r["k"], r["g"], r["seq"], r["found"]) for r in found) == expected, (
+            f"batch {number} of seed {seed}"
+        )
         assert run.figures.num_rows_dropped_by_watermark == model.num_late

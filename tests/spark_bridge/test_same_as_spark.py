@@ -24,6 +24,7 @@ from .processors import (
     Model,
     PandasCommands,
     based_on,
+    drain,
     gather,
     ordered,
     random_batches,
@@ -113,7 +114,7 @@ def test_random_commands(make_stream: Callable[..., Stream], native: None, tmp_p
             for who, transformed in (("spark", of_spark), ("package", of_this_package))
         }
         for who, (query, given) in running.items():
-            query.processAllAvailable()
+            drain(query, str(stream.root / who), stream.files)
             query.stop()
             # Batches without data come as they like; they give nothing here.
             found[who] += [ordered(given[n]) for n in sorted(given) if given[n]]

@@ -218,3 +218,14 @@ def test_a_spool_that_is_given_up_leaves_nothing() -> None:
     with pytest.raises(RuntimeError, match="gone"), Spool(batch_of([]).schema, 0) as spool:
         spool.add(batch_of(["a"]))
         raise RuntimeError("gone")
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1000])
+def test_a_step_takes_only_so_many_other_keys(limit: int) -> None:
+    rows = pa.record_batch({"x": [1, 2, 3]})
+    step = RowStep(pa.array([b"a", b"z"]), np.array([0, 2, 3]), rows)
+    others = pa.array([b"b%03d" % i for i in range(100)])
+    made = list(with_keys(iter([step]), others, limit))
+    assert [k for s in made for k in s.keys.to_pylist()] == [b"a", *others.to_pylist(), b"z"]
+    assert [x for s in made for x in (s.rows.column(0).to_pylist() if s.rows.num_columns else [])] == [1, 2, 3]
+    assert all(len(s.keys) <= limit + 2 and s.offsets[0] == 0 and s.offsets[-1] == s.rows.num_rows for s in made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from backends.changelog import PAIRS_SCHEMA
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge import task_client
@@ -135,3 +137,41 @@ def test_changes_beyond_the_budget_are_sent_as_often_as_need_be() -> None:
     staged.add("c", binary(b"later"), binary(b""))
     assert [f for f, _ in staged][-1] == "c" and len(list(staged)) == 21
     staged.close()
+
+
+def test_a_scan_that_is_left_early_is_not_read_to_its_end(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    sent = []
+
+    def endless(command: Any, ranges: Any) -> Iterator[pa.RecordBatch]:
+        keys = keys_of(10_000)
+        while len(sent) < 2000:
+            sent.append(len(keys))
+            yield pa.RecordBatch.from_arrays([keys, keys], schema=PAIRS_SCHEMA)
+
+    monkeypatch.setattr(served[0].host, "scan", endless)
+    scanned = store(served, 0).scan([(b"", None)], "a")
+    next(scanned)
+    scanned.close()
+    time.sleep(0.2)
+    assert len(sent) < 200
+
+
+def test_a_scan_that_never_succeeds_gives_up_after_the_time_allowed(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    calls = []
+
+    def failing(command: Any, ranges: Any) -> Iterator[pa.RecordBatch]:
+        calls.append(command)
+        raise HostUnavailableError("always")
+
+    monkeypatch.setattr(served[0].host, "scan", failing)
+    with pytest.raises(HostUnavailableError, match=r"within 1 s.*always"):
+        list(store(served, 0, timeout=0.6).scan([(b"", None)], "a"))
+    assert 2 <= len(calls) < 50

@@ -41,6 +41,7 @@ from .processors import (
     at,
     based_on,
     composite,
+    drain,
     gather,
     ordered,
     random_batches,
@@ -67,7 +68,7 @@ def commands_on(stream: Stream, processor: type = Commands, time_mode: str = "no
 def process_all(df: DataFrame, stream: Stream) -> list[list[tuple[Any, ...]]]:
     """Run until all is processed, and stop; the output of each batch that gave some."""
     query, found = gather(df, stream.checkpoint)
-    query.processAllAvailable()
+    drain(query, stream.checkpoint, stream.files)
     query.stop()
     return [ordered(found[n]) for n in sorted(found) if found[n]]
 
@@ -246,7 +247,7 @@ def test_event_time_timers_fire_by_the_watermark_on_a_quiet_stream_too(make_stre
         ]
     )
     query, found = gather(commands_on(stream, Commands, "EventTime"), stream.checkpoint)
-    query.processAllAvailable()
+    drain(query, stream.checkpoint, stream.files)
     assert [answers(map(tuple, found[n])) for n in range(3)] == [
         [(-1, "expired 0 at 0 True (None, [])"), (7, "timer.listTimers [0, 90000, 90001]")],
         [
@@ -285,7 +286,7 @@ def test_processing_time_timers_and_ttl_go_by_the_time_of_the_batch_on_a_quiet_s
         )
     )
     query, found = gather(commands_on(stream, Commands, "processingTime"), stream.checkpoint)
-    query.processAllAvailable()
+    drain(query, stream.checkpoint, stream.files)
     assert answers(map(tuple, found[0])) == [
         (-1, "expired True (None, [])"),
         (9, "brief_v.get ((1, 'x'),)"),
@@ -305,7 +306,7 @@ def test_processing_time_timers_and_ttl_go_by_the_time_of_the_batch_on_a_quiet_s
             ("a", 1, "timer.listTimers"),
         )
     )
-    query.processAllAvailable()
+    drain(query, stream.checkpoint, stream.files)
     fired, asked = (answers(map(tuple, found[n])) for n in sorted(found) if n and found[n])
     assert fired == [(-1, "expired True (None, [])")]
     assert [text for _, text in asked] == [
@@ -539,7 +540,7 @@ def test_operators_behind_one_another_each_have_their_state_and_the_event_time(
     totals = aggregate(forwarded, by="k", operator="totals", n=S.count(), total=S.sum("total"))
     other = Stream(stream.spark, stream.root / "other", stream.schema)
     query, found_totals = gather(totals, other.checkpoint)
-    query.processAllAvailable()
+    drain(query, other.checkpoint, stream.files)
     query.stop()
     assert ordered(r for rows in found_totals.values() for r in rows) == [(1, 1, 4.0), (2, 1, 2.0)]
 

@@ -136,7 +136,7 @@ def test_a_session_that_goes_on_is_corrected_among_those_due_only_when_the_water
     run = run_of("append", 1)
 
     def due() -> list[int]:
-        return [seconds(r["due"]) for r in run.stored_keys(ENDS_FAMILY)]
+        return [seconds(r["__due"]) for r in run.stored_keys(ENDS_FAMILY)]
 
     for i in range(4):
         run.batch(batch_of(ROWS, [("a", (i, i + 10), i, 1)]), BatchTimes())

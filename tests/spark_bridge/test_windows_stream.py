@@ -5,19 +5,21 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import aggregate
 from spark_bridge import functions as S
 from spark_bridge.deduplicate import deduplicate
 from spark_bridge.exceptions import InvalidOperatorError
 
-from .conftest import Stream
+from .conftest import Stream, wait_until
 
 pytestmark = [pytest.mark.spark]
 
@@ -26,7 +28,7 @@ SCHEMA = "k long, ts timestamp, v long"
 DELAY = "20 seconds"
 
 
-def events(stream: Stream, files: int = 5, rows: int = 60) -> None:
+def events(stream: Stream, files: int = 4, rows: int = 60) -> None:
     """Files of events a minute apart, out of order, some of them late, some without a time or a key."""
     rng = np.random.default_rng(7)
     for i in range(files):
@@ -45,10 +47,24 @@ def events(stream: Stream, files: int = 5, rows: int = 60) -> None:
     stream.add([(99, START + dt.timedelta(hours=3), 0)])
 
 
-def outputs(
-    df: DataFrame, stream: Stream, name: str, mode: str = "append", until: Callable[[list[Any]], bool] | None = None
-) -> list[list[Any]]:
-    """The rows of each micro-batch that gave any."""
+@dataclass
+class Running:
+    """A query, and the rows of each of its micro-batches that gave any."""
+
+    query: StreamingQuery
+    batches: list[list[Any]] = field(default_factory=list)
+
+    def finish(self, number: int = 0) -> list[list[Any]]:
+        """Stop when all input is processed, and so many rows have come."""
+        try:
+            self.query.processAllAvailable()
+            wait_until(lambda: self.query.exception() or sum(map(len, self.batches)) >= number)
+        finally:
+            self.query.stop()
+        return self.batches
+
+
+def start(df: DataFrame, stream: Stream, name: str, mode: str = "append") -> Running:
     batches: list[list[Any]] = []
 
     def keep(batch: DataFrame, _: int) -> None:
@@ -56,16 +72,15 @@ def outputs(
         if rows:
             batches.append(sorted(rows, key=repr))
 
-    query = (
-        df.writeStream.outputMode(mode).option("checkpointLocation", str(stream.root / name)).foreachBatch(keep).start()
-    )
-    try:
-        query.processAllAvailable()
-        while until is not None and not until([r for b in batches for r in b]):
-            query.processAllAvailable()
-    finally:
-        query.stop()
-    return batches
+    writer = df.writeStream.outputMode(mode).option("checkpointLocation", str(stream.root / name))
+    return Running(writer.foreachBatch(keep).start(), batches)
+
+
+def outputs(ours: DataFrame, native: DataFrame, stream: Stream, mode: str = "append") -> tuple[list[Any], list[Any]]:
+    """The rows of each micro-batch of both, which run side by side."""
+    running = start(ours, stream, "ours"), start(native, stream, "native", mode)
+    expected = running[1].finish()
+    return running[0].finish(), expected
 
 
 def flat(batches: list[list[Any]]) -> Counter[Any]:
@@ -83,12 +98,12 @@ def read(stream: Stream) -> DataFrame:
     return stream.read().withWatermark("ts", DELAY)
 
 
-def same_when_closed(ours: DataFrame, native: DataFrame, stream: Stream) -> None:
+def same_when_closed(ours: DataFrame, native: DataFrame, stream: Stream, at_least: int = 10) -> None:
     """Both emit the same rows in the end."""
-    expected = flat(outputs(native, stream, "native"))
-    assert len(expected) > 10
-    got = flat(outputs(ours, stream, "ours", until=lambda rows: len(rows) >= sum(expected.values())))
-    assert got == expected
+    running = start(ours, stream, "ours"), start(native, stream, "native")
+    expected = flat(running[1].finish())
+    assert len(expected) > at_least
+    assert flat(running[0].finish(sum(expected.values()))) == expected
 
 
 AGGREGATES = {"n": S.count(), "total": S.sum("v"), "mean": S.mean("v")}
@@ -134,9 +149,7 @@ def test_windows_of_windows_are_those_of_spark(stream: Stream) -> None:
         .groupBy(F.window("window", "1 minute"))
         .agg(F.sum("n").alias("n"))
     )
-    expected = flat(outputs(native, stream, "native"))
-    assert len(expected) > 3
-    assert flat(outputs(ours, stream, "ours", until=lambda rows: len(rows) >= len(expected))) == expected
+    same_when_closed(ours, native, stream, at_least=3)
 
 
 def test_sliding_windows_touched_in_each_batch_are_those_of_spark(stream: Stream) -> None:
@@ -150,7 +163,8 @@ def test_sliding_windows_touched_in_each_batch_are_those_of_spark(stream: Stream
     native = (
         read(stream).groupBy("k", F.window("ts", "40 seconds", "15 seconds", "5 seconds")).agg(*native_aggregates())
     )
-    assert outputs(ours, stream, "ours") == outputs(native, stream, "native", "update")
+    got, expected = outputs(ours, native, stream, "update")
+    assert got == expected
 
 
 def test_the_whole_table_each_batch_is_that_of_spark(stream: Stream) -> None:
@@ -158,7 +172,8 @@ def test_the_whole_table_each_batch_is_that_of_spark(stream: Stream) -> None:
         read(stream), by=[S.window("ts", "1 minute"), "k"], operator="whole", output_mode="complete", **AGGREGATES
     )
     native = read(stream).groupBy(F.window("ts", "1 minute"), "k").agg(*native_aggregates())
-    assert outputs(ours, stream, "ours") == outputs(native, stream, "native", "complete")
+    got, expected = outputs(ours, native, stream, "complete")
+    assert got == expected
 
 
 def test_duplicates_are_dropped_as_by_spark(stream: Stream) -> None:
@@ -169,7 +184,8 @@ def test_duplicates_are_dropped_as_by_spark(stream: Stream) -> None:
     def keys(batches: list[list[Any]]) -> list[list[Any]]:
         return [sorted([(r[0], r[1]) for r in batch], key=repr) for batch in batches]
 
-    assert keys(outputs(ours, stream, "ours")) == keys(outputs(native, stream, "native"))
+    got, expected = outputs(ours, native, stream)
+    assert keys(got) == keys(expected)
 
 
 def test_duplicates_within_the_watermark_are_dropped_as_by_spark(make_stream: Callable[..., Stream]) -> None:
@@ -181,9 +197,9 @@ def test_duplicates_within_the_watermark_are_dropped_as_by_spark(make_stream: Ca
         stream.add([(k, at[k], 0) for k in rng.integers(0, 12, 20).tolist()])
     ours = deduplicate(read(stream), "k", operator="within", within=DELAY)
     native = read(stream).dropDuplicatesWithinWatermark(["k"])
-    expected = outputs(native, stream, "native")
+    got, expected = outputs(ours, native, stream)
     assert sum(map(len, expected)) > 20
-    assert outputs(ours, stream, "ours") == expected
+    assert got == expected
 
 
 @pytest.mark.parametrize(
