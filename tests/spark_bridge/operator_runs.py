@@ -55,8 +55,8 @@ class OperatorRun:
             assert store.figures is not None
             figures.append(store.figures)
         names = ("num_rows", "num_rows_updated", "num_rows_removed", "num_rows_dropped_by_watermark")
-        names = {name for f in figures for name in f.custom}
-        custom = {name: sum(f.custom.get(name, 0) for f in figures) for name in names}
+        every = {name for f in figures for name in f.custom}
+        custom = {name: sum(f.custom.get(name, 0) for f in figures) for name in every}
         self.figures = OperatorFigures(*(sum(getattr(f, name) for f in figures) for name in names), custom)
         return emitted
 
