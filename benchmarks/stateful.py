@@ -198,7 +198,7 @@ def session(options: argparse.Namespace) -> Iterator[SparkSession]:
         object_store_memory=200 << 20,
     )
     try:
-        yield init_spark(
+        spark = init_spark(
             "stateful",
             num_executors=EXECUTORS,
             executor_cores=1,
@@ -216,6 +216,8 @@ def session(options: argparse.Namespace) -> Iterator[SparkSession]:
                 **dict(c.split("=", 1) for c in options.conf),
             },
         )
+        spark.sparkContext.setLogLevel("ERROR")
+        yield spark
     finally:
         stop_spark()
         ray.shutdown()
