@@ -67,8 +67,8 @@ def aggregate(
     time, late rows are dropped and closed windows go from the state, as in Spark; in "complete" they stay.
 
     ``num_partitions`` is the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``; it stays
-    with the checkpoint. ``partial_aggregation=True`` aggregates also before the shuffle, which pays where a batch
-    has many rows of each key.
+    with the checkpoint. ``partial_aggregation=True`` aggregates before the shuffle as well: it pays where few keys have most
+    of the rows, or the network is slow; else the second pass through Python costs more than it saves (the default).
 
     Raises ``InvalidOperatorError`` for whatever the DataFrame shows to be wrong. The counterpart in
     Spark is ``groupBy(...).agg(...)`` on a stream.

@@ -7,7 +7,7 @@ usually little more than a row per key is held. What is still too much goes to t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -34,6 +34,8 @@ BYTES_PER_PART = 32 << 20
 ROWS_PER_MERGE = 1 << 20
 SCAN_ROWS = 1 << 16
 STEP_BYTES = 64 << 20
+MEMORY_BYTES = 64 << 20
+"""Reduced rows that are held in memory; sorting what is beyond takes about as much again several times."""
 _ROWS = "__statestore_rows"
 
 
@@ -82,7 +84,7 @@ class RowReducer:
         self._keys = keys
         self._empty = empty
         self._reduce = reduce
-        self._limits = limits or Limits()
+        self._limits = limits or Limits(memory=MEMORY_BYTES)
         self._sorter: RowSorter | None = None
         self._parts: list[KeyedRows] = []
         self._rows = 0
@@ -150,12 +152,14 @@ class RowReducer:
 
     def _spill(self, part: KeyedRows) -> None:
         if self._sorter is None:
-            self._sorter = RowSorter(self._keys, self._limits)
+            self._sorter = RowSorter(self._keys, replace(self._limits, memory=self._limits.memory // 2))
         self._bytes = 0
         if not len(part.keys):
             return
         # A key without rows is kept by a row that is null.
-        without = np.setdiff1d(np.arange(len(part.keys)), part.ids)
+        is_without = np.ones(len(part.keys), np.bool_)
+        is_without[part.ids] = False
+        without = np.flatnonzero(is_without)
         ids = np.concatenate([part.ids, without])
         rows = pa.concat_arrays(
             [part.rows.to_struct_array(), pa.nulls(len(without), pa.struct(list(part.rows.schema)))]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 
 def local_directory() -> str:
-    """Spark's local directory, or the system's for temporary files."""
-    return os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
+    """One of Spark's local directories, or the system's for temporary files."""
+    given = filter(None, os.environ.get("SPARK_LOCAL_DIRS", "").split(","))
+    return next((d for d in given if Path(d).is_dir()), tempfile.gettempdir())

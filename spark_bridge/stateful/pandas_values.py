@@ -44,7 +44,7 @@ class PandasCodec:
         nested = [pa.types.is_nested(c.type) for c in batch.columns]
         columns = [_wall_clock(c, self.time_zone) if n else c for c, n in zip(batch.columns, nested, strict=True)]
         table = pa.table(columns, names=[str(i) for i in range(len(columns))])
-        frame = table.to_pandas(maps_as_pydicts="strict", coerce_temporal_nanoseconds=True)
+        frame: pd.DataFrame = table.to_pandas(maps_as_pydicts="strict", coerce_temporal_nanoseconds=True)
         for i, column in enumerate(columns):
             if pa.types.is_timestamp(column.type) and column.type.tz is not None:
                 frame[str(i)] = frame[str(i)].dt.tz_convert(self.time_zone).dt.tz_localize(None)
@@ -58,7 +58,8 @@ class PandasCodec:
         missing or unexpected; a frame without columns has none to give.
         """
         # Ten times as fast as the columns as series; and whoever gives a frame may change it afterwards.
-        return [frame._get_column_array(i).copy() for i in _positions(tuple(frame.columns), self._names)]
+        arrays: Any = frame
+        return [arrays._get_column_array(i).copy() for i in _positions(tuple(frame.columns), self._names)]
 
     def to_batch(self, columns: Sequence[Sequence[Values]]) -> pa.RecordBatch:
         """A batch of what ``to_columns`` has given for some frames, column by column.
@@ -89,11 +90,12 @@ def _positions(labels: tuple[Any, ...], names: tuple[str, ...]) -> tuple[int, ..
 
 def rows_of(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
     """Some rows of a frame as a frame of their own, numbered from 0, in the same memory."""
-    part = frame.iloc[start:stop]
+    part: Any = frame.iloc[start:stop]
     part.index = _numbers(stop - start)
     # Nobody else looks at these rows: writing to them needs no warning.
     part._is_copy = None
-    return part
+    made: pd.DataFrame = part
+    return made
 
 
 @lru_cache(maxsize=1 << 14)
@@ -105,7 +107,7 @@ def _column(field: pa.Field, parts: Sequence[Values], time_zone: str) -> pa.Arra
     """A column of the output. Parts of different types are not made one by pandas, which would round long integers."""
     arrays = []
     for _, alike in groupby(parts, lambda part: part.dtype):
-        values = list(alike)
+        values: list[Any] = list(alike)
         first = values[0]
         joined = np.concatenate(values) if isinstance(first, np.ndarray) else first._concat_same_type(values)
         arrays.append(_array(field, pd.Series(joined), time_zone))

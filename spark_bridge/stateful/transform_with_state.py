@@ -177,9 +177,10 @@ def _checked(
     _check_names(df.schema, "The DataFrame")
     check_keys(df.schema, keys)
     key_schema = pa.schema([pa.field(k, arrow_type(df.schema[k].dataType)) for k in keys])
-    marked = event_time_of(df.schema, df.columns)
-    late_by = marked if time_mode.lower() == EVENT_TIME else None
-    if time_mode.lower() == EVENT_TIME and marked is None:
+    is_timed = time_mode.lower() == EVENT_TIME
+    # Several columns with a watermark are an error only where one is to be used.
+    marked = event_time_of(df.schema, df.columns) if is_timed or event_time_column is not None else None
+    if is_timed and marked is None:
         raise InvalidOperatorError(
             f'time_mode="{time_mode}" needs event time: put withWatermark("column", "delay") on the DataFrame first.'
         )
@@ -191,7 +192,7 @@ def _checked(
         df,
         operator,
         time_mode.lower(),
-        TaskInput(df.schema, key_schema, late_by),
+        TaskInput(df.schema, key_schema, marked if is_timed else None),
         output,
         event_time,
         _initial_rows(initial_state, df.schema, keys),

@@ -26,8 +26,8 @@ TINY = Limits(memory=6000, step_rows=40, step_bytes=1 << 20, fan_in=3)
 
 @pytest.fixture(autouse=True)
 def local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where sorted runs go, in Spark's words; nothing may stay there, nor stay open."""
-    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/nowhere")
+    """Where sorted runs go; nothing may stay there, nor stay open."""
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"/nowhere,{tmp_path}")
     before = open_files()
     yield tmp_path
     assert list(tmp_path.iterdir()) == []
@@ -147,6 +147,16 @@ def test_a_key_that_is_most_of_the_rows_comes_in_parts() -> None:
         steps = list(sorter.steps())
         assert sum(step.is_part for step in steps) > 100
         assert collected(iter(steps), limits) == expected(keys)
+
+
+def test_files_go_where_spark_wants_them(local_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RowSorter(KEYS, TINY) as sorter:
+        sorter.add(batch_of(["a"] * 1000))
+        (run,) = sorter._runs()
+        assert Path(f"/proc/self/fd/{run.file.fileno()}").readlink().parent == local_directory
+        monkeypatch.setenv("SPARK_LOCAL_DIRS", "/nowhere")
+        sorter.add(batch_of(["a"] * 1000))
+        assert sorter._runs()[1].file.seekable()
 
 
 def test_leaving_early_removes_the_files(local_directory: Path) -> None:
