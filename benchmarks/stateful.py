@@ -269,12 +269,12 @@ def show(lanes: Sequence[Lane], options: argparse.Namespace) -> None:
         title_justify="left",
     )
     table.add_column("contestant")
-    table.add_column("which is")
     yardsticks = [lane for lane in lanes if lane.contestant.name in ("native", "spark_rows", "spark_pandas")]
     for heading in (
         "batches",
         "median s",
         "min to max s",
+        "CPU s",
         "M rows/s",
         *(f"times {y.contestant.name}" for y in yardsticks),
     ):
@@ -284,7 +284,6 @@ def show(lanes: Sequence[Lane], options: argparse.Namespace) -> None:
         median = statistics.median(seconds)
         table.add_row(
             lane.contestant.name,
-            lane.contestant.label,
             str(len(seconds)),
             f"{median:.2f}",
             f"{min(seconds):.2f} to {max(seconds):.2f}",
@@ -305,9 +304,9 @@ def _ratio(yardstick: Lane, lane: Lane) -> str:
     count = min(len(yardstick.seconds), len(lane.seconds))
     turns = [_nth(yardstick.seconds, i, count) / _nth(lane.seconds, i, count) for i in range(count)]
     if count < 2:
-        return f"{overall:.1f}"
+        return f"{overall:.2f}"
     low, _, high = statistics.quantiles(turns, n=4, method="inclusive")
-    return f"{overall:.1f} ({low:.1f} to {high:.1f})"
+    return f"{overall:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _nth(seconds: list[float], i: int, count: int) -> float:
@@ -327,7 +326,7 @@ def main() -> None:
         choices=available,
         default=usual,
         metavar="NAME",
-        help=f"some of {', '.join(available)}",
+        help="some of " + ", ".join(f"{name} ({CONTESTANTS[name].label})" for name in available),
     )
     parser.add_argument("--rows", type=int, default=500_000, help="rows per batch (default 500000)")
     parser.add_argument("--keys", type=int, default=100_000, help="keys (default 100000)")
