@@ -122,7 +122,9 @@ def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[
 
 
 def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[str, Any]]) -> StateOperatorProgress:
-    own = [i for i in instances if i["operator"] == operator]
+    # A partition that has moved may still be held by its last host as well: the one that has made the version counts.
+    ordered = sorted((i for i in instances if i["operator"] == operator), key=lambda i: version in i["commits"])
+    own = list({i["partition"]: i for i in ordered}.values())
     told = [i["commits"][version] for i in own if version in i["commits"]]
     custom: dict[str, float] = {}
     for commit in told:

@@ -1,0 +1,43 @@
+"""Figures of partitions add up to an operator's, also while one of them is held by two hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spark_bridge.operator_progress import progress_of
+
+
+class Cluster:
+    """What a state cluster tells: one run of one operator, and its hosts."""
+
+    def __init__(self, *hosts: list[dict[str, Any]]) -> None:
+        self.hosts = [{"instances": instances} for instances in hosts]
+        self.coordinator = self
+
+    def call(self, method: str) -> dict[str, Any]:
+        return {"queries": [{"run_id": "r", "completed_version": 3, "operators": {"op": 2}}]}
+
+    def describe_hosts(self) -> list[dict[str, Any]]:
+        return self.hosts
+
+
+def instance(partition: int, keys: int, *versions: int) -> dict[str, Any]:
+    figures = {"num_rows_updated": keys, "num_rows_removed": 1, "num_rows_dropped_by_watermark": 0, "custom": {}}
+    commits = {v: {"ms": {"changelog_ms": 2.0, "acknowledge_ms": 1.0}, **figures} for v in versions}
+    held = {"operator": "op", "run_id": "r", "version": 3, "memory_bytes": 10}
+    return {**held, "partition": partition, "keys": keys, "commits": commits}
+
+
+def test_a_partition_held_twice_counts_once() -> None:
+    cluster: Any = Cluster([instance(0, 5, 2, 3)], [instance(1, 7, 3)], [instance(1, 6, 2)])
+    (progress,) = progress_of(cluster, "r", 2)
+    assert (progress.batch_id, progress.num_rows_total, progress.num_rows_updated) == (2, 12, 12)
+    assert (progress.num_rows_removed, progress.commit_time_ms, progress.memory_used_bytes) == (2, 6.0, 20)
+    assert progress.num_state_store_instances == progress.num_shuffle_partitions == 2
+    assert progress.custom_metrics == {"changelog_ms": 4.0, "acknowledge_ms": 2.0}
+
+
+def test_before_the_first_batch_there_is_nothing_to_tell() -> None:
+    cluster: Any = Cluster()
+    cluster.call = lambda method: {"queries": []}
+    assert progress_of(cluster, "r") == []
