@@ -523,7 +523,7 @@ def gather(df: DataFrame, checkpoint: str, output_mode: str = "update") -> tuple
     return query, found
 
 
-def drain(query: StreamingQuery, checkpoint: str, files: int, timeout: float = 60.0) -> None:
+def drain(query: StreamingQuery, checkpoint: str, files: int, timeout: float = 240.0) -> None:
     """Wait until as many files have been processed, one in a batch; raises what the query fails with.
 
     ``processAllAvailable`` would also wait for a trigger without any data, and a query with timers has few.
