@@ -40,11 +40,58 @@ class RequestError(SparkBridgeError, ValueError):
 
 
 class QueryableStateError(SparkBridgeError):
-    """A query client's request failed."""
+    """A query client's request failed. Its subclasses, most of them named after Flink's, say how."""
 
 
-class UnknownOperatorError(QueryableStateError):
+class UnknownLocationError(QueryableStateError):
+    """Nobody is known to have the state that was asked for (Flink: ``UnknownLocationException``)."""
+
+
+class UnknownOperatorError(UnknownLocationError):
     """No running query has the operator asked for, or several have it."""
+
+
+class QueryEndedError(UnknownLocationError):
+    """The query whose state was asked for has ended."""
+
+
+class UnknownKvStateKeyGroupLocationError(UnknownLocationError):
+    """A key group has no owner at the moment (Flink has the same)."""
+
+
+class UnknownKvStateIdError(QueryableStateError):
+    """The operator has no state variable of that name, or it needs to be named (Flink: ``UnknownKvStateIdException``)."""
+
+
+class UnknownKeyOrNamespaceError(QueryableStateError, ValueError):
+    """A key or window that cannot be in the state: of other types or columns (Flink: ``UnknownKeyOrNamespaceException``).
+
+    A key that merely is not there is no error.
+    """
+
+
+class StateVersionError(QueryableStateError):
+    """The version asked for is not retained, or not there yet."""
+
+
+class AccessDeniedError(QueryableStateError):
+    """No token, a wrong or revoked one, or one that does not allow this."""
+
+
+class RequestLimitError(QueryableStateError, ValueError):
+    """A request is larger than the host allows, or would take longer."""
+
+
+class TooManyRequestsError(QueryableStateError):
+    """The host answers as many requests as it may; try again later, as the client does."""
+
+
+class QueryTimeoutError(QueryableStateError, TimeoutError):
+    """No answer within the time allowed; the message has the last failure."""
+
+
+class ConnectionClosedError(QueryableStateError):
+    """The connection to a host was closed, or what came over it made no sense."""
 
 
 class StateTooLargeError(SparkBridgeError):
