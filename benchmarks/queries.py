@@ -1,0 +1,320 @@
+"""How fast the state of a running stream is read, beside Redis, in one run.
+
+    python benchmarks/queries.py lookups                 single, async and batched lookups, with 1 and 8 client processes; four minutes
+    python benchmarks/queries.py beside-stream           single lookups while a stream commits, and what they cost the stream
+    python benchmarks/queries.py scan --keys 10000000    all rows of ten million keys, and the client's memory
+
+The state is that of a running ``aggregate`` on RayDP with two executors of one core and two hosts: of each user a count, a
+sum and the last time. Redis (``redis-server`` must be on the PATH; nothing is written to its disk) has the same three values by msgpack under
+"totals:<user>". Contestants take turns; a turn is all client processes at once for a few seconds. The clients are processes of their own
+which know an address and a token and have neither Ray nor Spark. Before anything is timed, what both give for some keys is compared.
+
+Batched is 1,000 random keys a call: into a typed Arrow table from the state store, from Redis' ``MGET`` into a list of unpacked lists.
+Async is one event loop with 64 lookups in flight. Both servers, all clients and the stream share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from query_clients import OPERATOR, redis_key
+from rich.console import Console
+from rich.table import Table
+
+ROWS_PER_FILE = 1_000_000
+START_US = 1_700_000_000_000_000
+console = Console(width=max(Console().width, 120), highlight=False)
+
+Figures = dict[str, float]
+
+
+def columns(users: Any) -> dict[str, Any]:
+    """What the rows of users are: their totals can be told from them."""
+    return {"user": users, "amount": users * 0.5, "ts": START_US + users}
+
+
+def write_users(directory: Path, first: int, end: int, name: str) -> None:
+    """One file with a row of each user; it appears at once."""
+    made = columns(np.arange(first, end, dtype=np.int64))
+    table = pa.table({**made, "ts": pa.array(made["ts"], pa.timestamp("us", tz="UTC"))})
+    draft = directory.with_name(f"{name}.draft")
+    pq.write_table(table, draft)
+    draft.rename(directory / f"{name}.parquet")
+
+
+@contextmanager
+def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Iterator[tuple[Any, Path]]:
+    """The query and its input directory, once it has so many keys."""
+    from spark_bridge import aggregate, init_spark, stop_spark
+    from spark_bridge import functions as S
+
+    root = Path(tempfile.mkdtemp(prefix="statestore-queries-"))
+    inbox = root / "in"
+    inbox.mkdir()
+    try:
+        spark = init_spark("queries", num_executors=2, executor_cores=1, executor_memory="2g", **session)
+        given = spark.readStream.schema("user long, amount double, ts timestamp").option("maxFilesPerTrigger", 1)
+        totals = aggregate(
+            given.parquet(str(inbox)),
+            by="user",
+            operator=OPERATOR,
+            num_partitions=partitions,
+            n=S.count(),
+            spent=S.sum("amount"),
+            last=S.max("ts"),
+        )
+        query = totals.writeStream.option("checkpointLocation", str(root / "ck")).format("noop").start()
+        with console.status("Filling the state ...") as status:
+            for first in range(0, keys, ROWS_PER_FILE):
+                write_users(inbox, first, min(keys, first + ROWS_PER_FILE), f"users-{first}")
+                query.processAllAvailable()
+                status.update(f"Filling the state: {min(keys, first + ROWS_PER_FILE):,} keys ...")
+        yield query, inbox
+        query.stop()
+    finally:
+        stop_spark()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@contextmanager
+def running_redis(keys: int) -> Iterator[int]:
+    """Redis with the same values, and its port."""
+    import msgpack
+    import redis
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen(
+        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        client = redis.Redis(
+            port=port,
+            retry_on_error=[redis.ConnectionError],
+            retry=redis.retry.Retry(redis.backoff.ConstantBackoff(0.2), 50),
+        )
+        for first in range(0, keys, 10_000):
+            pipe = client.pipeline(transaction=False)
+            for user in range(first, min(keys, first + 10_000)):
+                pipe.set(redis_key(user), msgpack.packb([1, user * 0.5, START_US + user]))
+            pipe.execute()
+        yield port
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def clients(
+    contestant: str, work: str, address: str, count: int, seconds: float, keys: int, pace: float | None = None
+) -> Figures:
+    """So many client processes at once; keys a second of all, and latencies of the median and of the slowest client."""
+    script = str(Path(__file__).with_name("query_clients.py"))
+    extra = [] if pace is None else [str(pace)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, contestant, work, address, str(seconds), str(keys), str(seed), *extra],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(count)
+    ]
+    found = []
+    for process in processes:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"A client of {contestant} failed; see above.")
+        found.append(json.loads(output))
+    return {
+        "keys_per_second": sum(f["keys_per_second"] for f in found),
+        "p50_ms": statistics.median(f["p50_ms"] for f in found),
+        "p99_ms": max(f["p99_ms"] for f in found),
+        "cpu_us_per_key": statistics.mean(f["cpu_us_per_key"] for f in found),
+    }
+
+
+def connection() -> tuple[str, str]:
+    """Any host's query address and the token, for clients that have no Ray."""
+    from spark_bridge.session import current_cluster
+
+    cluster = current_cluster()
+    return cluster.query_addresses()[0], cluster.token
+
+
+def check_equal(port: int, keys: int) -> None:
+    """Raise unless both contestants have the same values."""
+    import msgpack
+    import redis
+
+    from spark_bridge import QueryableStateClient
+
+    users = np.random.default_rng(7).integers(0, keys + 100, 2_000)
+    with QueryableStateClient.connect() as client:
+        table = client.get_many(OPERATOR, users)
+    ours = list(
+        zip(
+            *(table.column(n).to_pylist() for n in ("n", "spent")),
+            table.column("last").cast(pa.int64()).to_pylist(),
+            strict=True,
+        )
+    )
+    found = redis.Redis(port=port).mget([redis_key(user) for user in users.tolist()])
+    theirs = [(None, None, None) if v is None else tuple(msgpack.unpackb(v)) for v in found]
+    if ours != theirs:
+        raise AssertionError("The state store and Redis do not have the same values.")
+
+
+def lookups(arguments: argparse.Namespace) -> None:
+    """Single, async and batched lookups beside Redis."""
+    keys = arguments.keys
+    with running_stream(keys, arguments.partitions, {}), running_redis(keys) as port:
+        check_equal(port, keys)
+        address, token = connection()
+        os.environ["STATESTORE_TOKEN"] = token
+        places = {"ours": address, "redis": str(port)}
+        table = Table(
+            "lookups",
+            "clients",
+            "ours, keys/s",
+            "Redis, keys/s",
+            "ratio (min to max)",
+            "ours p50, p99 ms",
+            "Redis p50, p99 ms",
+        )
+        for work in arguments.work:
+            for count in arguments.clients:
+                turns: dict[str, list[Figures]] = {"ours": [], "redis": []}
+                for _ in range(arguments.rounds):
+                    for contestant, place in places.items():
+                        turns[contestant].append(clients(contestant, work, place, count, arguments.seconds, keys))
+                table.add_row(work, str(count), *compared(turns["ours"], turns["redis"]))
+                console.log(f"{work} with {count}: " + ", ".join(compared(turns["ours"], turns["redis"])))
+        console.print(table)
+
+
+def compared(ours: list[Figures], theirs: list[Figures]) -> list[str]:
+    """The cells of a row: medians over the turns, and ratios turn by turn."""
+
+    def median(figures: list[Figures], name: str) -> float:
+        return statistics.median(f[name] for f in figures)
+
+    ratios = sorted(o["keys_per_second"] / t["keys_per_second"] for o, t in zip(ours, theirs, strict=True))
+    return [
+        *(f"{median(f, 'keys_per_second'):,.0f}" for f in (ours, theirs)),
+        f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        *(f"{median(f, 'p50_ms'):.2f}, {median(f, 'p99_ms'):.2f}" for f in (ours, theirs)),
+    ]
+
+
+def beside_stream(arguments: argparse.Namespace) -> None:
+    """Single lookups while the stream commits 100,000 keys a batch, and the stream with and without them."""
+    keys, rows = arguments.keys, 100_000
+    rng = np.random.default_rng(3)
+    with running_stream(keys, arguments.partitions, {}) as (query, inbox):
+        address, token = connection()
+        os.environ["STATESTORE_TOKEN"] = token
+        number = 0
+
+        def batches(count: int) -> list[float]:
+            nonlocal number
+            for _ in range(count):
+                users = np.sort(rng.choice(keys, rows, replace=False))
+                made = columns(users)
+                table = pa.table({**made, "ts": pa.array(made["ts"], pa.timestamp("us", tz="UTC"))})
+                draft = inbox.with_name("draft")
+                pq.write_table(table, draft)
+                draft.rename(inbox / f"more-{number}.parquet")
+                number += 1
+            query.processAllAvailable()
+            done = [p for p in query.recentProgress if p["numInputRows"] == rows][-count:]
+            return [p["durationMs"]["triggerExecution"] / 1e3 for p in done]
+
+        batches(5)
+        alone: list[float] = []
+        beside: list[float] = []
+        latencies: list[Figures] = []
+        for _ in range(arguments.rounds):
+            alone += batches(arguments.batches)
+            expected = statistics.median(alone) * arguments.batches
+            script = str(Path(__file__).with_name("query_clients.py"))
+            reader = subprocess.Popen(
+                [sys.executable, script, "ours", "single", address, str(expected), str(keys), "1", str(arguments.pace)],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            time.sleep(2.0)  # the client's own start
+            beside += batches(arguments.batches)
+            latencies.append(json.loads(reader.communicate()[0]))
+        without, with_them = statistics.median(alone), statistics.median(beside)
+        console.print(
+            f"A batch of {rows:,} keys: {without:.2f} s alone, {with_them:.2f} s beside {arguments.pace:.0f} lookups/s "
+            f"({(with_them / without - 1) * 100:+.0f} %), so {rows / with_them:,.0f} keys/s committed."
+        )
+        console.print(
+            f"Single lookups meanwhile: p50 {statistics.median(f['p50_ms'] for f in latencies):.2f} ms, "
+            f"p99 {statistics.median(f['p99_ms'] for f in latencies):.2f} ms, longest {max(f['max_ms'] for f in latencies):.1f} ms."
+        )
+
+
+def scan(arguments: argparse.Namespace) -> None:
+    """All rows, streamed, and how much the client's memory grows by it."""
+    from spark_bridge import QueryableStateClient
+
+    with running_stream(arguments.keys, arguments.partitions, {}), QueryableStateClient.connect() as client:
+        rates = []
+        for _ in range(arguments.rounds):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            began = time.perf_counter()
+            rows, users = 0, 0
+            for batch in client.scan(OPERATOR):
+                rows += batch.num_rows
+                users += pa.compute.sum(batch.column("user")).as_py()
+            seconds = time.perf_counter() - began
+            if (rows, users) != (arguments.keys, arguments.keys * (arguments.keys - 1) // 2):
+                raise AssertionError(f"The scan gave {rows:,} rows instead of {arguments.keys:,}, or others.")
+            rates.append(rows / seconds)
+            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+            console.print(
+                f"{rows:,} rows in {seconds:.1f} s: {rows / seconds:,.0f} rows/s; the client's peak memory grew by {grown:.0f} MiB"
+            )
+        console.print(f"Median {statistics.median(rates):,.0f} rows/s")
+
+
+def main() -> None:
+    """See the head of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("lookups", "beside-stream", "scan"))
+    parser.add_argument("--keys", type=int, default=1_000_000)
+    parser.add_argument("--partitions", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], help="client processes at once")
+    parser.add_argument(
+        "--work", nargs="+", default=["single", "async", "batched"], choices=("single", "async", "batched")
+    )
+    parser.add_argument("--batches", type=int, default=8, help="of a turn of beside-stream")
+    parser.add_argument("--pace", type=float, default=200.0, help="lookups a second beside the stream")
+    arguments = parser.parse_args()
+    {"lookups": lookups, "beside-stream": beside_stream, "scan": scan}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
