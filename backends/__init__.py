@@ -1,11 +1,20 @@
-"""State stores: versioned maps of bytes, durable in a checkpoint location. Knows neither Ray nor Spark."""
+"""State stores: versioned maps of bytes, durable in a checkpoint location. Knows neither Ray nor Spark.
 
-from backends.conf import StateStoreConf
-from backends.file import FileStateStoreProvider
-from backends.ids import StateStoreId, StateStoreProviderId
-from backends.metrics import StateStoreMetrics
-from backends.rocksdb import RocksDBStateStoreProvider
-from backends.store import StateStore, StateStoreProvider
+Names are loaded when first used: query clients import this package and need neither RocksDB nor object stores.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backends.conf import StateStoreConf
+    from backends.file import FileStateStoreProvider
+    from backends.ids import StateStoreId, StateStoreProviderId
+    from backends.metrics import StateStoreMetrics
+    from backends.rocksdb import RocksDBStateStoreProvider
+    from backends.store import StateStore, StateStoreProvider
 
 __all__ = [
     "FileStateStoreProvider",
@@ -17,3 +26,20 @@ __all__ = [
     "StateStoreProvider",
     "StateStoreProviderId",
 ]
+
+_HOMES = {
+    "FileStateStoreProvider": "backends.file",
+    "RocksDBStateStoreProvider": "backends.rocksdb",
+    "StateStore": "backends.store",
+    "StateStoreConf": "backends.conf",
+    "StateStoreId": "backends.ids",
+    "StateStoreMetrics": "backends.metrics",
+    "StateStoreProvider": "backends.store",
+    "StateStoreProviderId": "backends.ids",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'backends' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -47,6 +47,9 @@ class StateEngine(Protocol):
     def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
         """Values in the order of ``keys``, which need not be sorted; null where there is none, or no such family."""
 
+    def get_one(self, key: bytes, column_family: str) -> bytes | None:
+        """The value of one key; None if there is none, or no such family."""
+
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
         """Batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
 

@@ -82,6 +82,12 @@ class SortedMapEngine:
         back[order] = np.arange(len(order))
         return held.get_many(keys.take(pa.array(order))).take(pa.array(back))
 
+    def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
+        """The value of one key; None if there is none."""
+        self._check_open()
+        held = self._maps.get(column_family)
+        return None if held is None else held.get(key)
+
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:

@@ -90,6 +90,7 @@ class _Undo:
 class _View:
     """A version as it is read: the changes over the engine, the last of them counting most, and what made the version."""
 
+    version: int
     layers: tuple[_Delta | _Undo, ...]
     head: str | None
     families: frozenset[str]
@@ -162,6 +163,8 @@ class PartitionState:
         self._last_reads: dict[str, _Read] = {}
         self._readers: dict[object, tuple[_Delta | _Undo, ...]] = {}
         self._changed = threading.Condition()
+        self._num_waiting = 0
+        self._completed: _View | None = self._view(self._version, None)
         self._mutation = threading.Lock()
         self._snapshotting = threading.Lock()
         self._digests = snapshot.Digests()
@@ -203,7 +206,8 @@ class PartitionState:
                 return
             with self._changed:
                 self._loading = True
-                self._changed.wait_for(lambda: not self._readers)
+                self._completed = None
+                self._wait_for_readers(lambda _: False)
             try:
                 self._load(lineage)
             finally:
@@ -211,6 +215,7 @@ class PartitionState:
                     self._undos.clear()
                     self._drop_unrelated()
                     self._loading = False
+                    self._completed = self._view(self._version, None)
                     self._changed.notify_all()
             self._custom["load_ms"] = (time.perf_counter() - started) * 1e3
 
@@ -416,7 +421,8 @@ class PartitionState:
             self._applying = delta
             self._version, self._head = delta.meta.version, delta.file.path
             self._undos = self._kept_undos(undo)
-            self._changed.wait_for(lambda: all(delta in layers for layers in self._readers.values()))
+            self._completed = self._view(self._version, None)
+            self._wait_for_readers(lambda layers: delta in layers)
         try:
             fault_points.reached("apply")
             delta.apply.result()(state)
@@ -427,6 +433,7 @@ class PartitionState:
         finally:
             with self._changed:
                 self._applying = None
+                self._completed = self._view(self._version, None)
         self._custom["apply_ms"] = (time.perf_counter() - started) * 1e3
 
     def _before_images(self, delta: _Delta) -> Changes | None:
@@ -561,18 +568,45 @@ class PartitionState:
     @contextmanager
     def _reading(self, version: int | None, head: str | None = None) -> Iterator[_View]:
         """What makes up a version, kept as it is while it is read. ``head``, if given, must have made it."""
-        token = object()
+        reader = object()
+        view = self._begin_read(reader, version, head)
+        try:
+            yield view
+        finally:
+            self._end_read(reader)
+
+    def _begin_read(self, reader: object, version: int | None, head: str | None) -> _View:
+        """A view that stays as it is until ``_end_read(reader)``.
+
+        The completed version is read without the lock. Whoever changes what it is made of sets ``_completed`` first, and looks at the readers then;
+        a reader signs on first, and then looks whether ``_completed`` is still the same. So one of them sees the other.
+        """
+        view = self._completed
+        if view is not None and version in (None, view.version) and head in (None, view.head):
+            self._readers[reader] = view.layers
+            if self._completed is view:
+                return view
+            self._end_read(reader)
         with self._changed:
             self._changed.wait_for(lambda: not self._loading)
             self._check_open()
             view = self._view(self._version if version is None else version, head)
-            self._readers[token] = view.layers
-        try:
-            yield view
-        finally:
+            self._readers[reader] = view.layers
+            return view
+
+    def _end_read(self, reader: object) -> None:
+        del self._readers[reader]
+        if self._num_waiting:  # one who begins to wait later looks at the readers after that
             with self._changed:
-                del self._readers[token]
                 self._changed.notify_all()
+
+    def _wait_for_readers(self, may_stay: Callable[[tuple[_Delta | _Undo, ...]], bool]) -> None:
+        """Wait, with the lock, for the reads under way but for those whose layers are harmless."""
+        self._num_waiting += 1
+        try:
+            self._changed.wait_for(lambda: all(may_stay(layers) for layers in list(self._readers.values())))
+        finally:
+            self._num_waiting -= 1
 
     def _view(self, version: int, head: str | None) -> _View:
         layers: list[_Delta | _Undo] = [] if self._applying is None else [self._applying]
@@ -581,19 +615,38 @@ class PartitionState:
             for undo in reversed(self._undos):
                 layers.append(undo)
                 if (undo.version, undo.head) == (version, head if head is not None else undo.head):
-                    return _View(tuple(layers), undo.head, undo.families)
+                    return _View(version, tuple(layers), undo.head, undo.families)
             raise self._not_held(version, head)
         at = self._head
-        for v in range(self._version + 1, version + 1):
-            delta = self._accepted.get(v)
-            if delta is None or delta.meta.base != at:
-                raise self._not_held(version, head)
+        for delta in self._steps_above(version, head):
             layers.append(delta)
             families = families.union(delta.changes.families)
             at = delta.file.path
         if head is not None and head != at:
             raise self._not_held(version, head)
-        return _View(tuple(layers), at, families)
+        return _View(version, tuple(layers), at, families)
+
+    def _steps_above(self, version: int, head: str | None) -> list[_Delta]:
+        """What leads from the completed version to a later one: what was accepted, or else what ends with ``head``.
+
+        Of a repeated attempt the coordinator may have said already that it counts, and its acknowledgement be still on its way.
+        """
+        steps: list[_Delta] = []
+        at = self._head
+        for v in range(self._version + 1, version + 1):
+            delta = self._accepted.get(v)
+            if delta is None or delta.meta.base != at:
+                break
+            steps.append(delta)
+            at = delta.file.path
+        if len(steps) == version - self._version and head in (None, at):
+            return steps
+        if head is None:
+            raise self._not_held(version, head)
+        try:
+            return self._steps_to(version, head)
+        except LineageMismatchError as error:
+            raise self._not_held(version, head) from error
 
     def _not_held(self, version: int, head: str | None) -> VersionNotFoundError:
         held = sorted({*(u.version for u in self._undos), self._version, *self._accepted})
@@ -609,11 +662,13 @@ class PartitionState:
         column_family: str = DEFAULT_FAMILY,
         *,
         head: str | None = None,
+        remember: bool = True,
     ) -> pa.BinaryArray:
         """Values at a version, in the order of ``keys``; null where a key has none. Sorted keys are fastest.
 
-        ``version`` None is the last completed one. Raises ``VersionNotFoundError`` if the version, or the
-        one that the changelog ``head`` made, is not held.
+        ``version`` None is the last completed one. With ``remember``, what is read may spare the commit that follows reading it
+        again; queries, which no commit follows, say False. Raises ``VersionNotFoundError`` if the version, or the one that the
+        changelog ``head`` made, is not held.
         """
         started = time.perf_counter()
         keys = as_binary("keys", keys)
@@ -622,13 +677,38 @@ class PartitionState:
         with self._reading(version, head) as view:
             self._check_family(column_family, view)
             values = self._engine.get_many(keys, column_family)
-            if not view.layers and len(keys) and is_strictly_sorted(keys):
+            if remember and not view.layers and len(keys) and is_strictly_sorted(keys):
                 self._remember(view.head, column_family, SortedPairs(keys, values))
             for layer in view.layers:
                 if column_family in layer.changes.families:
                     values = layer.changes.families[column_family].overlay(keys, values)
-        self._custom["get_ms"] = (time.perf_counter() - started) * 1e3
+        if remember:
+            self._custom["get_ms"] = (time.perf_counter() - started) * 1e3
         return values
+
+    def get_one(
+        self,
+        key: bytes,
+        version: int | None = None,
+        column_family: str = DEFAULT_FAMILY,
+        *,
+        head: str | None = None,
+    ) -> bytes | None:
+        """The value of one key at a version, None if it has none: ``get_many`` for a single lookup, in some microseconds."""
+        reader = object()
+        view = self._begin_read(reader, version, head)
+        try:
+            if column_family not in view.families:
+                self._check_family(column_family, view)
+            for layer in reversed(view.layers):
+                pairs = layer.changes.families.get(column_family)
+                if pairs is not None:
+                    is_changed, value = pairs.get(key)
+                    if is_changed:
+                        return value
+            return self._engine.get_one(key, column_family)
+        finally:
+            self._end_read(reader)
 
     def _remember(self, head: str | None, column_family: str, read: SortedPairs) -> None:
         """Keep what was read, for the commit that may follow, as long as it is not much."""
@@ -652,14 +732,47 @@ class PartitionState:
 
         Shows the version as it is at the call, however long it takes and whatever is committed meanwhile.
         """
+        return self.scan_ranges([(start, end)], version, column_family, head=head)[0]
+
+    def scan_ranges(
+        self,
+        ranges: Sequence[tuple[bytes | None, bytes | None]],
+        version: int | None = None,
+        column_family: str = DEFAULT_FAMILY,
+        *,
+        head: str | None = None,
+    ) -> list[Iterator[pa.RecordBatch]]:
+        """``scan`` of several ranges, of which no two overlap: all of them show the same moment."""
         with self._reading(version, head) as view:
             self._check_family(column_family, view)
-            base = self._engine.scan(start, end, column_family)
+            bases = [self._engine.scan(start, end, column_family) for start, end in ranges]
         changes = SortedPairs.empty()
         for layer in view.layers:
             if column_family in layer.changes.families:
-                changes = changes.under(layer.changes.families[column_family].between(start, end))
-        return merged_scan(base, changes)
+                pairs = layer.changes.families[column_family]
+                changes = changes.under(pairs.between(*ranges[0]) if len(ranges) == 1 else pairs)
+        return [
+            merged_scan(base, changes.between(*bounds) if len(changes) else changes)
+            for base, bounds in zip(bases, ranges, strict=True)
+        ]
+
+    def num_keys(self, version: int | None = None, *, head: str | None = None) -> int | None:
+        """The exact number of keys of all column families at a version; None if it is not at hand. Raises as ``get_many``."""
+        with self._reading(version, head) as view:
+            if not view.layers:
+                return self._engine.state.num_keys
+            last = view.layers[-1]
+            return last.num_keys if isinstance(last, _Undo) else None
+
+    def newest(self) -> tuple[int, str | None]:
+        """The version with all that was accepted, and its head: what was acknowledged last."""
+        with self._changed:
+            newest = self._version, self._head
+            for version in sorted(self._accepted):
+                delta = self._accepted[version]
+                if (version - 1, delta.meta.base) == newest:
+                    newest = version, delta.file.path
+            return newest
 
     def column_families(self, version: int | None = None, *, head: str | None = None) -> frozenset[str]:
         """The names of the column families that exist at a version."""
@@ -744,7 +857,8 @@ class PartitionState:
             return
         with self._mutation, self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: not self._readers)
+            self._completed = None
+            self._wait_for_readers(lambda _: False)
             self._staged.clear()
             self._accepted.clear()
             self._undos.clear()

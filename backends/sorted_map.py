@@ -62,6 +62,11 @@ class Run:
         ]
         return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
+    def get(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Whether the key is in this run, and its value (None: removed)."""
+        at = bisect_right(self.firsts, key) - 1
+        return self.chunks[at].get(key) if at >= 0 else (False, None)
+
     def under(self, newer: Run, *, is_lowest: bool) -> Run:
         """Both runs as one; removed keys go for good if nothing lies below."""
         chunks: list[SortedPairs] = []
@@ -159,6 +164,14 @@ class SortedMap:
             for run in self.runs:
                 values = run.overlay(keys, values)
         return values
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of one key; None if there is none."""
+        for run in reversed(self.runs):
+            is_there, value = run.get(key)
+            if is_there:
+                return value
+        return None
 
     def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
         """Pairs of a range, in key order."""

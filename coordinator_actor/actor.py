@@ -16,12 +16,15 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from backends.ids import StateStoreProviderId
 from backends.manifest import Lineage, PartitionEntry
 from backends.storage import CheckpointStorage
+from coordinator_actor.access_tokens import AccessTokens, IssuedToken
+from coordinator_actor.cluster_store import ClusterStore
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
     BatchGrant,
+    Completed,
     HostInfo,
     HostOrders,
     HostReport,
@@ -31,6 +34,7 @@ from coordinator_actor.messages import (
     QueryRegistration,
     Refused,
     RegisteredQuery,
+    RunningOperator,
     SavepointExported,
     SavepointStatus,
     SnapshotUploaded,
@@ -57,7 +61,7 @@ def steady_clock() -> Callable[[], float]:
 class StateStoreCoordinator:
     """One per namespace; restarted by Ray, and then told again by hosts and drivers what they hold.
 
-    ``token`` is a constructor argument, so that a restarted actor has the same one.
+    ``token`` is the secret of this cluster unless an earlier coordinator of that name has left one.
     """
 
     def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:
@@ -65,9 +69,11 @@ class StateStoreCoordinator:
         logging.getLogger("coordinator_actor").setLevel(logging.INFO)
         self._namespace = namespace
         self._name = name
-        self._token = token
+        store = ClusterStore(namespace, name)
+        self._token = store.secret(token)
         self._node_ip = ray.util.get_node_ip_address()
-        self._coordinator = Coordinator(steady_clock(), open_storage, conf)
+        self._tokens = AccessTokens(self._token, store, time.time)
+        self._coordinator = Coordinator(steady_clock(), open_storage, conf, tokens=self._tokens)
         tags = ("namespace",)
         self._hosts_gauge = Gauge("statestore_hosts", "Live state store hosts", tags)
         self._queries_gauge = Gauge("statestore_queries", "Registered streaming queries", tags)
@@ -108,6 +114,18 @@ class StateStoreCoordinator:
     def token(self) -> str:
         """The secret that tasks and clients show to hosts; whoever can call this actor may know it."""
         return self._token
+
+    def issue_token(self, name: str, expires_in: float | None = None) -> str:
+        """See ``AccessTokens.issue``."""
+        return self._tokens.issue(name, expires_in)
+
+    def list_tokens(self) -> tuple[IssuedToken, ...]:
+        """See ``AccessTokens.list``."""
+        return self._tokens.list()
+
+    def revoke_token(self, id_or_name: str) -> IssuedToken:
+        """See ``AccessTokens.revoke``. All hosts know it with their next heartbeat."""
+        return self._tokens.revoke(id_or_name)
 
     def register_host(self, info: HostInfo, report: HostReport) -> None:
         """See ``Coordinator``."""
@@ -198,6 +216,14 @@ class StateStoreCoordinator:
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """See ``Coordinator``."""
         return self._coordinator.locate(operator, query)
+
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """See ``Coordinator``."""
+        return self._coordinator.operators()
+
+    def completed(self, run_id: str, host_id: str) -> Completed:
+        """See ``Coordinator``."""
+        return self._coordinator.completed(run_id, host_id)
 
     def report_active_instance(
         self,

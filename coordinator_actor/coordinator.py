@@ -8,17 +8,20 @@ tasks make a completed checkpoint) and ``KvStateLocationOracle``.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Any
 
-from backends.exceptions import StateStoreError, StorageError
+from backends.exceptions import StateStoreError, StorageError, VersionNotFoundError
 from backends.ids import StateStoreId, StateStoreProviderId
 from backends.manifest import Lineage, PartitionEntry
 from backends.storage import CheckpointStorage
+from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.assignment import assign
 from coordinator_actor.checkpoints import CompletedCheckpoint, TaskKey
 from coordinator_actor.compatibility import evolved_operators, refusal_of
@@ -27,6 +30,7 @@ from coordinator_actor.exceptions import (
     CoordinatorError,
     InvalidRequestError,
     LineageError,
+    QueryEndedError,
     RetiredRunError,
     StaleBatchError,
     StaleOwnerError,
@@ -43,6 +47,7 @@ from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
     BatchGrant,
+    Completed,
     HostInfo,
     HostOrders,
     HostReport,
@@ -52,6 +57,7 @@ from coordinator_actor.messages import (
     QueryRegistration,
     Refused,
     RegisteredQuery,
+    RunningOperator,
     SavepointExported,
     SavepointOrder,
     SavepointStatus,
@@ -90,10 +96,25 @@ BUSY_SECONDS = 900.0
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
 
+@dataclass(frozen=True)
+class _EndedQuery:
+    """A run that is over: for who asks for its state. ``at`` in seconds since 1970."""
+
+    registration: QueryRegistration
+    at: float
+    why: str
+
+    def has(self, operator: str, query: str | None) -> bool:
+        """Whether it is what somebody asks for who takes it for running."""
+        named = (self.registration.name, self.registration.query_id, self.registration.run_id)
+        return (query is None or query in named) and any(o.name == operator for o in self.registration.operators)
+
+
 class Coordinator:
     """One per namespace. Thread-safe: a lock per query for what touches storage, one for the registries.
 
     ``clock`` gives seconds since 1970 and never goes back. ``in_background`` runs what must not hold up a message.
+    ``tokens`` are the read-only ones of query clients.
     """
 
     def __init__(
@@ -102,16 +123,19 @@ class Coordinator:
         open_storage: OpenStorage,
         conf: CoordinatorConf | None = None,
         in_background: InBackground | None = None,
+        tokens: AccessTokens | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex
         self._clock = clock
         self._open_storage = open_storage
         self._conf = conf or CoordinatorConf()
+        self.tokens = tokens or AccessTokens(secrets.token_hex(32), MemoryTokenStore(), clock)
         self._hosts = HostRegistry()
         self._instances = InstanceRegistry()
         self._runs: dict[str, QueryState] = {}
         self._registering: dict[str, threading.Lock] = {}
         self._over: dict[str, str] = {}
+        self._ended_queries: dict[str, _EndedQuery] = {}
         self._ended_sessions: dict[str, None] = {}
         self._savepoints: dict[str, RunSavepoints] = {}
         self._ended_savepoints: dict[str, Future[str]] = {}
@@ -159,7 +183,7 @@ class Coordinator:
         with self._lock:
             lease = self._hosts.renew(host_id, incarnation, self._clock())
             if lease is None:
-                return HostOrders(known=False)
+                return HostOrders(known=False, revoked_tokens=self.tokens.revoked())
             self._last_needed = self._clock()
             runs = {run_id: self._runs.get(run_id) for run_id in held}
             over = [
@@ -177,7 +201,8 @@ class Coordinator:
         # Also of runs that the host has nothing of yet: it may own partitions that nobody has opened.
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
         pending = {r.run_id: s.pending() for r in of_session if (s := self._savepoints.get(r.run_id)) is not None}
-        return HostOrders(is_known, completed, tuple(over), savepoints, {r: ids for r, ids in pending.items() if ids})
+        pending = {r: ids for r, ids in pending.items() if ids}
+        return HostOrders(is_known, completed, tuple(over), savepoints, pending, self.tokens.revoked())
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._savepoints.get(run.run_id)
@@ -257,6 +282,8 @@ class Coordinator:
         """A run is over: nothing of it is active or pending any more."""
         run.ended = True
         with self._lock:
+            self._ended_queries[run.run_id] = _EndedQuery(run.registration, self._clock(), why)
+            _forget_oldest(self._ended_queries)
             self._instances.deactivate(run.run_id)
         run.job_status_changed(JobStatus.FINISHED)
         with self._lock:
@@ -367,6 +394,7 @@ class Coordinator:
                 run, self._open_storage, self._in_background, self._clock, self._conf.savepoint_timeout
             )
             self._over.pop(registration.run_id, None)
+            self._ended_queries.pop(registration.run_id, None)
         for other in replaced:
             self._end(other, f"run {registration.run_id} has replaced it")
         log.info(
@@ -575,14 +603,35 @@ class Coordinator:
                 f"Operator {operator!r} has {spec.num_partitions} partitions; there is no {partition}."
             )
 
+    def completed(self, run_id: str, host_id: str) -> Completed:
+        """The last completed version of a run, with the heads of a host's own partitions. Waits for no query's storage.
+
+        What a host is told with its heartbeat, for one that cannot wait for the next. Of partitions that it was given since
+        that version was completed, there are no heads.
+        """
+        run = self._run(run_id)
+        self._require_current(run)
+        announced = run.announced
+        if announced is None:
+            raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
+        return run.announced_by_host.get(host_id, announced)
+
     def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """The files that lead to a version of a partition; none of that partition are removed while it is loaded."""
+        """The files that lead to a version of a partition; none of that partition are removed while it is loaded.
+
+        Raises ``VersionNotFoundError`` for one that is no longer kept.
+        """
         run = self._run(run_id)
         with run.lock:
             self._require_partition(run, operator, partition)
             if version > run.completed:
                 raise InvalidRequestError(
                     f"Version {version} is not completed; {run.completed} is the last one that is."
+                )
+            if version not in run.readable:
+                raise VersionNotFoundError(
+                    f"Version {version} of query {run.registration.name or 'unnamed'} ({run.registration.query_id}) is no longer "
+                    f"kept; there are the versions {run.readable[0]} to {run.readable[-1]}."
                 )
             until = self._clock() + BUSY_SECONDS
             run.busy[(operator, partition)] = until
@@ -800,14 +849,17 @@ class Coordinator:
     # -- for query clients ---------------------------------------------------------------------
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Where an operator's partitions are. ``query``: name, query id or run id, where several have the operator."""
-        with self._lock:
-            running = [r for r in self._runs.values() if not r.ended and r.retired_by is None]
+        """Where an operator's partitions are. ``query``: name, query id or run id, where several have the operator.
+
+        Raises ``QueryEndedError`` if the query that had it has ended, and ``UnknownOperatorError``.
+        """
+        running = self._current_runs()
         named = [
             r for r in running if query is None or query in (r.registration.name, r.registration.query_id, r.run_id)
         ]
         found = [r for r in named if r.operator(operator) is not None]
         if not found:
+            self._require_not_ended(operator, query, running)
             exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
             where = "No running query" if query is None else f"No running query {query!r}"
             raise UnknownOperatorError(f"{where} has an operator {operator!r}; operators that exist: {exist}.")
@@ -831,6 +883,38 @@ class Coordinator:
                 run.completed,
                 owners,
             )
+
+    def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
+        """Raise ``QueryEndedError`` if the last query that had such an operator has ended, and does not run again."""
+        again = {r.registration.query_id for r in running}
+        with self._lock:
+            ended = [e for e in self._ended_queries.values() if e.has(operator, query)]
+        ended = [e for e in ended if e.registration.query_id not in again or query == e.registration.run_id]
+        if not ended:
+            return
+        last = max(ended, key=lambda e: e.at)
+        at = datetime.fromtimestamp(last.at, timezone.utc).isoformat(sep=" ", timespec="seconds")
+        of = last.registration
+        raise QueryEndedError(
+            f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, ended at {at} "
+            f"({last.why}). Start it again, or read its state from the checkpoint with read_state."
+        )
+
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """All operators of all running queries."""
+        return tuple(
+            RunningOperator(
+                run.registration.query_id,
+                run.run_id,
+                run.registration.name,
+                operator,
+                run.registration.key_groups,
+                run.readable[0],
+                run.completed,
+            )
+            for run in self._current_runs()
+            for operator in run.registration.operators
+        )
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """Who owns which key groups of a running query (``job_id`` is its query id); None if it does not run here."""

@@ -49,6 +49,10 @@ class UnknownOperatorError(CoordinatorError):
     """No running query has the operator, or several have it."""
 
 
+class QueryEndedError(CoordinatorError):
+    """The query that had the operator has ended, and no newer run of it is running."""
+
+
 class BatchHeldError(CoordinatorError):
     """The tasks of a batch have to wait: a savepoint is being made, and the query stops with it."""
 
@@ -59,6 +63,10 @@ class UnknownQueryError(CoordinatorError):
 
 class InvalidRequestError(CoordinatorError):
     """A message names a partition or version that cannot be."""
+
+
+class InvalidTokenError(CoordinatorError):
+    """A read-only token is malformed, unknown, revoked or expired."""
 
 
 class CheckpointNotTriggeredError(CoordinatorError):

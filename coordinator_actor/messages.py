@@ -10,7 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from backends.manifest import FileRef, SnapshotRef
-from coordinator_actor.savepoint_format import ExportedFile
+from coordinator_actor.exported_file import ExportedFile
 
 
 class OperatorSpec(Struct, frozen=True):
@@ -86,7 +86,8 @@ class RegisteredQuery(Struct, frozen=True):
 class HostInfo(Struct, frozen=True):
     """One incarnation of a StateStoreHost. ``address`` is its Flight location, ``grpc://ip:port``.
 
-    ``host_id`` is stable over restarts of the actor, ``incarnation`` is new with each.
+    ``host_id`` is stable over restarts of the actor, ``incarnation`` is new with each. ``query_address`` is where its
+    ``KvStateServer`` answers query clients, ``ip:port``; empty if it does not.
     """
 
     host_id: str
@@ -94,6 +95,7 @@ class HostInfo(Struct, frozen=True):
     address: str
     node_id: str
     session_id: str
+    query_address: str = ""
 
     @property
     def ip(self) -> str:
@@ -260,7 +262,7 @@ class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat: ``known`` False asks it to register again with its report.
 
     ``savepoints`` come again until the partitions are acknowledged; what is not ``pending`` (checkpoint ids by run) any more
-    is given up.
+    is given up. ``revoked_tokens`` are the ids of all read-only tokens that count no more.
     """
 
     known: bool
@@ -268,6 +270,19 @@ class HostOrders(Struct, frozen=True):
     unload_runs: tuple[str, ...] = ()
     savepoints: tuple[SavepointOrder, ...] = ()
     pending: dict[str, list[int]] = field(default_factory=dict)
+    revoked_tokens: tuple[str, ...] = ()
+
+
+class RunningOperator(Struct, frozen=True):
+    """One operator of a running query. The versions from ``oldest_version`` to ``completed_version`` can be read."""
+
+    query_id: str
+    run_id: str
+    query_name: str | None
+    operator: OperatorSpec
+    key_groups: int
+    oldest_version: int
+    completed_version: int
 
 
 class OperatorLocation(Struct, frozen=True):

@@ -180,6 +180,16 @@ class QueryState:
         return self.chain[max(self.chain)].oldest if self.chain else 0
 
     @property
+    def readable(self) -> range:
+        """The completed versions that are kept; the empty version 0 is one as long as nothing has been removed."""
+        chain, completed = self.chain, self.completed
+        if not chain:
+            return range(completed, completed + 1)
+        lowest = min(chain)
+        oldest = chain[max(chain)].oldest or (0 if lowest <= 1 else lowest)
+        return range(min(oldest, completed), completed + 1)
+
+    @property
     def below(self) -> dict[int, Manifest]:
         """The completed part of the chain."""
         return {v: m for v, m in self.chain.items() if v <= self.completed}
@@ -443,13 +453,11 @@ class QueryState:
 
     def announce(self) -> None:
         """Get ready what the hosts are told of the completed version, each of its own partitions."""
+        of_host = {} if self.assignment is None else self.assignment.of_host
+        by_host = {h: Completed(self.run_id, self.completed, self.heads(self.completed, t)) for h, t in of_host.items()}
+        # Who reads without the lock takes what is for all first.
+        self.announced_by_host = by_host
         self.announced = Completed(self.run_id, self.completed, {})
-        self.announced_by_host = {}
-        if self.assignment is None:
-            return
-        for host in self.assignment.hosts:
-            heads = self.heads(self.completed, self.assignment.of_host[host.host_id])
-            self.announced_by_host[host.host_id] = Completed(self.run_id, self.completed, heads)
 
     def recover(self, version: int) -> None:
         """Prepare a version that Spark has committed although this coordinator saw no manifest of it.

@@ -28,7 +28,8 @@ from backends.schema_evolution import nullable
 from backends.sorted_pairs import as_binary, is_strictly_sorted
 from backends.storage import CheckpointStorage, digest, file_digest
 from coordinator_actor.exceptions import SavepointError
-from coordinator_actor.savepoint_format import KEY_GROUP_COLUMN, ExportedFile, column_names, file_path
+from coordinator_actor.exported_file import ExportedFile
+from coordinator_actor.savepoint_format import KEY_GROUP_COLUMN, column_names, file_path
 
 ROW_GROUP_ROWS = 100_000
 ROW_GROUP_BYTES = 32 << 20

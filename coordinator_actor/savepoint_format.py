@@ -32,6 +32,7 @@ from backends.schema import StateSchema
 from backends.sealed import seal, unseal
 from backends.storage import CheckpointStorage, file_digest
 from coordinator_actor.exceptions import SavepointError
+from coordinator_actor.exported_file import ExportedFile
 
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
@@ -43,22 +44,6 @@ KEY_GROUP_COLUMN = "__statestore_key_group"
 """The first column of every file, int32. No user's column can have such a name."""
 VALUE_SUFFIX = "__value"
 _DIGITS = 5
-
-
-class ExportedFile(Struct, frozen=True):
-    """A Parquet file below the savepoint: the rows of the key groups ``first_group`` to ``last_group``, both included."""
-
-    path: str
-    size: int
-    digest: str
-    rows: int
-    first_group: int
-    last_group: int
-
-    @property
-    def ref(self) -> FileRef:
-        """The file as storage knows it."""
-        return FileRef(self.path, self.size, self.digest)
 
 
 class SavepointVariable(Struct, frozen=True):

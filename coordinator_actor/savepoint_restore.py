@@ -43,13 +43,13 @@ from backends.sorted_pairs import SortedPairs
 from backends.storage import CheckpointStorage
 from coordinator_actor.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
+from coordinator_actor.exported_file import ExportedFile
 from coordinator_actor.manifests import ManifestLog, QueryFile, schema_path
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.partition_builder import STORE, build_partition
 from coordinator_actor.savepoint_differences import differences
 from coordinator_actor.savepoint_export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoint_format import (
-    ExportedFile,
     OpenStorage,
     SavepointMetadata,
     SavepointOperator,

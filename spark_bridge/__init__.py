@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spark_bridge import functions
     from spark_bridge.aggregate_operator import aggregate
-    from spark_bridge.client import QueryableStateClient
     from spark_bridge.deduplicate import deduplicate
     from spark_bridge.host_actor import StateStoreHost
     from spark_bridge.operator_progress import (
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
         remove_state_operator_listener,
         state_operator_progress,
     )
+    from spark_bridge.queryable.async_client import AsyncQueryableStateClient
+    from spark_bridge.queryable.client import QueryableStateClient
+    from spark_bridge.queryable.client_scans import StateScan
+    from spark_bridge.queryable.watch import StateChange, StateWatch
     from spark_bridge.savepoints import (
         delete_savepoint,
         describe_savepoint,
@@ -55,14 +58,18 @@ __all__ = [
     "ArrowBatch",
     "ArrowResult",
     "ArrowStatefulProcessor",
+    "AsyncQueryableStateClient",
     "ExpiredTimerInfo",
     "ListState",
     "MapState",
     "ProcessorTester",
     "QueryableStateClient",
+    "StateChange",
     "StateOperatorListener",
     "StateOperatorProgress",
+    "StateScan",
     "StateStoreHost",
+    "StateWatch",
     "StatefulProcessor",
     "StatefulProcessorHandle",
     "TimerValues",
@@ -99,14 +106,18 @@ _HOMES = {
     "ArrowBatch": "spark_bridge.stateful.arrow_processor",
     "ArrowResult": "spark_bridge.stateful.arrow_processor",
     "ArrowStatefulProcessor": "spark_bridge.stateful.arrow_processor",
+    "AsyncQueryableStateClient": "spark_bridge.queryable.async_client",
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
     "ListState": "spark_bridge.stateful.list_state",
     "MapState": "spark_bridge.stateful.map_state",
     "ProcessorTester": "spark_bridge.stateful.tester",
-    "QueryableStateClient": "spark_bridge.client",
+    "QueryableStateClient": "spark_bridge.queryable.client",
+    "StateChange": "spark_bridge.queryable.watch",
     "StateOperatorListener": "spark_bridge.operator_progress",
     "StateOperatorProgress": "spark_bridge.operator_progress",
+    "StateScan": "spark_bridge.queryable.client_scans",
     "StateStoreHost": "spark_bridge.host_actor",
+    "StateWatch": "spark_bridge.queryable.watch",
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
     "StatefulProcessorHandle": "spark_bridge.stateful.handle",
     "TimerValues": "spark_bridge.stateful.stateful_processor",

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from spark_bridge import savepoint_cli
+from spark_bridge import savepoint_cli, token_cli
 
 PIPE_WIDTH = 240
 
@@ -30,6 +30,7 @@ class Backend(str, Enum):
 
 
 app.add_typer(savepoint_cli.app)
+app.add_typer(token_cli.app)
 
 
 @app.command()

@@ -78,6 +78,10 @@ class AccessDeniedError(QueryableStateError):
     """No token, a wrong or revoked one, or one that does not allow this."""
 
 
+class TlsError(QueryableStateError):
+    """TLS is on at one side only, its files are missing or do not fit, or a certificate is refused."""
+
+
 class RequestLimitError(QueryableStateError, ValueError):
     """A request is larger than the host allows, or would take longer."""
 

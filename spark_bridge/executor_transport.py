@@ -37,7 +37,7 @@ def find() -> Transport | None:
         failure: Exception | None = None
         for address, token in endpoints.candidates():
             try:
-                answer = client_for(address, token).call_coordinator(method, to_wire(args))
+                answer = client_for(address, token, endpoints.tls).call_coordinator(method, to_wire(args))
             except HostUnavailableError as error:
                 forget_client(address, token)
                 failure = error

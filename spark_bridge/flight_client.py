@@ -10,11 +10,9 @@ import msgspec
 import pyarrow as pa
 from pyarrow import flight
 
-from backends import exceptions as backend_errors
-from coordinator_actor import exceptions as coordinator_errors
 from coordinator_actor.messages import Acknowledged, OperatorLocation
-from spark_bridge import exceptions as bridge_errors
-from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
+from spark_bridge.errors_by_name import rebuilt_error
+from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError, TlsError
 from spark_bridge.protocol import (
     CHANGES_SCHEMA,
     KEYS_SCHEMA,
@@ -28,6 +26,7 @@ from spark_bridge.protocol import (
     ScanCommand,
     TaskIdentity,
 )
+from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.state_access import KeyRange
 
 UNREACHABLE = (
@@ -37,35 +36,37 @@ UNREACHABLE = (
     flight.FlightInternalError,
 )
 
+REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
+
 
 def error_from(error: flight.FlightError) -> Exception:
     """The error that the host raised, rebuilt by class name and message; else the Flight error as one of ours."""
     extra = getattr(error, "extra_info", None)
     if extra:
         info = msgspec.json.decode(bytes(extra), type=ErrorInfo)
-        for module in (bridge_errors, coordinator_errors, backend_errors):
-            kind = getattr(module, info.error, None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
-                rebuilt = kind.__new__(kind)
-                rebuilt.args = (info.message,)
-                return rebuilt
-        return SparkBridgeError(f"{info.error}: {info.message}")
+        return rebuilt_error(info.error, info.message)
+    said = str(error).split("\n", 1)[0]
+    if isinstance(error, REFUSED):
+        return AccessDeniedError(said)
     if isinstance(error, UNREACHABLE):
-        return HostUnavailableError(str(error).split("\n", 1)[0])
-    return SparkBridgeError(str(error).split("\n", 1)[0])
+        return HostUnavailableError(said)
+    return SparkBridgeError(said)
 
 
 class HostClient:
-    """Calls to the host at ``address``; ``timeout`` in seconds bounds each of them.
+    """Calls to the host at ``address``; ``timeout`` in seconds bounds each of them. ``grpc+tls://`` needs ``tls``.
 
     Every method raises the host's own errors, and ``HostUnavailableError`` when nobody answers.
     """
 
-    def __init__(self, address: str, token: str, timeout: float = 60.0) -> None:
+    def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
         self.address = address
+        if tls is None and address.startswith("grpc+tls:"):
+            raise TlsError(f"{address} is to be called with TLS, and it is not said which certificates to trust.")
+        arguments = {} if tls is None else tls.flight_client_arguments()
         # Without this, gRPC shares one channel between clients and its back-off outlives a restarted host.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 200)]
-        self._client = flight.FlightClient(address, generic_options=options)
+        self._client = flight.FlightClient(address, generic_options=options, **arguments)
         self._options = flight.FlightCallOptions(
             timeout=timeout, headers=[(b"authorization", f"Bearer {token}".encode())]
         )
@@ -172,12 +173,12 @@ _clients: dict[tuple[str, str], HostClient] = {}
 _clients_lock = threading.Lock()
 
 
-def client_for(address: str, token: str) -> HostClient:
+def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClient:
     """This process's connection to a host; PySpark workers live on, so connections are kept."""
     with _clients_lock:
         client = _clients.get((address, token))
         if client is None:
-            client = _clients[(address, token)] = HostClient(address, token)
+            client = _clients[(address, token)] = HostClient(address, token, tls=tls)
         return client
 
 

@@ -19,6 +19,7 @@ from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.exceptions import StateStoreError
 from backends.ids import check_name
 from backends.sorted_pairs import SortedPairs, to_bytes_list
+from coordinator_actor.access_tokens import is_read_only
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
 from spark_bridge.host import Host
@@ -35,6 +36,7 @@ from spark_bridge.protocol import (
     ScanCommand,
     TaskIdentity,
 )
+from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.state_access import KeyRange
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ ENCODE = msgspec.json.encode
 
 
 class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses every call that does not carry the token."""
+    """Refuses every call that does not carry the cluster's token: who may call at all may commit."""
 
     def __init__(self, token: str) -> None:
         super().__init__()
@@ -53,13 +55,20 @@ class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
         given = next((v for k, values in headers.items() if k.lower() == "authorization" for v in values), "")
         if not hmac.compare_digest(given.encode(), self._expected):
-            raise flight.FlightUnauthenticatedError("This state store host answers only calls with its token.")
+            raise flight.FlightUnauthenticatedError(_refused(given.removeprefix("Bearer ")))
+
+
+def _refused(token: str) -> str:
+    only = "This state store host answers here only calls with the cluster's token"
+    if is_read_only(token):
+        return f"{only}; a read-only token is for its query address alone."
+    return f"{only}; {'this one has another' if token else 'this one has none'}."
 
 
 class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves one host at ``grpc://<ip>:<port>``; ``port`` 0 takes a free one.
+    """Serves one host at ``address``, ``grpc://<ip>:<port>``, with ``tls`` ``grpc+tls://``; ``port`` 0 takes a free one.
 
-    ``call_coordinator(method, args)`` passes on a task's message to the coordinator.
+    ``call_coordinator(method, args)`` passes on a task's message to the coordinator. Raises ``TlsError``.
     """
 
     def __init__(
@@ -69,8 +78,12 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         token: str,
         call_coordinator: Callable[[str, dict[str, object]], object],
         port: int = 0,
+        tls: TlsConf | None = None,
     ) -> None:
-        super().__init__(f"grpc://{ip}:{port}", middleware={"token": _TokenMiddleware(token)})
+        scheme = "grpc" if tls is None else "grpc+tls"
+        arguments = {} if tls is None else tls.flight_server_arguments()
+        super().__init__(f"{scheme}://{ip}:{port}", middleware={"token": _TokenMiddleware(token)}, **arguments)
+        self.address = f"{scheme}://{ip}:{self.port}"
         self._host = host
         self._call_coordinator = call_coordinator
 

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as with_changes
 from pathlib import Path
@@ -57,12 +57,14 @@ from coordinator_actor.messages import (
     OperatorLocation,
     QueryRegistration,
     Refused,
+    RunningOperator,
     SavepointExported,
     SavepointOrder,
     SnapshotUploaded,
 )
 from coordinator_actor.savepoints import variables_of
 from spark_bridge.acknowledgements import Acknowledgements
+from spark_bridge.completed_versions import CompletedVersion, CompletedVersions
 from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
 from spark_bridge.protocol import Opened, ScanCommand, TaskIdentity
 from spark_bridge.savepoint_exports import SavepointExports, Scans
@@ -78,8 +80,12 @@ GRANT_SECONDS = 1.0
 """For how long the tasks of a batch go by what the coordinator said to the first of them: owners may have moved since."""
 REMEMBERED_COMMITS = 4
 """Of so many versions a host can tell what was done, for those who ask when the next batch has begun."""
+ASK_SECONDS = 0.02
+"""So long after one question for the completed version the next one is asked, however many readers wait for it."""
 InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
+RunKey = tuple[str, str, int]
+"""Run id, operator, partition."""
 
 
 class CoordinatorPort(Protocol):
@@ -119,6 +125,12 @@ class CoordinatorPort(Protocol):
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """Find the owners of an operator's partitions."""
 
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """The operators of all running queries."""
+
+    def completed(self, run_id: str, host_id: str) -> Completed:
+        """The last completed version of a run, with the heads of the host's partitions."""
+
 
 @dataclass
 class Instance:
@@ -136,11 +148,32 @@ class Instance:
     commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)
     snapshot_version: int = 0
     rescaled_at: int | None = None
+    key_windows: KeyWindows | None = None
 
     @property
     def key(self) -> InstanceKey:
         """What the host finds it by."""
         return self.registration.query_id, self.operator, self.partition
+
+    @property
+    def run_key(self) -> RunKey:
+        """What those who name a run find it by."""
+        return self.registration.run_id, self.operator, self.partition
+
+
+class KeyWindows(Protocol):
+    """Follows which windows the keys of a partition's rows have."""
+
+    def add(self, base: str | None, head: str, changes: Changes) -> None:
+        """The version with the head ``head`` consists of changes to the one with ``base``."""
+
+
+@dataclass
+class _Asking:
+    """Who asks for the completed version of a run asks for all that wait; ``at`` is when, of ``time.monotonic``."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    at: float = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -174,11 +207,19 @@ class Host:
         self._coordinator = coordinator
         self._local_dir = local_dir
         self._conf = conf or StateStoreConf()
-        self._open_storage = open_storage or (
+        self.open_storage = open_storage or (
             lambda location, options: CheckpointStorage.open(location, options, fsync=self._conf.fsync)
         )
         self._clock = clock
+        self.revoked_tokens: frozenset[str] | None = None
+        """The ids of read-only tokens that count no more; None until the coordinator has said so."""
+        shutil.rmtree(self.scratch, ignore_errors=True)  # of an incarnation of this host that was killed
+        self.completed = CompletedVersions()
+        self._asking: dict[str, _Asking] = {}
         self._instances: dict[InstanceKey, Instance] = {}
+        self._by_run: dict[RunKey, Instance] = {}
+        self._ended_run_hooks: list[Callable[[str | None], None]] = []
+        self._maintained: list[Callable[[], None]] = []
         self._opened: dict[str, int] = {}
         self._registrations: dict[str, QueryRegistration] = {}
         self._registering: threading.Thread | None = None
@@ -199,7 +240,7 @@ class Host:
             info,
             self._scan_for_savepoint,
             self._coordinator.savepoint_exported,
-            lambda order: self._open_storage(order.location, order.registration.storage_options),
+            lambda order: self.open_storage(order.location, order.registration.storage_options),
             local_dir / "savepoints",
         )
 
@@ -230,7 +271,13 @@ class Host:
             held = dict.fromkeys(self._registrations, NOTHING_HELD)
             for i in self._instances.values():
                 held[i.registration.run_id] = min(i.state.version, held.get(i.registration.run_id, i.state.version))
+            for run_id, version in held.items():
+                # What is loaded is at a version that the coordinator has said; the other partitions must hear of it too.
+                noted = self.completed.newest(run_id)
+                held[run_id] = version if noted is None else min(version, noted.version)
         orders = self._coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, held)
+        # Answers may overtake each other, and what is revoked stays so.
+        self.revoked_tokens = frozenset(orders.revoked_tokens).union(self.revoked_tokens or ())
         if not orders.known:
             # Apart, for one query's storage may hang, and the lease must be renewed meanwhile.
             if self._registering is None or not self._registering.is_alive():
@@ -249,7 +296,11 @@ class Host:
             self._exports.take(order)
 
     def on_completed(self, completed: Completed) -> None:
-        """Apply the accepted changes of a version that Spark has committed."""
+        """Apply the accepted changes of a version that Spark has committed.
+
+        Readers see it in all partitions at once, before it is applied.
+        """
+        self.completed.note(completed)
         with self._lock:
             instances = [i for i in self._instances.values() if i.registration.run_id == completed.run_id]
         for instance in instances:
@@ -283,8 +334,8 @@ class Host:
         """Unload the instances of a run that is over, and forget it."""
         with self._lock:
             gone = [i for i in self._instances.values() if i.registration.run_id == run_id]
-            for held in (self._registrations, self._opened, self._granted, self._granting):
-                held.pop(run_id, None)
+            self._forget_run(run_id)
+        self._tell_ended(run_id)
         for instance in gone:
             self._unload(instance)
         with self._lock:
@@ -292,14 +343,37 @@ class Host:
         for left in () if is_loading else self._local_dir.glob(f"*/{run_id}"):  # of an incarnation that was killed
             shutil.rmtree(left, ignore_errors=True)
 
+    def _forget_run(self, run_id: str) -> None:
+        for held in (self._registrations, self._opened, self._granted, self._granting, self._asking):
+            held.pop(run_id, None)
+        self.completed.forget(run_id)
+
+    def _tell_ended(self, run_id: str | None) -> None:
+        for hook in self._ended_run_hooks:
+            hook(run_id)
+
+    def on_run_ended(self, hook: Callable[[str | None], None]) -> None:
+        """Have a function called with the id of each run that is over here, and with None when the host closes."""
+        self._ended_run_hooks.append(hook)
+
+    def on_maintenance(self, work: Callable[[], None]) -> None:
+        """Have something quick done with every maintenance."""
+        self._maintained.append(work)
+
     def _unload(self, instance: Instance) -> None:
-        key = instance.key
-        with self._loading_lock(key):
-            with self._lock:
-                if self._instances.get(key) is not instance:
-                    return
-                del self._instances[key]
+        with self._loading_lock(instance.key):
+            if not self._let_go(instance):
+                return
             self._destroy(instance)
+
+    def _let_go(self, instance: Instance) -> bool:
+        """No longer find an instance, if it is the one that is found."""
+        with self._lock:
+            if self._instances.get(instance.key) is not instance:
+                return False
+            del self._instances[instance.key]
+            self._by_run.pop(instance.run_key, None)
+            return True
 
     def _loading_lock(self, key: InstanceKey) -> threading.Lock:
         """Held by whoever loads or unloads a partition."""
@@ -375,6 +449,7 @@ class Host:
                     held = _Granted(grant, now, held.hosts, held.owners)
                 with self._lock:
                     self._granted[task.run_id] = held
+                self.completed.note(Completed(task.run_id, grant.version, grant.heads))
         grant = held.grant
         owners = held.owners.get(task.operator, [])
         if not 0 <= task.partition < len(owners):
@@ -403,15 +478,15 @@ class Host:
                         "one may go on."
                     )
                 with self._lock:
-                    del self._instances[key]
+                    self._let_go(instance)
                     retired = instance.registration.run_id
                     if all(i.registration.run_id != retired for i in self._instances.values()):
-                        for held in (self._registrations, self._opened, self._granted, self._granting):
-                            held.pop(retired, None)
+                        self._forget_run(retired)
+                self._tell_ended(retired)
                 self._destroy(instance)
                 instance = None
             if instance is None:
-                storage = self._open_storage(registration.state_location, registration.storage_options)
+                storage = self.open_storage(registration.state_location, registration.storage_options)
                 conf = with_changes(self._conf, provider=spec.backend)
                 state = self._partition_state(registration, storage, layout, conf)
                 instance = Instance(registration, operator, partition, state)
@@ -426,12 +501,12 @@ class Host:
                 with instance.commit_lock:
                     self._advance(instance, grant)
             except BaseException:
-                with self._lock:
-                    self._instances.pop(key, None)
+                self._let_go(instance)
                 self._destroy(instance)
                 raise
             with self._lock:
                 self._instances[key] = instance
+                self._by_run[instance.run_key] = instance
             return instance
 
     def _partition_state(
@@ -468,6 +543,7 @@ class Host:
             run_id = instance.registration.run_id
             lineage = self._coordinator.lineage(run_id, instance.operator, instance.partition, grant.version)
         started = time.perf_counter()
+        instance.key_windows = None
         state.load(lineage)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         if lineage.rescaled is not None and not lineage.snapshots:
@@ -481,16 +557,13 @@ class Host:
             (time.perf_counter() - started) * 1e3,
         )
 
-    def _instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
-        with self._lock:
-            for instance in self._instances.values():
-                if (instance.registration.run_id, instance.operator, instance.partition) == (
-                    run_id,
-                    operator,
-                    partition,
-                ):
-                    return instance
-        return None
+    def instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
+        """A partition as it is loaded here, if it is."""
+        return self._by_run.get((run_id, operator, partition))
+
+    def registration(self, run_id: str) -> QueryRegistration | None:
+        """A run that this host has, or has had, partitions of."""
+        return self._registrations.get(run_id)
 
     def get_many(
         self,
@@ -506,7 +579,7 @@ class Host:
         A column family that was never written to is empty.
         Raises ``NotOwnerError`` if the partition is not this host's, or not open here at that version.
         """
-        instance = self._instance(run_id, operator, partition)
+        instance = self.instance(run_id, operator, partition)
         if version is None:
             instance = self._for_read(run_id, operator, partition, instance)
         elif instance is None or instance.state.version != version:
@@ -524,7 +597,7 @@ class Host:
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
         """The pairs of ranges of keys, one range after the other; raises as ``get_many`` does."""
         run_id, operator, partition, version = command.run_id, command.operator, command.partition, command.version
-        instance = self._instance(run_id, operator, partition)
+        instance = self.instance(run_id, operator, partition)
         if instance is None or instance.state.version != version:
             raise self._not_open(run_id, operator, partition, version)
         left = command.limit
@@ -549,15 +622,58 @@ class Host:
         )
 
     def _for_read(self, run_id: str, operator: str, partition: int, held: Instance | None) -> Instance:
-        if held is not None:
-            return held
-        grant = self._with_registration(lambda: self._coordinator.open_for_read(run_id, operator, partition))
+        return held if held is not None else self.load_for_read(run_id, operator, partition)
+
+    def load_for_read(self, run_id: str, operator: str, partition: int, *, again: bool = False) -> Instance:
+        """Note the last completed version of a partition as the coordinator knows it now, and load it if it is not loaded.
+
+        ``again``: even if it is, for it does not have that version. Raises ``NotOwnerError`` if it is another host's, and what the coordinator raises.
+        """
+        grant = self.open_for_read(run_id, operator, partition)
         if (grant.owner.host_id, grant.owner.incarnation) != (self.info.host_id, self.info.incarnation):
             raise NotOwnerError(
                 f"Partition {partition} of operator {operator!r} belongs to host {grant.owner.host_id} "
                 f"at {grant.owner.address}, not to {self.info.host_id}; locate it again."
             )
-        return self._load(grant, operator, partition, for_read=True)
+        heads = {} if grant.head is None else {operator: {partition: grant.head}}
+        self.completed.note(Completed(run_id, grant.version, heads))
+        held = None if again else self.instance(run_id, operator, partition)
+        return self._load(grant, operator, partition, for_read=True) if held is None else held
+
+    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """Ask the coordinator who owns a partition, and what its state is."""
+        return self._of_run(run_id, lambda: self._coordinator.open_for_read(run_id, operator, partition))
+
+    def _of_run(self, run_id: str, call: Callable[[], T]) -> T:
+        """Call the coordinator about a run. Only of a run that this host holds can it be told anew that there is one."""
+        return self._with_registration(call) if run_id in self._registrations else call()
+
+    def completed_version(self, run_id: str, at_least: int, seconds: float) -> CompletedVersion | None:
+        """The last completed version of a run that this host knows of; if it is not ``at_least`` that, the coordinator is asked.
+
+        Asks again until ``seconds`` are over, for all that wait together, and then gives what is known. Raises what the
+        coordinator raises, as ``RetiredRunError`` if the run is over.
+        """
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            asking = self._asking.setdefault(run_id, _Asking())
+        while True:
+            newest = self.completed.newest(run_id)
+            left = deadline - time.monotonic()
+            if (newest is not None and newest.version >= at_least) or left <= 0:
+                return newest
+            if not asking.lock.acquire(timeout=left):
+                continue
+            try:
+                pause = asking.at + ASK_SECONDS - time.monotonic()
+                newest = self.completed.wait(run_id, at_least, min(left, pause)) if pause > 0 else newest
+                if newest is None or newest.version < at_least:
+                    asking.at = time.monotonic()
+                    self.completed.note(
+                        self._of_run(run_id, lambda: self._coordinator.completed(run_id, self.info.host_id))
+                    )
+            finally:
+                asking.lock.release()
 
     def commit(
         self,
@@ -571,7 +687,7 @@ class Host:
         The changelog is durable before the coordinator hears of it (DESIGN, rule 2). If the
         coordinator refuses, nothing has changed.
         """
-        instance = self._instance(task.run_id, task.operator, task.partition)
+        instance = self.instance(task.run_id, task.operator, task.partition)
         if instance is None or instance.state.version != task.batch_id:
             raise self._not_open(task.run_id, task.operator, task.partition, task.batch_id)
         started = time.perf_counter()
@@ -589,6 +705,8 @@ class Host:
             )
             try:
                 file = instance.state.stage(meta, changes)
+                if instance.key_windows is not None:
+                    instance.key_windows.add(meta.base, file.path, changes)
             except (LineageMismatchError, StoreClosedError) as error:
                 raise self._not_open(task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
@@ -632,6 +750,8 @@ class Host:
     def do_maintenance(self) -> list[Future[None]]:
         """Unload what is another's by now, and begin to upload the snapshots that are due, a few partitions at a time."""
         log.debug("Doing maintenance")
+        for work in self._maintained:
+            work()
         self._unload_others()
         begun = []
         with self._lock:
@@ -691,7 +811,7 @@ class Host:
         registration = order.registration
         spec = next(o for o in registration.operators if o.name == operator)
         variables = variables_of(spec.schema)
-        instance = self._instance(order.run_id, operator, partition)
+        instance = self.instance(order.run_id, operator, partition)
         # What is accepted for a version that is not completed here yet need not be what the manifest names.
         if instance is not None and instance.state.version >= order.version:
             try:
@@ -699,7 +819,7 @@ class Host:
             except (VersionNotFoundError, StoreClosedError):
                 log.debug("Version %d of %s is read from storage", order.version, self._describe_id(instance))
         lineage = self._coordinator.lineage(order.run_id, operator, partition, order.version)
-        storage = self._open_storage(registration.state_location, registration.storage_options)
+        storage = self.open_storage(registration.state_location, registration.storage_options)
         conf = with_changes(self._conf, provider=spec.backend)
         local = self._local_dir / "savepoints" / uuid.uuid4().hex
         layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
@@ -714,6 +834,37 @@ class Host:
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """Where an operator's partitions are, for query clients."""
         return self._coordinator.locate(operator, query)
+
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """The operators of all running queries, whichever hosts have them."""
+        return self._coordinator.operators()
+
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+        """The files that lead to a retained version of a partition, for a copy of it."""
+        return self._of_run(run_id, lambda: self._coordinator.lineage(run_id, operator, partition, version))
+
+    def open_copy(self, registration: QueryRegistration, directory: str, backend: str, local: Path) -> PartitionState:
+        """An empty state in the directory ``local``, into which versions of the partition in ``directory`` can be loaded."""
+        storage = self.open_storage(registration.state_location, registration.storage_options)
+        conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)
+        return provider_class(conf).partition_state(local, storage, directory, conf)
+
+    def partitions(self, run_id: str, operator: str) -> list[dict[str, int]]:
+        """The partitions of an operator that are loaded here, with their versions and sizes."""
+        with self._lock:
+            held = [i for (run, name, _), i in self._by_run.items() if (run, name) == (run_id, operator)]
+        sized = []
+        for instance in held:
+            with suppress(StoreClosedError):  # it is being unloaded
+                sized.append(
+                    {"partition": instance.partition, "version": instance.state.version, **_size(instance.state)}
+                )
+        return sorted(sized, key=lambda one: one["partition"])
+
+    def count_keys_read(self, number: int) -> None:
+        """For ``describe``."""
+        with self._lock:
+            self._counters["keys_read"] += number
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -745,8 +896,14 @@ class Host:
         """Unload everything and remove the local files."""
         for run_id in {i.registration.run_id for i in list(self._instances.values())}:
             self.unload_run(run_id)
+        self._tell_ended(None)
         self._exports.close()
         self._uploads.shutdown(cancel_futures=True)
+
+    @property
+    def scratch(self) -> Path:
+        """Where copies of partitions may be kept for a while; of what is there, an earlier incarnation needs nothing."""
+        return self._local_dir / "copies"
 
     @staticmethod
     def _describe_id(instance: Instance) -> str:

@@ -1,4 +1,4 @@
-"""``StateStoreHost``, the Ray actor around a ``Host``: its process, its Flight server, its heartbeat.
+"""``StateStoreHost``, the Ray actor around a ``Host``: its process, its two servers, its heartbeat.
 
 A host takes no CPU slot from RayDP's executors. It belongs to the driver that made it and ends with it.
 """
@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 import uuid
@@ -24,10 +25,12 @@ from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError
 from backends.manifest import Lineage
 from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import (
     Acknowledge,
     Acknowledged,
     BatchGrant,
+    Completed,
     HostInfo,
     HostOrders,
     HostReport,
@@ -35,6 +38,7 @@ from coordinator_actor.messages import (
     OpenGrant,
     OperatorLocation,
     Refused,
+    RunningOperator,
     SavepointExported,
     SnapshotUploaded,
 )
@@ -43,10 +47,19 @@ from spark_bridge.executor_transport import checked_call
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.host import Host
 from spark_bridge.protocol import HostFile
+from spark_bridge.queryable.access import ClusterTokens
+from spark_bridge.queryable.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.host_reads import HostReads
+from spark_bridge.queryable.ray_metrics import request_metrics
+from spark_bridge.queryable.tls import TlsConf
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+LOCATE_SECONDS = 5.0
+"""How long the proxy waits for the coordinator: what it knows of owners goes on serving meanwhile."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread keeps the interpreter while others wait: a lookup must not wait for ten commits that compute."""
 
 
 class RayCoordinatorPort:
@@ -137,6 +150,21 @@ class RayCoordinatorPort:
         location: OperatorLocation = self.call("locate", operator, query)
         return location
 
+    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
+        """See ``OracleSource``."""
+        oracle: KvStateLocationOracle | None = self.call("get_kv_state_location_oracle", job_id)
+        return oracle
+
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """See ``CoordinatorPort``."""
+        operators: tuple[RunningOperator, ...] = self.call("operators")
+        return operators
+
+    def completed(self, run_id: str, host_id: str) -> Completed:
+        """See ``CoordinatorPort``."""
+        completed: Completed = self.call("completed", run_id, host_id)
+        return completed
+
 
 class StateStoreHost:
     """One named Ray actor per executor core; see ``Host`` for what it does."""
@@ -150,8 +178,10 @@ class StateStoreHost:
         token: str,
         conf: StateStoreConf,
         recovery_timeout: float,
+        tls: TlsConf | None = None,
     ) -> None:
         quiet_logging()
+        sys.setswitchinterval(SWITCH_SECONDS)
         self._namespace = namespace
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self._host_file = host_files_dir(session_dir, namespace, session_id) / f"{host_id}.json"
@@ -159,16 +189,33 @@ class StateStoreHost:
         self._coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
         self._node_ip = ray.util.get_node_ip_address()
         self._stopping = threading.Event()
-        self._last_heartbeat = time.monotonic()
-        self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator)
+        # The first one is due at once: it brings what tokens have been revoked.
+        self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
+        self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator, tls=tls)
+        self._locator = RayCoordinatorPort(namespace, coordinator_name, min(LOCATE_SECONDS, recovery_timeout))
+        self._queries = KvStateClientProxy(
+            self._get_reads,
+            self._locator,
+            ClusterTokens(token, lambda: self._host.revoked_tokens),
+            token=token,
+            ip=self._node_ip,
+            tls=None if tls is None else tls.server_context(),
+            client_tls=None if tls is None else tls.client_context(),
+            host_id=host_id,
+        )
         info = HostInfo(
             host_id=host_id,
             incarnation=uuid.uuid4().hex,
-            address=f"grpc://{self._node_ip}:{self._server.port}",
+            address=self._server.address,
             node_id=ray.get_runtime_context().get_node_id(),
             session_id=session_id,
+            query_address=self._queries.server_address,
         )
         self._host = Host(info, self._coordinator, self._local_dir, conf=conf)
+        self._reads = HostReads(self._host)
+        self._publish_requests = request_metrics(self._queries.statistics, namespace, host_id)
+        # Before anybody is told of the address.
+        self._queries.start()
         self._host.register()
         self._write_host_file(token)
         self._heartbeat = threading.Thread(target=self._run_heartbeat, name="statestore-heartbeat", daemon=True)
@@ -185,6 +232,9 @@ class StateStoreHost:
     def _get_host(self) -> Host:
         return self._host
 
+    def _get_reads(self) -> HostReads:
+        return self._reads
+
     def _call_coordinator(self, method: str, args: dict[str, object]) -> object:
         return self._coordinator.call(method, **checked_call(method, args))
 
@@ -200,6 +250,10 @@ class StateStoreHost:
 
     def _run_heartbeat(self) -> None:
         while not self._stopping.wait(self._until_heartbeat()):
+            try:
+                self._publish_requests()
+            except Exception:  # the thread must go on
+                log.warning("The request statistics of %s were not published", self._host.info.host_id, exc_info=True)
             if self._until_heartbeat() > 0:
                 continue  # the driver has just caused one
             try:
@@ -230,17 +284,29 @@ class StateStoreHost:
         """The Flight address of this incarnation."""
         return self._host.info.address
 
+    def query_address(self) -> str:
+        """Where this incarnation answers query clients: ``ip:port``."""
+        return self._host.info.query_address
+
     def pid(self) -> int:
         """The process id of this incarnation."""
         return os.getpid()
 
     def describe(self) -> dict[str, object]:
-        """What this host is and holds."""
-        return {**self._host.describe(), "pid": os.getpid(), "namespace": self._namespace}
+        """What this host is and holds, and how it has answered queries."""
+        return {
+            **self._host.describe(),
+            "pid": os.getpid(),
+            "namespace": self._namespace,
+            "query_address": self._host.info.query_address,
+            "requests": self._queries.statistics.snapshot(),
+        }
 
     def stop(self) -> None:
         """Unload everything and remove the local files; the actor is of no use afterwards."""
         self._stopping.set()
+        self._locator.close()
+        self._queries.shutdown()
         self._server.shutdown()
         self._host.close()
         self._clean_up()
@@ -275,6 +341,7 @@ def start_hosts(
     conf: StateStoreConf,
     recovery_timeout: float,
     node_ids: Callable[[int], str | None],
+    tls: TlsConf | None = None,
 ) -> list[Any]:
     """Start ``count`` host actors, the i-th on the node ``node_ids(i)`` where that is possible."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -293,7 +360,7 @@ def start_hosts(
                 max_restarts=-1,
                 max_concurrency=4,
                 scheduling_strategy=strategy,
-            ).remote(host_id, session_id, namespace, coordinator_name, token, conf, recovery_timeout)
+            ).remote(host_id, session_id, namespace, coordinator_name, token, conf, recovery_timeout, tls)
         )
     ray.get([host.address.remote() for host in hosts], timeout=120)
     return hosts

@@ -21,9 +21,9 @@ from backends.exceptions import StoreClosedError
 from backends.key_groups import partition_range
 from backends.schema import StateSchema
 from backends.storage import CheckpointStorage
+from coordinator_actor.exported_file import ExportedFile
 from coordinator_actor.messages import HostInfo, SavepointExported, SavepointOrder
 from coordinator_actor.savepoint_export import export_partition
-from coordinator_actor.savepoint_format import ExportedFile
 from coordinator_actor.savepoints import variables_of
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from coordinator_actor.coordinator import CoordinatorConf
     from spark_bridge.listener import StateStoreQueryListener
+    from spark_bridge.queryable.tls import TlsConf
     from spark_bridge.state_cluster import StateCluster
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def init_spark(
     conf: StateStoreConf | None = None,
     coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+    tls: TlsConf | None = None,
     **raydp_options: Any,
 ) -> SparkSession:
     """Start Spark on Ray with RayDP, and the state store beside its executors.
@@ -70,12 +72,15 @@ def init_spark(
     ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of
     its checkpoint location. ``recovery_timeout`` (seconds) is how long a task waits for a state
     partition's new owner. ``coordinator_conf`` (its leases and timeouts) counts for the session that
-    finds no coordinator in the namespace and so starts it.
+    finds no coordinator in the namespace and so starts it. ``tls`` encrypts what tasks, query clients and hosts say to
+    each other.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
-    not fit, ``SessionError`` if this process has a session already.
+    not fit, ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
     """
     _require_no_session()
+    if tls is not None:
+        tls.check()
     ensure_java()
     _check_pair()
     # RayDP's workers otherwise run whatever python3 is first on the PATH.
@@ -101,6 +106,7 @@ def init_spark(
             conf=conf or StateStoreConf(),
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
+            tls=tls,
             by_raydp=True,
             started_ray=started_ray,
         )
@@ -123,14 +129,17 @@ def attach(
     conf: StateStoreConf | None = None,
     coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+    tls: TlsConf | None = None,
 ) -> SparkSession:
     """Give a Spark session made elsewhere (RayDP, ``local[n]``, any other) a state store in Ray.
 
     Finds or starts Ray as ``init_spark`` does, sets what stateful operators need on the live
     session, and returns it. ``stop_spark`` ends the state store and leaves the session running.
-    Raises ``SessionError`` if this process has a session already.
+    Raises ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
     """
     _require_no_session()
+    if tls is not None:
+        tls.check()
     started_ray = _join_or_start_ray(ray_address, 1)
     try:
         _join(
@@ -142,6 +151,7 @@ def attach(
             conf=conf or StateStoreConf(),
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
+            tls=tls,
             by_raydp=False,
             started_ray=started_ray,
         )
@@ -201,6 +211,7 @@ def _join(
     conf: StateStoreConf,
     coordinator_conf: CoordinatorConf | None,
     recovery_timeout: float,
+    tls: TlsConf | None,
     by_raydp: bool,
     started_ray: bool,
 ) -> None:
@@ -221,6 +232,7 @@ def _join(
         conf=conf,
         coordinator_conf=coordinator_conf,
         recovery_timeout=recovery_timeout,
+        tls=tls,
     )
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)

@@ -83,13 +83,14 @@ class VariableChanges:
     def changes(self, place: StatePlace, piece: Piece, open_storage: OpenStorage) -> Iterator[pa.RecordBatch]:
         """All changes of a piece, ascending by version, and within one in the order of the stored keys."""
         for version, families in state_reader.changes(place, piece, self.rows.families, open_storage=open_storage):
-            for batch in self._of_version(version, families, piece.partition):
+            for batch in self.of_version(version, families, piece.partition):
                 for at in range(0, batch.num_rows, EMIT_ROWS):
                     yield batch.slice(at, EMIT_ROWS)
 
-    def _of_version(
+    def of_version(
         self, version: int, families: Mapping[str, ChangedPairs], partition: int
     ) -> Iterator[pa.RecordBatch]:
+        """The changes that one version has made to a partition, of those of its pairs."""
         before = self._side({f: (pairs.keys, pairs.before) for f, pairs in families.items()})
         after = self._side({f: (pairs.keys, pairs.after) for f, pairs in families.items()})
         of_before, of_after, types = (self._in_lists if self.rows.kind == "list" else self._by_id)(before, after)

@@ -13,6 +13,7 @@ from backends.conf import StateStoreConf
 from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.coordinator import CoordinatorConf
 from spark_bridge.host_actor import RayCoordinatorPort, host_files_dir, start_hosts
+from spark_bridge.queryable.tls import TlsConf
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +34,14 @@ class StateCluster:
         conf: StateStoreConf,
         coordinator_conf: CoordinatorConf | None = None,
         recovery_timeout: float,
+        tls: TlsConf | None = None,
     ) -> None:
         self.session_id = session_id
         self.namespace = namespace
         self.coordinator_name = coordinator_name
         self.recovery_timeout = recovery_timeout
         self.conf = conf
+        self.tls = tls
         self.stopping: set[str] = set()
         """Runs that stop with the savepoint that is being made of them."""
         get_or_create_coordinator(namespace, coordinator_name, coordinator_conf)
@@ -56,6 +59,7 @@ class StateCluster:
             conf,
             recovery_timeout,
             lambda i: nodes[i % len(nodes)] if nodes else None,
+            tls,
         )
 
     def addresses(self) -> list[str]:

@@ -6,7 +6,7 @@ its chunks, small and large maps) is read from both at once, in the order of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,6 +42,7 @@ STEP_BYTES = 4 << 20
 """Of pairs that are decoded at once; longer rows come in fewer of them."""
 _BEHIND_CHUNKS = pa.scalar(b"\x02")
 _CHUNK_BYTES = 9
+_NEVER = np.iinfo(np.int64).max
 _ARRAYS = {
     ("list", True): "tail",
     ("list", False): "elements",
@@ -67,13 +68,15 @@ class VariableRows:
 
     The columns are those of the key (``key``), what tells the rows of one key apart (``inner``: the key of a map's entry,
     when a timer fires), and ``value``. With ``collect`` there is one row per key, with an array or a map of them.
-    ``raw``: an aggregate's state, not its results.
+    ``raw``: an aggregate's state, not its results. ``alive_at`` (ms since 1970): what has expired by then is no row, and with
+    ``collect`` the others do not show when they will.
     """
 
     schema: OperatorSchema
     variable: StateVariable
     collect: bool = False
     raw: bool = False
+    alive_at: int | None = None
 
     @property
     def kind(self) -> str:
@@ -142,7 +145,13 @@ class VariableRows:
             fields = [f.with_type(nullable(f.type)) for f in result_fields(self.stored_value)]
         else:
             fields = [f for f in self.stored_value if f.name != TTL_COLUMN]
-        return distinct([*fields, *([pa.field(TTL, pa.int64())] if TTL_COLUMN in self.stored_value.names else [])])
+        is_shown = self.has_ttl and not (self.collect and self.alive_at is not None)
+        return distinct([*fields, *([pa.field(TTL, pa.int64())] if is_shown else [])])
+
+    @property
+    def has_ttl(self) -> bool:
+        """Whether rows expire."""
+        return TTL_COLUMN in self.stored_value.names
 
     @cached_property
     def _has_results(self) -> bool:
@@ -177,7 +186,11 @@ class VariableRows:
 
     def scan(self, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
         """All rows of a partition, in the order of the stored keys."""
-        rows = self._scan(state)
+        return self.rows({family: state_reader.scan(state, family) for family in self.families}, partition)
+
+    def rows(self, pairs: Mapping[str, Iterator[pa.RecordBatch]], partition: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a partition's pairs, which come by family in the order of their keys."""
+        rows = self._rows(pairs)
         if self.collect and self.second is not None:
             rows = self._collected(rows)
         for batch in rows:
@@ -186,9 +199,9 @@ class VariableRows:
             number = pa.repeat(pa.scalar(partition, pa.int32()), batch.num_rows)
             yield pa.RecordBatch.from_arrays([*keys, *columns[len(self.key) :], groups, number], schema=self.output)
 
-    def _scan(self, state: PartitionState) -> Iterator[pa.RecordBatch]:
+    def _rows(self, pairs_by_family: Mapping[str, Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
         """Rows of key, inner and value columns, and the key group."""
-        streams = [self._ordered(family, state_reader.scan(state, family)) for family in self.families]
+        streams = [self._ordered(family, pairs_by_family[family]) for family in self.families]
         for step in in_step(streams):
             parts = [
                 self._with_groups(family, self.stored_keys(family, pairs.keys), pairs.values)
@@ -288,6 +301,16 @@ class VariableRows:
 
         Raises ``SchemaMismatchError`` if they are not of the family's schema.
         """
+        rows = self._decoded(family, keys, values)
+        if self.alive_at is None or not self.has_ttl:
+            return rows
+        *columns, expiry = rows.columns
+        is_alive = pc.greater(expiry.fill_null(_NEVER), self.alive_at)
+        kept = columns if self.collect else rows.columns
+        return Rows(rows.pair[np.asarray(is_alive)], [c.filter(is_alive) for c in kept])
+
+    def _decoded(self, family: str, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
+        """The same with what has expired, and when it has."""
         schema = self._stored[family]
         key_columns = decode_keys(keys, schema.key).columns
         stored = schema.decode_values(values)
@@ -331,7 +354,8 @@ class VariableRows:
         else:
             ttl = [given.pop(TTL_COLUMN)] if TTL_COLUMN in given else []
             made = [*given.values(), *ttl]
-        return [c.cast(f.type) for c, f in zip(made, self.value, strict=True)]
+        types = [*self.value.types, pa.int64()] if len(made) > len(self.value) else self.value.types
+        return [c.cast(kind) for c, kind in zip(made, types, strict=True)]
 
 
 def is_aggregate(state: pa.Schema) -> bool:

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
 from spark_bridge.protocol import TaskIdentity
+from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.state_access import StateAccess
 from spark_bridge.task_client import Endpoints, TaskStore
 from spark_bridge.worker_process import settle_worker
@@ -31,6 +32,8 @@ ADDRESSES = "statestore.addresses"
 TOKEN = "statestore.token"
 HOST_FILES = "statestore.hostFiles"
 TIMEOUT = "statestore.recoveryTimeout"
+TLS = "statestore.tls"
+"""The paths of a ``TlsConf``; not set if the hosts do not use TLS."""
 EMIT_ROWS = 1 << 16
 
 
@@ -147,7 +150,7 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
 
 def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | None:
     """Where the hosts are, from a task's local properties; None if they do not say."""
-    addresses, token = local_property(ADDRESSES), local_property(TOKEN)
+    addresses, token, tls = local_property(ADDRESSES), local_property(TOKEN), local_property(TLS)
     if not addresses or not token:
         return None
     return Endpoints(
@@ -155,4 +158,5 @@ def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | 
         token=token,
         host_files=local_property(HOST_FILES) or "",
         timeout=float(local_property(TIMEOUT) or 60),
+        tls=TlsConf.from_json(tls) if tls else None,
     )

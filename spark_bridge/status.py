@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.joined_ray import joined_ray
 from spark_bridge.session import COORDINATOR_NAME, NAMESPACE
 
 HOST_NAME_PREFIX = "StateStoreHost-"
@@ -26,14 +27,7 @@ def gather(
     import ray
     from ray.exceptions import RayError
 
-    try:
-        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError) as error:
-        raise EnvironmentProblemError(
-            f"No Ray cluster answers at {address or 'the address that this machine has on record'}; "
-            f"name one with --address or RAY_ADDRESS. Ray says: {error}"
-        ) from error
-    try:
+    with joined_ray(address, namespace):
         names = {
             actor["name"]
             for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -56,8 +50,6 @@ def gather(
                 f"{ANSWER_SECONDS:.0f} s; it may be restarting, so try again."
             )
         return described[answers[0]], [described[a] for a in answers[1:] if a in described]
-    finally:
-        ray.shutdown()
 
 
 def render(coordinator: Description | None, hosts: Sequence[Description]) -> RenderableType:

@@ -23,6 +23,7 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.flight_client import HostClient, client_for, forget_client
 from spark_bridge.protocol import CommitCommand, GetCommand, HostFile, Opened, ScanCommand, TaskIdentity
+from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.staged_changes import StagedChanges
 from spark_bridge.state_access import KeyRange
 
@@ -41,6 +42,7 @@ class Endpoints:
     token: str
     host_files: str
     timeout: float
+    tls: TlsConf | None = None
 
     def candidates(self) -> list[tuple[str, str]]:
         """Addresses and tokens to try: those found on this node are newer than those known at query start."""
@@ -198,12 +200,12 @@ class TaskStore:
             f"no state store host is known; looked into {self._endpoints.host_files}"
         )
         for address, token in candidates:
-            host = client_for(address, token)
+            host = client_for(address, token, self._endpoints.tls)
             try:
                 opened = host.open(self._task)
                 if opened.redirect is not None:
                     address = opened.redirect  # noqa: PLW2901 - the owner replaces the host asked
-                    host = client_for(address, token)
+                    host = client_for(address, token, self._endpoints.tls)
                     opened = host.open(self._task)
                     if opened.redirect is not None:
                         raise NotOwnerError(f"{address} sent the task on to {opened.redirect}; ownership is changing.")

@@ -11,7 +11,7 @@ Arrow Flight was tried for this first: with one client it made 3,000 lookups a s
 from __future__ import annotations
 
 import struct
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import binary_content
+from backends.columns import MAX_BYTES, binary_content
 from spark_bridge.exceptions import RequestError
 
 PROTOCOL = 1
@@ -30,6 +30,8 @@ _COUNT = struct.Struct("<I")
 _ABSENT = -1
 
 Isolation = Literal["completed", "latest", "version"]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class At(Struct, frozen=True, array_like=True):
@@ -40,7 +42,7 @@ class At(Struct, frozen=True, array_like=True):
     """
 
     isolation: Isolation = "completed"
-    version: int = 0
+    version: Natural = 0
     held_only: bool = False
 
 
@@ -111,9 +113,9 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
     end: bytes | None = None
     columns: list[str] | None = None
     where: list[Comparison] = []
-    limit: int | None = None
+    limit: Natural | None = None
     collect: bool = False
-    partitions: list[int] | None = None
+    partitions: list[Natural] | None = None
     forward: bool = False
 
 
@@ -131,8 +133,8 @@ class Changes(Struct, frozen=True, array_like=True, tag="changes"):
 
     run_id: str
     operator: str
-    after: int
-    until: int
+    after: Natural
+    until: Natural
     state: str | None = None
 
 
@@ -140,8 +142,8 @@ class Await(Struct, frozen=True, array_like=True, tag="await"):
     """Wait until a version behind ``after`` is completed, ``seconds`` at most. Answered by ``Counted`` with the completed version."""
 
     run_id: str
-    after: int
-    seconds: float
+    after: Natural
+    seconds: Seconds
 
 
 class Operators(Struct, frozen=True, array_like=True, tag="operators"):
@@ -179,7 +181,14 @@ class Values(Struct, frozen=True, array_like=True, tag="values"):
 
 
 class Batch(Struct, frozen=True, array_like=True, tag="batch"):
-    """Rows: the body is an Arrow IPC stream's next part, the schema in the first one."""
+    """Rows: the body is an Arrow IPC stream's next part, the schema in the first one.
+
+    The bodies of an answer's ``Batch`` frames, one behind the other, are one IPC stream, without the marker at its end (``End`` says
+    that). Every body is whole IPC messages: the first one the schema message and, unless there are no rows at all, one record batch
+    message behind it; each other one exactly one record batch message. No dictionaries, no compression. A record batch may have no rows:
+    a server that has long found none says so that it is still at work. So a client may feed the bodies to one
+    ``pa.ipc.open_stream``, or read each with ``pa.ipc.read_message`` and ``read_record_batch``.
+    """
 
     version: int
 
@@ -241,7 +250,7 @@ def unpack_bytes(body: memoryview | bytes) -> pa.BinaryArray:
     lengths = np.frombuffer(body, "<i4", count, _COUNT.size)
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
-    if (count and lengths.min() < _ABSENT) or begin + offsets[-1] != size:
+    if (count and lengths.min() < _ABSENT) or begin + offsets[-1] != size or offsets[-1] > MAX_BYTES:
         raise RequestError(f"A body of {size} bytes does not have the lengths that it states, {offsets[-1]} bytes of {count} values.")
     present = lengths >= 0
     buffers = [

@@ -31,6 +31,10 @@ class DictEngine:
         family = self._families.get(column_family, {})
         return pa.array([family.get(key) for key in keys.to_pylist()], pa.binary())
 
+    def get_one(self, key: bytes, column_family: str) -> bytes | None:
+        self._check_open()
+        return self._families.get(column_family, {}).get(key)
+
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
         self._check_open()
         family = self._families.get(column_family, {})

@@ -34,10 +34,10 @@ from backends.storage import CheckpointStorage
 from backends.values import encode_values
 from coordinator_actor import savepoint_export
 from coordinator_actor.exceptions import SavepointError
+from coordinator_actor.exported_file import ExportedFile
 from coordinator_actor.manifests import ManifestLog
 from coordinator_actor.savepoint_export import copy_spark_files, export_partition, file_schema
 from coordinator_actor.savepoint_format import (
-    ExportedFile,
     SavepointMetadata,
     SavepointOperator,
     SavepointVariable,

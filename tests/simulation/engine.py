@@ -56,6 +56,11 @@ class SimulatedEngine:
         self._check_open()
         return pa.array([self._pairs.get(k) for k in keys.to_pylist()], pa.binary())
 
+    def get_one(self, key: bytes, column_family: str) -> bytes | None:
+        """A value."""
+        self._check_open()
+        return self._pairs.get(key)
+
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
         """One batch of the pairs in a range."""
         self._check_open()

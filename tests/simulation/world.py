@@ -493,7 +493,7 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
             import spark_bridge.task_client as task_client
 
             real_client, real_files = task_client.client_for, task_client.read_host_files
-            task_client.client_for = lambda address, token: HostClient(world, address)  # type: ignore[assignment,return-value]
+            task_client.client_for = lambda address, token, tls=None: HostClient(world, address)  # type: ignore[assignment,return-value]
             task_client.read_host_files = lambda directory: _host_files(world, str(directory))
             try:
                 world.scheduler.spawn(world.outside, world.begin, "begin")

@@ -1,0 +1,433 @@
+"""A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
+
+RocksDB takes some microseconds for a key, most of them for calls and for Python objects that a key at a time costs. Here keys and
+values lie in Arrow arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has. A lookup is a
+few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs took five times
+as long and twice the memory (``benchmarks/reads.py``).
+
+The table is set-associative, as in processors' caches: a hash leads to a bucket of ``WAYS`` entries, each with a tag of 16 more bits and
+the number of a row. At most one entry of a bucket has a given tag, so an entry is replaced without comparing keys; a lookup compares them
+whole, so that colliding hashes push each other out and never give a wrong value. Where there is no more room, all rows that the table still
+refers to move to new arrays, as they do in a log-structured store, the oldest being left behind if they may not grow.
+
+Readers take no lock: they keep to the arrays that they began with (``_Rows``), of which nothing that they look at changes. Writers do, one per cache.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.columns import binary_content
+
+WAYS = 8
+"""Entries of a bucket: 64 bytes, a line of a processor's cache."""
+
+Hashes = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+_EMPTY = -1
+_TAG_SHIFT = 47
+_TAG = np.uint64(0xFFFF)
+_ABSENT = np.int64(1 << 46)
+_ROW = np.int64((1 << 46) - 1)
+_ROUNDS = 2 * WAYS
+_ROW_BYTES = 40
+_MOST_BYTES = (1 << 31) - 1
+
+_HASHED_BYTES = 256
+_SEED = np.uint64(secrets.randbits(64))
+_STIR = np.uint64(0x9E3779B97F4A7C15)
+_STIR_LAST = np.uint64(0xBF58476D1CE4E5B9)
+_BYTES_MASKS = np.array([(1 << 8 * i) - 1 for i in range(9)], np.uint64)
+
+
+def hash_keys(keys: pa.BinaryArray) -> Hashes:
+    """A hash of 64 bits for each key, which depends on the key and on the process.
+
+    Of a key longer than 256 bytes, the first 256, the last 8 and the length count.
+    """
+    content, offsets = binary_content(keys)
+    n = len(keys)
+    if not n:
+        return np.zeros(0, np.uint64)
+    widths = np.diff(offsets)
+    width = int(widths[0])
+    if width >= 8 and (widths == width).all():
+        return _hash_fixed(content, n, width)
+    starts = offsets[:-1]
+    # 8 more bytes, so that a word can be read wherever a key begins.
+    padded = np.zeros(len(content) + 8, np.uint8)
+    padded[: len(content)] = content
+    words: npt.NDArray[np.uint64] = np.ndarray((len(content) + 1,), "<u8", padded, 0, (1,))
+    masks = _BYTES_MASKS[np.minimum(widths, 8)]
+    hashes = _stirred(widths.astype(np.uint64) ^ _SEED, words[starts] & masks)
+    hashes = _stirred(hashes, words[np.maximum(offsets[1:] - 8, starts)] & masks)
+    for at in range(8, min(int(widths.max()) - 8, _HASHED_BYTES), 8):
+        longer = np.flatnonzero(widths > at + 8)
+        hashes[longer] = _stirred(hashes[longer], words[starts[longer] + at])
+    return _finished(hashes)
+
+
+def _hash_fixed(content: npt.NDArray[np.uint8], n: int, width: int) -> Hashes:
+    """The same for keys of one width, in fewer steps: the words of all keys are columns, without a copy."""
+    hashes = np.full(n, np.uint64(width) ^ _SEED)
+    for at in (0, width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8)):
+        word: npt.NDArray[np.uint64] = np.ndarray((n,), "<u8", content, at, (width,))
+        hashes = _stirred(hashes, word)
+    return _finished(hashes)
+
+
+def _stirred(hashes: Hashes, words: Hashes) -> Hashes:
+    hashes = hashes ^ words
+    hashes *= _STIR
+    hashes ^= hashes >> np.uint64(32)
+    return hashes
+
+
+def _finished(hashes: Hashes) -> Hashes:
+    hashes *= _STIR_LAST
+    hashes ^= hashes >> np.uint64(29)
+    hashes *= _STIR
+    hashes ^= hashes >> np.uint64(32)
+    return hashes
+
+
+class _Rows:
+    """Room for so many rows, and the table that leads to them.
+
+    Rows below ``count`` never change. ``count`` is raised when a row is complete, and only then does the table refer to it: a reader who takes
+    ``count`` first, and the table's word only for rows below it, never sees half a row.
+    """
+
+    __slots__ = ("buckets", "count", "key_content", "key_offsets", "keys", "shift", "value_content", "value_offsets", "values")
+
+    def __init__(self, rows: int, key_bytes: int, value_bytes: int) -> None:
+        number = _num_buckets(rows)
+        self.buckets: Ints = np.full((number, WAYS), _EMPTY, np.int64)
+        self.shift = np.uint64(65 - number.bit_length())
+        self.count = 0
+        self.key_offsets: npt.NDArray[np.int32] = np.zeros(rows + 1, np.int32)
+        self.value_offsets: npt.NDArray[np.int32] = np.zeros(rows + 1, np.int32)
+        self.key_content: npt.NDArray[np.uint8] = np.empty(key_bytes, np.uint8)
+        self.value_content: npt.NDArray[np.uint8] = np.empty(value_bytes, np.uint8)
+        # Over the same memory: what is appended is in them.
+        self.keys = _over(self.key_offsets, self.key_content)
+        self.values = _over(self.value_offsets, self.value_content)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, used or not."""
+        arrays: tuple[npt.NDArray[Any], ...] = (
+            self.buckets,
+            self.key_offsets,
+            self.value_offsets,
+            self.key_content,
+            self.value_content,
+        )
+        return sum(array.nbytes for array in arrays)
+
+    def has_room(self, rows: int, key_bytes: int, value_bytes: int) -> bool:
+        """Whether so much can be appended."""
+        count = self.count
+        return (
+            count + rows < len(self.key_offsets)
+            and int(self.key_offsets[count]) + key_bytes <= len(self.key_content)
+            and int(self.value_offsets[count]) + value_bytes <= len(self.value_content)
+        )
+
+    def find(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
+        """The table's entry for each key, and whether that is the key's (None: all are). Other entries are of no use."""
+        count = self.count
+        tags = (hashes & _TAG).view(np.int64)
+        buckets = self.buckets.take((hashes >> self.shift).view(np.int64), axis=0)
+        ways = ((buckets >> _TAG_SHIFT) == tags[:, None]).argmax(axis=1)
+        ways += np.arange(0, WAYS * len(keys), WAYS)
+        entries = buckets.reshape(-1).take(ways)
+        rows = entries & _ROW
+        is_held = (rows < count) & ((entries >> _TAG_SHIFT) == tags)
+        if is_held.all():
+            held_keys = self.keys.take(pa.array(rows))
+            if held_keys.equals(keys):
+                return entries, None
+        else:
+            held_keys = self.keys.take(pa.array(np.where(is_held, rows, 0)))
+        is_held &= np.asarray(pc.equal(held_keys, keys))
+        return entries, is_held
+
+    def values_of(self, entries: Ints, is_held: npt.NDArray[np.bool_] | None) -> pa.BinaryArray:
+        """The values of what ``find`` has found; null for what it has not, and for keys that are known to have none."""
+        is_null = (entries & _ABSENT) != 0
+        if is_held is not None:
+            is_null |= ~is_held
+        rows = entries & _ROW
+        return self.values.take(pa.array(rows, mask=is_null) if is_null.any() else pa.array(rows))
+
+    def append(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
+        """Add rows, for which there must be room; the number of the first one."""
+        first = self.count
+        _append(keys, self.key_content, self.key_offsets, first)
+        _append(values, self.value_content, self.value_offsets, first)
+        self.count = first + len(keys)
+        return first
+
+    def has_tags(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        """Whether there is an entry that ``place`` would replace by one of this hash."""
+        tags = (hashes & _TAG).view(np.int64)
+        buckets = self.buckets.take((hashes >> self.shift).view(np.int64), axis=0)
+        has: npt.NDArray[np.bool_] = ((buckets >> _TAG_SHIFT) == tags[:, None]).any(axis=1)
+        return has
+
+    def place(self, hashes: Hashes, first: int, is_absent: npt.NDArray[np.bool_] | None) -> None:
+        """Refer to the rows from ``first``, which have these hashes, and no more to others with the same tag in the same bucket.
+
+        Of rows with the same tag in the same bucket one remains. Some may find no place, if very many go to one bucket.
+        """
+        table = self.buckets.reshape(-1)
+        tags = (hashes & _TAG).view(np.int64)
+        at = (hashes >> self.shift).view(np.int64)
+        new = (tags << _TAG_SHIFT) | (first + np.arange(len(hashes)))
+        if is_absent is not None:
+            new[is_absent] |= _ABSENT
+        for attempt in range(_ROUNDS):
+            held = self.buckets.take(at, axis=0)
+            same = (held >> _TAG_SHIFT) == tags[:, None]
+            is_same = same.any(axis=1)
+            if attempt and is_same.any():
+                # The older entry went in the first round, so this one is of these very rows.
+                at, tags, new, held = at[~is_same], tags[~is_same], new[~is_same], held[~is_same]
+                slots = at * WAYS + _oldest(held)
+            else:
+                slots = at * WAYS + np.where(is_same, same.argmax(axis=1), _oldest(held))
+            table[slots] = new
+            lost = table[slots] != new  # several rows had the same slot in mind
+            if not lost.any():
+                return
+            at, tags, new = at[lost], tags[lost], new[lost]
+
+    def remove(self, hashes: Hashes) -> None:
+        """Refer to no row with these hashes any more."""
+        tags = (hashes & _TAG).view(np.int64)
+        at = (hashes >> self.shift).view(np.int64)
+        same = (self.buckets.take(at, axis=0) >> _TAG_SHIFT) == tags[:, None]
+        which, ways = np.nonzero(same)
+        self.buckets[at[which], ways] = _EMPTY
+
+    def live(self) -> Ints:
+        """The entries that refer to a row, those of the oldest rows first."""
+        entries = self.buckets.reshape(-1)
+        entries = entries[entries >= 0]
+        ordered: Ints = entries[np.argsort(entries & _ROW)]
+        return ordered
+
+
+def _num_buckets(rows: int) -> int:
+    """Enough for the table to be half full at most."""
+    return max(16, 1 << max(0, rows * 2 // WAYS - 1).bit_length())
+
+
+def _oldest(held: Ints) -> Ints:
+    """The way of each bucket that is empty, or was filled first."""
+    ways: Ints = np.where(held < 0, _EMPTY, held & _ROW).argmin(axis=1)
+    return ways
+
+
+def _over(offsets: npt.NDArray[np.int32], content: npt.NDArray[np.uint8]) -> pa.BinaryArray:
+    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)], 0)
+
+
+def _append(
+    added: pa.BinaryArray, content: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int32], first: int
+) -> None:
+    new_content, new_offsets = binary_content(added)
+    at = int(offsets[first])
+    content[at : at + len(new_content)] = new_content
+    offsets[first + 1 : first + 1 + len(added)] = new_offsets[1:] + at
+
+
+_NOTHING = _Rows(0, 0, 0)
+
+
+class CacheBudget:
+    """The memory that all caches of a process may have together, ``limit`` bytes.
+
+    A cache may have what the others leave, and its equal share in any case: for that, those that have more are emptied. While a cache
+    moves to new arrays, its old ones are there as well.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._used: weakref.WeakKeyDictionary[RowCache, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def used(self) -> int:
+        """Bytes that all caches have now."""
+        with self._lock:
+            return sum(self._used.values())
+
+    def allowance(self, cache: RowCache) -> int:
+        """The most that ``cache`` may have now."""
+        with self._lock:
+            others = sum(nbytes for other, nbytes in self._used.items() if other is not cache)
+            return max(self.limit - others, self._share(cache))
+
+    def _share(self, cache: RowCache) -> int:
+        return self.limit // len({*self._used, cache})
+
+    def give(self, cache: RowCache, rows: _Rows) -> bool:
+        """Let ``cache`` have these rows in place of its own. False, and it has none, if there is no room for them."""
+        with self._lock:
+            cache.rows = _NOTHING
+            self._used.pop(cache, None)
+            if rows is _NOTHING:
+                return True
+            share = self._share(cache)
+            if rows.nbytes > max(self.limit - sum(self._used.values()), share):
+                return False
+            while sum(self._used.values()) + rows.nbytes > self.limit:
+                largest = max(self._used, key=self._used.__getitem__)
+                # It may be about to change these rows, which does no harm: nobody reads them any more.
+                largest.rows = _NOTHING
+                del self._used[largest]
+            self._used[cache] = rows.nbytes
+            cache.rows = rows
+            return True
+
+
+class RowCache:
+    """The pairs of one column family that were read last, and the keys found to be absent, for any number of threads.
+
+    Whoever writes below must call ``update`` when that is done and before anyone may rely on it; ``clear`` if it is not known what was written.
+    """
+
+    def __init__(self, budget: CacheBudget) -> None:
+        self._budget = budget
+        self.rows = _NOTHING
+        self._epoch = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory."""
+        return self.rows.nbytes
+
+    def get_many(
+        self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]
+    ) -> pa.BinaryArray:
+        """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and kept."""
+        epoch = self._epoch  # first of all: what is read below counts only if nothing was written since
+        hashes = hash_keys(keys)
+        rows = self.rows
+        if not rows.count:
+            values = read(keys)
+            self._keep(keys, hashes, values, epoch)
+            return values
+        entries, is_held = rows.find(keys, hashes)
+        if is_held is None:
+            return rows.values_of(entries, None)
+        missing = np.flatnonzero(~is_held)
+        if len(missing) == len(keys):
+            values = read(keys)
+            self._keep(keys, hashes, values, epoch)
+            return values
+        if not len(missing):
+            return rows.values_of(entries, None)
+        asked = keys.take(pa.array(missing))
+        values = read(asked)
+        self._keep(asked, hashes[missing], values, epoch)
+        order = np.arange(len(keys))
+        order[missing] = len(keys) + np.arange(len(missing))
+        return pa.concat_arrays([rows.values_of(entries, is_held), values]).take(pa.array(order))
+
+    def _keep(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray, epoch: int) -> None:
+        """Hold what was read, unless something has been written meanwhile, or is being changed here: then it is read again another time."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if epoch != self._epoch:
+                return
+            budget = self._budget.allowance(self)
+            n = len(keys)
+            while n and 2 * _needed(keys, values) > budget:
+                n //= 2
+                keys, hashes, values = keys.slice(0, n), hashes[:n], values.slice(0, n)
+            if n:
+                self._insert(keys, hashes, values)
+        finally:
+            self._lock.release()
+
+    def update(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+        """Each of these keys, which differ, has been given this value, or removed (null). Only those that are held are changed here."""
+        with self._lock:
+            self._epoch += 1
+            rows = self.rows
+            if not rows.count:
+                return
+            is_held = rows.has_tags(hashes)
+            if not is_held.any():
+                return
+            if not is_held.all():
+                held = pa.array(np.flatnonzero(is_held))
+                keys, values, hashes = keys.take(held), values.take(held), hashes[is_held]
+            self._insert(keys, hashes, values)
+
+    def clear(self) -> None:
+        """Hold nothing, nor anything that is being read now."""
+        with self._lock:
+            self._epoch += 1
+            self._budget.give(self, _NOTHING)
+
+    def _insert(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+        key_bytes, value_bytes = _num_bytes(keys), _num_bytes(values)
+        rows = self.rows
+        if not rows.has_room(len(keys), key_bytes, value_bytes):
+            rows.remove(hashes)  # these need not move, and are not right any more, whatever becomes of the new values
+            moved = self._moved(rows, len(keys), key_bytes, value_bytes)
+            if moved is None or not self._budget.give(self, moved):
+                return
+            rows = moved
+        first = rows.append(keys, values)
+        rows.place(hashes, first, np.asarray(values.is_null()) if values.null_count else None)
+
+    def _moved(self, rows: _Rows, more: int, key_bytes: int, value_bytes: int) -> _Rows | None:
+        """New arrays with all live rows, or as many of the newest as may be, and room for as much again."""
+        live = rows.live()
+        numbers = live & _ROW
+        key_sizes, value_sizes = (
+            (offsets[numbers + 1] - offsets[numbers]).astype(np.int64)
+            for offsets in (rows.key_offsets, rows.value_offsets)
+        )
+        allowed = min(self._budget.allowance(self), _MOST_BYTES)
+        left = allowed // 2 - key_bytes - value_bytes - _ROW_BYTES * more
+        if left < 0:
+            return None
+        from_newest = np.cumsum((key_sizes + value_sizes + _ROW_BYTES)[::-1])
+        kept = int(np.searchsorted(from_newest, left, side="right"))
+        dropped = len(live) - kept
+        live, numbers, key_sizes, value_sizes = (a[dropped:] for a in (live, numbers, key_sizes, value_sizes))
+        made = _Rows(
+            2 * (kept + more), 2 * (int(key_sizes.sum()) + key_bytes), 2 * (int(value_sizes.sum()) + value_bytes)
+        )
+        if kept:
+            taken = pa.array(numbers)
+            keys = rows.keys.take(taken)
+            made.append(keys, rows.values.take(taken))
+            made.place(hash_keys(keys), 0, (live & _ABSENT) != 0)
+        return made
+
+
+def _num_bytes(array: pa.BinaryArray) -> int:
+    return int(binary_content(array)[1][-1])
+
+
+def _needed(keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
+    return _num_bytes(keys) + _num_bytes(values) + _ROW_BYTES * len(keys)

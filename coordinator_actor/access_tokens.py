@@ -1,0 +1,184 @@
+"""Read-only tokens for query clients outside the cluster: issued, listed, revoked, verified.
+
+A token is ``ssr1.<id>.<expiry>.<signature>``: the expiry in seconds since 1970, or ``never``; the signature is HMAC-SHA256 by the
+cluster's secret token. So whoever has the secret, as every host does, verifies one alone, and needs from the coordinator no more
+than the ids of those that were revoked. The registry has no tokens: one that was lost cannot be shown again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import secrets
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
+
+PREFIX = "ssr1"
+NEVER = "never"
+MAX_NAME = 100
+MAX_SECONDS = 36525 * 86400.0
+REMEMBERED_SECONDS = 30 * 86400.0
+"""How long a token is still listed when it has expired."""
+
+
+class TokenStore(Protocol):
+    """Keeps the registry of tokens where a coordinator that is restarted finds it again."""
+
+    def load(self) -> bytes | None:
+        """What was saved last; None if nothing was."""
+
+    def save(self, content: bytes) -> None:
+        """Keep ``content``; it is durable when this returns."""
+
+
+@dataclass
+class MemoryTokenStore:
+    """Keeps the registry as long as the object lives: for tests, and coordinators that nobody restarts."""
+
+    content: bytes | None = None
+
+    def load(self) -> bytes | None:
+        """What was saved last."""
+        return self.content
+
+    def save(self, content: bytes) -> None:
+        """Keep ``content``."""
+        self.content = content
+
+
+class IssuedToken(Struct, frozen=True):
+    """One read-only token, without the token itself. Times in seconds since 1970; ``expires`` None is never."""
+
+    id: str
+    name: str
+    created: float
+    expires: int | None = None
+    revoked: float | None = None
+
+    def is_valid(self, now: float) -> bool:
+        """Whether it still allows anything."""
+        return self.revoked is None and (self.expires is None or now < self.expires)
+
+
+class AccessTokens:
+    """The read-only tokens of a cluster. Safe from any thread; what was issued or revoked is saved before it is answered.
+
+    ``secret`` signs them; ``clock`` gives seconds since 1970.
+    """
+
+    def __init__(self, secret: str, store: TokenStore, clock: Callable[[], float]) -> None:
+        self._secret = secret
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        saved = store.load()
+        tokens = [] if saved is None else msgspec.json.decode(saved, type=list[IssuedToken])
+        self._tokens = {token.id: token for token in tokens}
+        self._revoked = _revoked(tokens)
+
+    def issue(self, name: str, expires_in: float | None = None) -> str:
+        """A new token, which is shown only now. ``expires_in`` in seconds; None is never.
+
+        Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
+        """
+        if not name.isprintable() or not name.strip() or len(name) > MAX_NAME:
+            raise InvalidRequestError(
+                f"{name!r} is no name for a token: it needs 1 to {MAX_NAME} printable characters."
+            )
+        if expires_in is not None and not 1 <= expires_in <= MAX_SECONDS:
+            raise InvalidRequestError(
+                f"A token cannot expire in {expires_in} s; it must be 1 s to {MAX_SECONDS:.0f} s."
+            )
+        with self._lock:
+            now = self._clock()
+            for token in self._tokens.values():
+                if token.name == name and token.is_valid(now):
+                    raise InvalidRequestError(
+                        f"There is a token {name!r} already ({token.id}); revoke it first, or choose another name."
+                    )
+            made = IssuedToken(
+                secrets.token_hex(8), name, now, None if expires_in is None else math.ceil(now + expires_in)
+            )
+            kept = (t for t in self._tokens.values() if t.expires is None or now - t.expires < REMEMBERED_SECONDS)
+            self._save({**{t.id: t for t in kept}, made.id: made})
+        return _signed(made.id, made.expires, self._secret)
+
+    def list(self) -> tuple[IssuedToken, ...]:
+        """All tokens, those that were revoked or have expired too, the oldest first."""
+        with self._lock:
+            return tuple(sorted(self._tokens.values(), key=lambda token: token.created))
+
+    def revoke(self, id_or_name: str) -> IssuedToken:
+        """Make a token worthless, for good. Revoking it again changes nothing.
+
+        Raises ``InvalidRequestError`` naming the tokens that there are.
+        """
+        with self._lock:
+            now = self._clock()
+            found = self._tokens.get(id_or_name)
+            named = [token for token in self._tokens.values() if token.name == id_or_name]
+            # Of several with one name all but one are worthless already.
+            found = found or next((t for t in named if t.is_valid(now)), named[-1] if named else None)
+            if found is None:
+                known = ", ".join(f"{t.name!r} ({t.id})" for t in self._tokens.values() if t.is_valid(now)) or "none"
+                raise InvalidRequestError(f"There is no token {id_or_name!r}; tokens that are valid: {known}.")
+            if found.revoked is None:
+                found = replace(found, revoked=now)
+                self._save({**self._tokens, found.id: found})
+            return found
+
+    def revoked(self) -> tuple[str, ...]:
+        """The ids that hosts must refuse although the signature is right."""
+        return self._revoked  # without the lock, which waits for the store: every heartbeat asks
+
+    def _save(self, tokens: dict[str, IssuedToken]) -> None:
+        self._store.save(msgspec.json.encode(list(tokens.values())))
+        self._tokens = tokens
+        self._revoked = _revoked(tokens.values())
+
+
+def is_read_only(token: str) -> bool:
+    """Whether this is, or pretends to be, a read-only token."""
+    return token.startswith(f"{PREFIX}.")
+
+
+def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -> str:
+    """The id of a read-only token, if it is one of this cluster and valid at ``now`` (seconds since 1970).
+
+    Raises ``InvalidTokenError``, which tells how it stands only to whoever has a signed one.
+    """
+    signed, _, signature = token.rpartition(".")
+    prefix, *parts = signed.split(".")
+    if prefix != PREFIX or len(parts) != 2:
+        raise InvalidTokenError(
+            "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short when it was copied?"
+        )
+    if not hmac.compare_digest(signature.encode(), _signature(signed, secret).encode()):
+        raise InvalidTokenError("The token is unknown: it was issued by another cluster, or altered.")
+    token_id, expiry = parts
+    if token_id in revoked:
+        raise InvalidTokenError(f"The token {token_id} has been revoked; ask for another one (statestore token issue).")
+    if expiry != NEVER and now >= int(expiry):
+        raise InvalidTokenError(f"The token {token_id} has expired; ask for another one (statestore token issue).")
+    return token_id
+
+
+def _revoked(tokens: Iterable[IssuedToken]) -> tuple[str, ...]:
+    return tuple(token.id for token in tokens if token.revoked is not None)
+
+
+def _signed(token_id: str, expires: int | None, secret: str) -> str:
+    signed = f"{PREFIX}.{token_id}.{NEVER if expires is None else expires}"
+    return f"{signed}.{_signature(signed, secret)}"
+
+
+def _signature(signed: str, secret: str) -> str:
+    return hmac.digest(secret.encode(), signed.encode(), "sha256").hex()

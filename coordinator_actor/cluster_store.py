@@ -1,0 +1,33 @@
+"""What a namespace of a Ray cluster keeps in Ray's own key-value store: its secret, and the registry of its tokens.
+
+It lives as long as the cluster, so that the tokens of clients outlive coordinators, streams and drivers. Every process attached to
+the cluster can read it, as it can ask the coordinator.
+"""
+
+from __future__ import annotations
+
+from ray.experimental import internal_kv
+
+KV_NAMESPACE = "statestore"
+
+
+class ClusterStore:
+    """The store of one coordinator, by Ray namespace and name of the actor (a ``TokenStore``)."""
+
+    def __init__(self, namespace: str, name: str) -> None:
+        self._prefix = f"{namespace}/{name}"
+
+    def secret(self, candidate: str) -> str:
+        """The secret of this cluster: the first candidate that was ever offered."""
+        key = f"{self._prefix}/secret"
+        internal_kv._internal_kv_put(key, candidate, overwrite=False, namespace=KV_NAMESPACE)
+        return str(internal_kv._internal_kv_get(key, namespace=KV_NAMESPACE), "ascii")
+
+    def load(self) -> bytes | None:
+        """See ``TokenStore``."""
+        content: bytes | None = internal_kv._internal_kv_get(f"{self._prefix}/tokens", namespace=KV_NAMESPACE)
+        return content
+
+    def save(self, content: bytes) -> None:
+        """See ``TokenStore``."""
+        internal_kv._internal_kv_put(f"{self._prefix}/tokens", content, overwrite=True, namespace=KV_NAMESPACE)

@@ -1,0 +1,1 @@
+"""HTTP over a query client: the application that ``deploy/state_api.py`` runs on Ray Serve. Knows no Ray itself."""

@@ -1,0 +1,136 @@
+"""No token, no answer: what stands before every route."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from deploy.state_http import problems
+from deploy.state_http.limits import HttpLimits
+from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
+from spark_bridge.queryable.access import TokenVerifier
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_TOKEN = 4096
+CHALLENGE = 'Basic realm="ray-statestore, the token is the password", charset="UTF-8"'
+HEADERS = [
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+
+
+class Gate:
+    """ASGI middleware: lets requests with a valid token pass, of limited size, and so many at once."""
+
+    def __init__(self, app: App, verifier: TokenVerifier, limits: HttpLimits) -> None:
+        self._app = app
+        self._verifier = verifier
+        self._limits = limits
+        self._requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # A WebSocket that is not accepted; there are none here.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            self._verifier.verify(token_of(_header(scope, b"authorization")))
+        except AccessDeniedError as error:
+            body = problems.problem(401, str(error), type(error).__name__)
+            await _answer(body, scope, receive, send, {"WWW-Authenticate": CHALLENGE})
+            return
+        except HostUnavailableError as error:
+            await _answer(problems.problem_of(error), scope, receive, send)
+            return
+        if self._requests >= self._limits.max_requests:
+            detail = f"{self._requests} requests are being answered, which is the limit; try again later."
+            await _answer(problems.problem(429, detail, "TooManyRequestsError"), scope, receive, send)
+            return
+        self._requests += 1
+        try:
+            await self._pass_on(scope, receive, send)
+        finally:
+            self._requests -= 1
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        most = self._limits.max_body_bytes
+        stated = _header(scope, b"content-length")
+        body = None if stated.isdigit() and int(stated) > most else await _body(receive, most)
+        if body is None:
+            detail = f"The body is larger than {most} bytes, the limit of a request."
+            await _answer(problems.problem(413, detail, "RequestLimitError"), scope, receive, send)
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def replay() -> Message:
+            # Behind the body comes no more than that the caller has left.
+            return next(messages, None) or await receive()
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *HEADERS]
+            await send(message)
+
+        await self._app(scope, replay, send_with_headers)
+
+
+async def _body(receive: Receive, most: int) -> bytes | None:
+    """The body of a request; None if it is larger."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b"".join(parts)
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _answer(
+    body: dict[str, Any], scope: Scope, receive: Receive, send: Send, headers: dict[str, str] | None = None
+) -> None:
+    plain = {name.decode(): value.decode() for name, value in HEADERS}
+    await problems.response(body, {**plain, **(headers or {})})(scope, receive, send)
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    found = [value for key, value in scope.get("headers", ()) if key.lower() == name]
+    # Of several there is no telling which one counts.
+    return found[0].decode("latin-1") if len(found) == 1 else ""
+
+
+def token_of(authorization: str) -> str:
+    """The token of an ``Authorization`` header: of ``Bearer``, or the password of ``Basic``; empty if there is none.
+
+    Raises ``AccessDeniedError`` for a header that is neither.
+    """
+    if not authorization:
+        return ""
+    scheme, _, given = authorization.partition(" ")
+    given = given.strip()
+    if len(given) <= MAX_TOKEN and scheme.lower() == "bearer":
+        return given
+    if len(given) <= MAX_TOKEN and scheme.lower() == "basic":
+        try:
+            return base64.b64decode(given, validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError) as error:
+            raise AccessDeniedError("The Authorization header is no HTTP Basic one: its base64 is broken.") from error
+    raise AccessDeniedError(
+        "The Authorization header is neither 'Bearer <token>' nor HTTP Basic with the token as the password."
+    )

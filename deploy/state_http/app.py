@@ -1,0 +1,210 @@
+"""The FastAPI application: routes, their description, and the page at its root."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.security import HTTPBasic, HTTPBearer
+
+from deploy.state_http import models, problems, values
+from deploy.state_http.access import Gate
+from deploy.state_http.limits import HttpLimits
+from deploy.state_http.service import AsyncStateClient, StateService, arrow_stream
+from spark_bridge.queryable.access import TokenVerifier
+
+ARROW = "application/vnd.apache.arrow.stream"
+LINES = "application/x-ndjson"
+VERSION_HEADER = "X-Statestore-Version"
+PAGE = Path(__file__).with_name("index.html")
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
+DESCRIPTION = """
+The state of running streams, read only. Every answer is of one version of all partitions: the last completed checkpoint, unless
+`isolation` or `version` say otherwise.
+
+**Access.** Every request needs a token, as `Authorization: Bearer <token>` or as the password of HTTP Basic with any user name;
+`statestore token issue` makes one.
+
+**Values.** Integers beyond ±(2^53 - 1) and decimals are strings, timestamps and dates ISO 8601 strings, binary is base64,
+NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Maps whose keys are not strings are arrays of `{"key": ..., "value": ...}`.
+
+**Errors** are `application/problem+json`; `error` names the kind as the Python client does.
+"""
+_DOCUMENTED = {
+    400: "A key, window, column or body that cannot be.",
+    401: "No token, or one that is wrong, expired or revoked.",
+    404: "No such operator, state variable, or nothing there for the key.",
+    409: "The query has ended, or the version cannot be read.",
+    413: "More than the limits allow.",
+    429: "As many requests as are possible are being answered; see Retry-After.",
+    503: "The hosts cannot be reached.",
+    504: "No answer in time.",
+}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {
+        "description": text,
+        "content": {problems.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+    for status, text in _DOCUMENTED.items()
+}
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The rows, one JSON object in each line, or an Arrow IPC stream, as `Accept` says. If something goes wrong "
+        'later, the last line is `{"problem": ...}` and the connection is cut before the body\'s end.',
+        "content": {LINES: {"schema": {"type": "string"}}, ARROW: {"schema": {"type": "string", "format": "binary"}}},
+        "headers": {
+            VERSION_HEADER: {"description": "The version that all rows are of.", "schema": {"type": "integer"}}
+        },
+    }
+}
+
+
+def create_app(
+    connect: Callable[[], Awaitable[AsyncStateClient]],
+    verifier: TokenVerifier,
+    limits: HttpLimits | None = None,
+    lifespan: Callable[[], Any] | None = None,
+) -> FastAPI:
+    """The application.
+
+    ``connect`` gives the client that it asks, when that is needed first; ``verifier`` says whom it answers; ``lifespan`` is an asynchronous
+    context manager that is open as long as the application runs.
+    """
+    limits = limits or HttpLimits()
+    service = StateService(connect, limits)
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if lifespan is not None:
+                await stack.enter_async_context(lifespan())
+            yield
+
+    schemes = [Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))]
+    app = FastAPI(
+        title="ray-statestore",
+        summary="The state of running streams.",
+        description=DESCRIPTION,
+        version="1",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=running,
+        responses=PROBLEMS,
+    )
+    problems.add_handlers(app)
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def index(request: Request) -> HTMLResponse:
+        base = request.scope.get("root_path", "").rstrip("/") + "/"
+        page = PAGE.read_text(encoding="utf-8").replace("{{base}}", html.escape(base))
+        return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
+
+    @app.get(
+        "/v1/operators",
+        response_model=models.OperatorList,
+        summary="The operators of all running queries",
+        dependencies=schemes,
+    )
+    async def operators() -> Response:
+        return _json(await service.operators())
+
+    @app.get(
+        "/v1/operators/{operator}",
+        response_model=models.OperatorDescription,
+        summary="One operator: its columns, its hosts, its versions, and how requests went",
+        dependencies=schemes,
+    )
+    async def describe(operator: str, query: Annotated[str | None, Query(description=_QUERY)] = None) -> Response:
+        return _json(await service.describe(operator, query))
+
+    @app.get(
+        "/v1/operators/{operator}/keys/{key:path}",
+        response_model=models.KeyAnswer,
+        summary="What one key has",
+        description="A key of one column is all of the path behind `keys/`, percent-encoded. Of several columns it is their values in order with "
+        "commas between; a value with a comma or double quote in it stands in double quotes, as in CSV. Values of the key's types are written as "
+        "in JSON, without quotes; for what does not fit into a path (null, empty path segments, structs) there is `lookup`.",
+        dependencies=schemes,
+    )
+    async def get(
+        operator: str,
+        key: str,
+        query: Annotated[str | None, Query(description=_QUERY)] = None,
+        state: Annotated[str | None, Query(description="The state variable, where the operator has several.")] = None,
+        window: Annotated[str | None, Query(description="The window's start, or start/end, in ISO 8601.")] = None,
+        isolation: models.Isolation = models.Isolation.completed,
+        version: Annotated[int | None, Query(ge=0, description="A version that is still retained.")] = None,
+    ) -> Response:
+        named = {"query": query, "state": state, "isolation": isolation.value, "version": version}
+        return _json(await service.get(operator, key, window, named))
+
+    @app.post(
+        "/v1/operators/{operator}/lookup",
+        response_model=models.LookupAnswer,
+        summary="What many keys have",
+        responses={200: {"content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}},
+        dependencies=schemes,
+    )
+    async def lookup(operator: str, body: models.LookupRequest, request: Request) -> Response:
+        table = await service.lookup(operator, body)
+        if _wants_arrow(request):
+            return Response(await asyncio.to_thread(arrow_stream, table), media_type=ARROW)
+        rows = await asyncio.to_thread(values.rows_to_json, table)
+        return await asyncio.to_thread(_json, {"operator": operator, "rows": rows})
+
+    @app.post(
+        "/v1/operators/{operator}/scan",
+        summary="All rows, or those of some keys, as a stream",
+        response_class=Response,
+        responses=_STREAMS,
+        dependencies=schemes,
+    )
+    async def scan(operator: str, body: models.ScanRequest, request: Request) -> Response:
+        as_arrow = _wants_arrow(request)
+        version, pieces = await service.scan(operator, body, as_arrow=as_arrow)
+        return StreamingResponse(
+            pieces, media_type=ARROW if as_arrow else LINES, headers={VERSION_HEADER: str(version)}
+        )
+
+    _describe_problems(app)
+    app.add_middleware(Gate, verifier=verifier, limits=limits)
+    return app
+
+
+_QUERY = "Name, query id or run id: which query, where several have an operator of that name."
+
+
+def _json(content: Any) -> Response:
+    return Response(values.encoded(content), media_type="application/json")
+
+
+def _wants_arrow(request: Request) -> bool:
+    return any(part.partition(";")[0].strip().lower() == ARROW for part in request.headers.get("accept", "").split(","))
+
+
+def _describe_problems(app: FastAPI) -> None:
+    """Have the OpenAPI description know ``Problem``, which no route returns by itself, and not FastAPI's own error, which none returns."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            description = made()
+            schemas = description.setdefault("components", {}).setdefault("schemas", {})
+            schemas["Problem"] = models.Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+            for name in ("HTTPValidationError", "ValidationError"):
+                schemas.pop(name, None)
+            for path in description["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+        return app.openapi_schema or {}
+
+    app.openapi = openapi  # type: ignore[method-assign]

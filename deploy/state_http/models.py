@@ -1,0 +1,144 @@
+"""What requests and answers are made of, for checks and for the OpenAPI description."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Isolation(str, Enum):
+    """Which version is read."""
+
+    completed = "completed"
+    latest = "latest"
+
+
+class Problem(BaseModel):
+    """An error (RFC 9457). ``error`` is the name of the Python client's error of the kind."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    error: str | None = None
+
+
+class StateVariable(BaseModel):
+    """One state variable: the columns of its key and of its values, with their Arrow types."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    kind: str
+    key: dict[str, str]
+    value: dict[str, str]
+
+
+class RunningOperator(BaseModel):
+    """One operator of a running query. The versions from ``oldest_version`` to ``completed_version`` can be read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    operator: str
+    query_name: str | None
+    query_id: str
+    run_id: str
+    oldest_version: int
+    completed_version: int
+    state: list[StateVariable]
+
+
+class OperatorList(BaseModel):
+    """The operators of all running queries."""
+
+    operators: list[RunningOperator]
+
+
+class OperatorDescription(BaseModel):
+    """One operator: its columns, who has its partitions, and how its hosts have answered."""
+
+    model_config = ConfigDict(extra="allow")
+
+    operator: str
+    query_name: str | None
+    query_id: str
+    run_id: str
+    completed_version: int
+
+
+class KeyAnswer(BaseModel):
+    """What one key has: an object of columns, or an array (list states, windows, timers), or an object or pairs (map states)."""
+
+    operator: str
+    key: Any
+    value: Any
+
+
+Query = Annotated[
+    str | None, Field(description="Name, query id or run id: which query, where several have an operator of that name.")
+]
+State = Annotated[str | None, Field(description="The state variable, where the operator has several.")]
+Version = Annotated[int | None, Field(ge=0, description="A version that is still retained, in place of `isolation`.")]
+
+
+class LookupRequest(BaseModel):
+    """Many keys at once. A key is a value, or an array of the key columns' values, or an object of them."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"keys": [42, 43]}, {"keys": [["de", 1], ["fr", 2]], "state": "pages"}]},
+    )
+
+    keys: list[Any]
+    query: Query = None
+    state: State = None
+    window: str | None = Field(
+        None, description="The window's start, or start/end, in ISO 8601; of aggregates by windows."
+    )
+    isolation: Isolation = Isolation.completed
+    version: Version = None
+
+
+class LookupAnswer(BaseModel):
+    """One row per key asked, in that order: the columns of the key, then of its value, which are null where it has none."""
+
+    operator: str
+    rows: list[dict[str, Any]]
+
+
+class Condition(BaseModel):
+    """A condition on one column; rows must meet all of a scan."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    column: str
+    comparison: Literal["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
+    value: Any = Field(None, description="What is compared with; of `in` an array. Times and decimals are strings.")
+
+
+class ScanRequest(BaseModel):
+    """All rows, or those of some keys. ``start`` is included, ``end`` is not."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"where": [{"column": "n", "comparison": ">", "value": 10}], "columns": ["user", "n"], "limit": 100}
+            ]
+        },
+    )
+
+    prefix: Any = Field(
+        None, description="The first key columns, as an array; or the beginning of the first, if that is a string."
+    )
+    start: Any = Field(None, description="The first key columns, as an array.")
+    end: Any = Field(None, description="The first key columns, as an array.")
+    where: list[Condition] = Field(default_factory=list, max_length=100)
+    columns: list[str] | None = Field(None, description="The columns wanted; all by default.")
+    limit: int | None = Field(None, ge=0, description="At most so many rows, whichever.")
+    query: Query = None
+    state: State = None
+    isolation: Isolation = Isolation.completed
+    version: Version = None

@@ -1,0 +1,374 @@
+"""What the routes do, on an asynchronous query client."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from deploy.state_http import values
+from deploy.state_http.limits import HttpLimits
+from deploy.state_http.models import LookupRequest, ScanRequest
+from deploy.state_http.problems import MissingKeyError, problem_of
+from spark_bridge.exceptions import (
+    QueryTimeoutError,
+    RequestError,
+    RequestLimitError,
+    TooManyRequestsError,
+    UnknownKvStateIdError,
+    UnknownOperatorError,
+)
+
+SHAPE_SECONDS = 30.0
+"""How long the key columns of an operator are taken for known."""
+PIECE_ROWS = 4096
+"""So many rows are made into JSON at once: what is sent as one piece."""
+
+
+class AsyncStateRows(Protocol):
+    """The rows of a scan."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns."""
+
+    @property
+    def version(self) -> int:
+        """The version that all rows are of."""
+
+    def __aiter__(self) -> AsyncIterator[pa.RecordBatch]: ...
+
+    async def aclose(self) -> None:
+        """End it; the hosts stop."""
+
+
+class AsyncStateClient(Protocol):
+    """What is needed of ``AsyncQueryableStateClient``."""
+
+    async def operators(self) -> list[dict[str, Any]]:
+        """The operators of all running queries."""
+
+    async def describe(self, operator: str, query: str | None = None) -> dict[str, Any]:
+        """One operator."""
+
+    async def get(
+        self,
+        operator: str,
+        key: Any,
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        window: Any = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """What one key has, or None."""
+
+    async def get_many(
+        self,
+        operator: str,
+        keys: Any,
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        window: Any = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """A table with a row per key."""
+
+    def scan(
+        self,
+        operator: str,
+        state: str | None = None,
+        prefix: Any = None,
+        start: Any = None,
+        end: Any = None,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        where: Any = None,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Awaitable[AsyncStateRows]:
+        """The rows of a state variable, once they have begun."""
+
+
+@dataclass(frozen=True)
+class KeyShape:
+    """The columns of an operator's keys in their order, and which of them is the window."""
+
+    schema: pa.Schema
+    window: str | None
+
+    @cached_property
+    def plain(self) -> pa.Schema:
+        """The columns without the window; the window alone if it is all of the key."""
+        names = [n for n in self.schema.names if n != self.window]
+        return pa.schema([self.schema.field(n) for n in names or self.schema.names])
+
+    def of_text(self, text: str) -> Any:
+        """The key of a path. Raises ``UnknownKeyOrNamespaceError``."""
+        if self.schema.names == [self.window]:
+            return values.window_of(text)
+        return values.key_of_text(text, self.plain)
+
+    def of_json(self, keys: Sequence[Any]) -> list[Any]:
+        """The keys of a lookup: all with the window, or all without. Raises ``UnknownKeyOrNamespaceError``."""
+        first = keys[0] if keys else None
+        size = len(first) if isinstance(first, list | dict) else 1
+        schema = self.schema if size == len(self.schema) else self.plain
+        return [values.key_of_json(key, schema) for key in keys]
+
+
+class StateService:
+    """One per replica."""
+
+    def __init__(self, connect: Callable[[], Awaitable[AsyncStateClient]], limits: HttpLimits) -> None:
+        self.limits = limits
+        self._connect = connect
+        self._connected: AsyncStateClient | None = None
+        self._connecting = asyncio.Lock()
+        self._shapes: dict[tuple[str, str | None, str | None], tuple[float, KeyShape]] = {}
+        self._scans = 0
+
+    async def client(self) -> AsyncStateClient:
+        """The client, which is made when it is needed first: a cluster without a stream yet is no reason not to start."""
+        if self._connected is None:
+            async with self._connecting:
+                if self._connected is None:
+                    self._connected = await self._connect()
+        return self._connected
+
+    async def operators(self) -> dict[str, Any]:
+        """See the route."""
+        return {"operators": await (await self.client()).operators()}
+
+    async def describe(self, operator: str, query: str | None) -> Any:
+        """See the route."""
+        return await (await self.client()).describe(operator, query)
+
+    async def get(self, operator: str, text: str, window: str | None, named: dict[str, Any]) -> dict[str, Any]:
+        """See the route. Raises ``MissingKeyError``."""
+        client = await self.client()
+        shape = await self._shape(operator, named["query"], named["state"])
+        key = shape.of_text(text)
+        of_window = None if window is None else values.window_of(window)
+        found = await client.get(operator, key, window=of_window, timeout=self.limits.timeout, **named)
+        if found is None:
+            there = "" if window is None else f" in the window {window}"
+            raise MissingKeyError(f"The key {text} has nothing in operator {operator!r}{there}.")
+        return {"operator": operator, "key": values.to_json(key), "value": values.to_json(found)}
+
+    async def lookup(self, operator: str, request: LookupRequest) -> pa.Table:
+        """See the route."""
+        if len(request.keys) > self.limits.max_keys:
+            raise RequestLimitError(
+                f"{len(request.keys)} keys were asked for at once; {self.limits.max_keys} are the limit."
+            )
+        client = await self.client()
+        shape = await self._shape(operator, request.query, request.state)
+        keys = await asyncio.to_thread(shape.of_json, request.keys)
+        return await client.get_many(
+            operator,
+            keys,
+            request.query,
+            request.state,
+            window=None if request.window is None else values.window_of(request.window),
+            isolation=request.isolation.value,
+            version=request.version,
+            timeout=self.limits.timeout,
+        )
+
+    @asynccontextmanager
+    async def _scanning(self) -> AsyncIterator[None]:
+        if self._scans >= self.limits.max_scans:
+            raise TooManyRequestsError(f"{self._scans} scans are under way, which is the limit; try again later.")
+        self._scans += 1
+        try:
+            yield
+        finally:
+            self._scans -= 1
+
+    async def scan(self, operator: str, request: ScanRequest, *, as_arrow: bool) -> tuple[int, AsyncIterator[bytes]]:
+        """See the route: the version, and the body in pieces. Whoever does not read it to its end must close it."""
+        most = self.limits.max_rows
+        if request.limit is not None and request.limit > most:
+            raise RequestLimitError(f"limit={request.limit} is more than the {most} rows that a scan may give.")
+        pieces = self._scan(operator, request, as_arrow)
+        # Up to the first rows, so that what is wrong is still told by the status.
+        version = await pieces.__anext__()
+        assert isinstance(version, int)
+        return version, pieces  # type: ignore[return-value]
+
+    async def _scan(self, operator: str, request: ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
+        """The version, and then the pieces of the body."""
+        deadline = time.monotonic() + self.limits.scan_seconds
+        async with self._scanning():
+            client = await self.client()
+            shape = await self._shape(operator, request.query, request.state)
+            rows = await client.scan(
+                operator,
+                request.state,
+                *(
+                    values.bound_of_json(getattr(request, name), shape.plain, name)
+                    for name in ("prefix", "start", "end")
+                ),
+                # One more than is allowed, to know whether there are.
+                self.limits.max_rows + 1 if request.limit is None else request.limit,
+                request.columns,
+                where=[_condition(c.column, c.comparison, c.value) for c in request.where],
+                query=request.query,
+                isolation=request.isolation.value,
+                version=request.version,
+                timeout=self.limits.timeout,
+            )
+            try:
+                body = _ArrowBody(rows.schema) if as_arrow else _LinesBody()
+                yield rows.version
+                try:
+                    async for piece in self._pieces(rows, body, deadline):
+                        yield piece
+                except Exception as error:
+                    # The status has been sent: the connection is cut, and lines say why before.
+                    yield body.problem(error)
+                    raise
+                yield body.end()
+            finally:
+                await rows.aclose()
+
+    async def _pieces(self, rows: AsyncStateRows, body: _Body, deadline: float) -> AsyncIterator[bytes]:
+        given = 0
+        batches = rows.__aiter__()
+        while True:
+            try:
+                batch = await asyncio.wait_for(batches.__anext__(), max(0.0, deadline - time.monotonic()))
+            except StopAsyncIteration:
+                return
+            except asyncio.TimeoutError as error:
+                raise QueryTimeoutError(
+                    f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {given} rows were sent. Ask for "
+                    "fewer by where, start and end."
+                ) from error
+            for at in range(0, batch.num_rows, PIECE_ROWS):
+                part = batch.slice(at, PIECE_ROWS)
+                given += part.num_rows
+                if given > self.limits.max_rows:
+                    raise RequestLimitError(
+                        f"There are more than the {self.limits.max_rows} rows that a scan may give; ask for fewer by where, start and "
+                        "end, or say limit."
+                    )
+                yield await asyncio.to_thread(body.rows, part)
+
+    async def _shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
+        """The key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
+        asked = (operator, query, state)
+        known = self._shapes.get(asked)
+        if known is not None and time.monotonic() < known[0]:
+            return known[1]
+        client = await self.client()
+        rows = await client.scan(operator, state, limit=0, query=query, timeout=self.limits.timeout)
+        await rows.aclose()
+        described = _variable(await client.operators(), operator, query, state)
+        schema = pa.schema([rows.schema.field(name) for name in described["key"]])
+        shape = KeyShape(schema, described.get("window"))
+        self._shapes[asked] = (time.monotonic() + SHAPE_SECONDS, shape)
+        return shape
+
+
+def _variable(operators: list[dict[str, Any]], operator: str, query: str | None, state: str | None) -> dict[str, Any]:
+    """What is said of a state variable."""
+    for found in operators:
+        if found["operator"] == operator and query in (None, found["query_name"], found["query_id"], found["run_id"]):
+            for variable in found["state"]:
+                if state is None or variable["name"] == state:
+                    return variable  # type: ignore[no-any-return]
+            names = ", ".join(repr(v["name"]) for v in found["state"])
+            raise UnknownKvStateIdError(f"Operator {operator!r} has no state variable {state!r}; it has {names}.")
+    raise UnknownOperatorError(f"No running query has an operator {operator!r} any more.")
+
+
+def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
+    if comparison in ("is null", "is not null"):
+        if value is not None:
+            raise RequestError(f"where: {column!r} {comparison!r} takes no value.")
+        return (column, comparison)
+    of = value if comparison == "in" and isinstance(value, list) else [value]
+    if (comparison == "in") != isinstance(value, list) or any(type(v) not in (str, int, float, bool) for v in of):
+        wanted = "an array of numbers, strings or booleans" if comparison == "in" else "a number, a string or a boolean"
+        raise RequestError(f"where: {column!r} {comparison!r} takes {wanted}, not {value!r}.")
+    return (column, comparison, value)
+
+
+class _Body(Protocol):
+    """How rows are written."""
+
+    def rows(self, batch: pa.RecordBatch) -> bytes:
+        """Some rows."""
+
+    def end(self) -> bytes:
+        """What is behind the last."""
+
+    def problem(self, error: Exception) -> bytes:
+        """What is there in place of the rest."""
+
+
+class _LinesBody:
+    """A JSON object in each line."""
+
+    def rows(self, batch: pa.RecordBatch) -> bytes:
+        """Some rows."""
+        return values.lines(batch)
+
+    def end(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def problem(self, error: Exception) -> bytes:
+        """A line with what went wrong."""
+        return values.encoded({"problem": problem_of(error)}) + b"\n"
+
+
+class _ArrowBody:
+    """An Arrow IPC stream."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._written = io.BytesIO()
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._written, "w"), schema)
+
+    def rows(self, batch: pa.RecordBatch) -> bytes:
+        """Some rows, the schema before the first."""
+        self._writer.write_batch(batch)
+        return self._taken()
+
+    def end(self) -> bytes:
+        """The marker of the end."""
+        self._writer.close()
+        return self._taken()
+
+    def problem(self, error: Exception) -> bytes:
+        """Nothing: the stream lacks its end."""
+        return b""
+
+    def _taken(self) -> bytes:
+        taken = self._written.getvalue()
+        self._written.seek(0)
+        self._written.truncate()
+        return taken
+
+
+def arrow_stream(table: pa.Table) -> bytes:
+    """A table as an Arrow IPC stream."""
+    body = _ArrowBody(table.schema)
+    return b"".join([*(body.rows(batch) for batch in table.to_batches()), body.end()])

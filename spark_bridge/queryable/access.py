@@ -1,0 +1,75 @@
+"""Who may ask: no token, no answer.
+
+There are two kinds. The cluster's secret token allows everything on every port; the coordinator gives it to any process attached to the
+Ray cluster, since Ray's namespaces are no boundary between those. Read-only tokens (``coordinator_actor.access_tokens``) are for
+clients outside: they are good for the query port alone, which only reads.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from coordinator_actor.access_tokens import is_read_only, verified_id
+from coordinator_actor.exceptions import InvalidTokenError
+from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a token allows. ``name``: ``cluster``, or the id of a read-only token as ``statestore token list`` shows it."""
+
+    name: str
+    read_only: bool
+
+
+CLUSTER = Grant("cluster", read_only=False)
+
+
+class TokenVerifier(Protocol):
+    """Says what a token allows."""
+
+    def verify(self, token: str) -> Grant:
+        """What it allows now. Raises ``AccessDeniedError``.
+
+        Takes a few microseconds, so that a connection can be checked again while it is used, and a revocation ends it.
+        """
+
+
+class ClusterTokens:
+    """Verifies the tokens of one cluster: its secret, and read-only ones signed by it.
+
+    ``revoked`` gives the ids that have been revoked, None while that is not known yet; ``clock`` seconds since 1970.
+    """
+
+    def __init__(
+        self, secret: str, revoked: Callable[[], Collection[str] | None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._secret = secret
+        self._encoded = secret.encode()
+        self._revoked = revoked
+        self._clock = clock
+
+    def verify(self, token: str) -> Grant:
+        """See ``TokenVerifier``. Raises ``HostUnavailableError`` too, of which asking again is the remedy."""
+        if not token:
+            raise AccessDeniedError(
+                "No token was given, and without one nothing is answered: a process attached to the Ray cluster gets one by itself, "
+                "others need token= or STATESTORE_TOKEN (statestore token issue)."
+            )
+        if not is_read_only(token):
+            if not hmac.compare_digest(token.encode(errors="replace"), self._encoded):
+                raise AccessDeniedError("The token is unknown: it is of another cluster, or none at all.")
+            return CLUSTER
+        revoked = self._revoked()
+        if revoked is None:
+            raise HostUnavailableError(
+                "This host has just begun, and does not know yet which tokens have been revoked."
+            )
+        try:
+            return Grant(verified_id(token, self._secret, revoked, self._clock()), read_only=True)
+        except InvalidTokenError as error:
+            raise AccessDeniedError(str(error)) from error

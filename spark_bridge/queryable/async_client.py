@@ -1,0 +1,437 @@
+"""``AsyncQueryableStateClient``: the client for programs on an event loop, which gathers concurrent lookups into batches."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+
+from spark_bridge.exceptions import QueryableStateError
+from spark_bridge.queryable.client import QueryableStateClient
+from spark_bridge.queryable.client_scans import Condition, StateScan
+from spark_bridge.queryable.watch import StateChange, StateWatch
+
+T = TypeVar("T")
+
+KEYS_PER_BATCH = 1000
+THREADS = 16
+PATIENCE_SECONDS = 0.02
+"""A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
+BATCHES_AT_ONCE = 8
+Asked = tuple[str, str | None, str | None, str, float | None]
+"""Operator, query, state, isolation and timeout: lookups that have these in common are asked for together."""
+
+
+class _Lookups:
+    """The lookups of one kind that are waiting, and those that are under way. All but ``_look_up`` runs on the event loop.
+
+    While a batch is under way others gather, and go together when it is back: so batches are as large as the load
+    makes them, and who is alone does not wait.
+    """
+
+    def __init__(self, client: QueryableStateClient, pool: ThreadPoolExecutor, asked: Asked) -> None:
+        self._client = client
+        self._pool = pool
+        self._asked = asked
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._under_way = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, key: Any) -> asyncio.Future[Any]:
+        """What the key has, when it is known."""
+        future = self._loop.create_future()
+        self._waiting.append((key, future))
+        if not self._under_way:
+            # Those that are started in this round of the loop go together.
+            self._under_way = 1
+            self._loop.call_soon(self._send)
+        elif self._timer is None:
+            self._timer = self._loop.call_later(PATIENCE_SECONDS, self._send_more)
+        return future
+
+    def _send_more(self) -> None:
+        """The batch before takes long."""
+        self._timer = None
+        if self._waiting and self._under_way < BATCHES_AT_ONCE:
+            self._under_way += 1
+            self._send()
+        if self._waiting:
+            self._timer = self._loop.call_later(PATIENCE_SECONDS, self._send_more)
+
+    def _send(self) -> None:
+        # Those who do not wait any more need not be asked for.
+        batch = [entry for entry in self._waiting[:KEYS_PER_BATCH] if not entry[1].done()]
+        del self._waiting[:KEYS_PER_BATCH]
+        if batch:
+            self._pool.submit(self._look_up, batch)
+        else:
+            self._next()
+
+    def _next(self) -> None:
+        self._under_way -= 1
+        if self._waiting:
+            self._under_way += 1
+            self._send()
+        elif self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look_up(self, batch: list[tuple[Any, asyncio.Future[Any]]]) -> None:
+        operator, query, state, isolation, timeout = self._asked
+        try:
+            keys = [key for key, _ in batch]
+            answers = self._client.get_each(operator, keys, query, state, isolation=isolation, timeout=timeout)
+        except Exception as error:  # noqa: BLE001 - those who wait are told
+            answers = [error] * len(batch)
+        try:
+            self._loop.call_soon_threadsafe(self._answer, batch, answers)
+        except RuntimeError:
+            pass  # the loop was closed, and nobody waits any more
+
+    def give_up(self) -> None:
+        """The client is closed: nobody will be answered any more."""
+        for _, future in self._waiting:
+            if not future.done():
+                future.set_exception(QueryableStateError("The client has been closed; connect again."))
+        self._waiting = []
+
+    def _answer(self, batch: list[tuple[Any, asyncio.Future[Any]]], answers: list[Any]) -> None:
+        for (_, future), answer in zip(batch, answers, strict=True):
+            if future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+        self._next()
+
+
+class AsyncQueryableStateClient:
+    """``QueryableStateClient`` with coroutines: the same verbs, arguments, answers and errors.
+
+        async with await AsyncQueryableStateClient.connect() as client:
+            user = await client.get("user_totals", 42)
+            users = await asyncio.gather(*(client.get("user_totals", k) for k in keys))   # asked for together
+            async for batch in client.scan("user_totals"):
+                ...
+            async for change in client.watch("user_totals"):
+                ...
+
+    Lookups by ``get`` that are under way at the same time are gathered into batches (those of one operator, query, state and isolation): while
+    one batch is out, others gather for the next. Cancelling one of them leaves the others as they are. For one event loop
+    at a time; what takes long runs in threads of its own.
+    """
+
+    def __init__(self, client: QueryableStateClient) -> None:
+        self._client = client
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-client")
+        self._lookups: dict[Asked, _Lookups] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        namespace: str = "statestore",
+        coordinator_name: str = "StateStoreCoordinator",
+        address: str | Sequence[str] | None = None,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        timeout: float = 30.0,
+        direct: bool | None = None,
+    ) -> AsyncQueryableStateClient:
+        """See ``QueryableStateClient.connect``."""
+        connected = await asyncio.to_thread(
+            QueryableStateClient.connect, namespace, coordinator_name, address, token, tls, timeout, direct
+        )
+        return cls(connected)
+
+    async def get(
+        self,
+        operator: str,
+        key: Any,
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        window: Any = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """See ``QueryableStateClient.get``."""
+        if window is not None or version is not None:
+            return await self._run(
+                self._client.get,
+                operator,
+                key,
+                query,
+                state,
+                window=window,
+                isolation=isolation,
+                version=version,
+                timeout=timeout,
+            )
+        asked = (operator, query, state, isolation, timeout)
+        lookups = self._lookups.get(asked)
+        if lookups is None or asyncio.get_running_loop() is not self._loop:
+            lookups = self._new_lookups(asked)
+        return await lookups.add(key)
+
+    def _new_lookups(self, asked: Asked) -> _Lookups:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._lookups, self._loop = {}, loop
+        return self._lookups.setdefault(asked, _Lookups(self._client, self._pool, asked))
+
+    async def get_many(
+        self,
+        operator: str,
+        keys: Any,
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        window: Any = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+        as_: str = "arrow",
+    ) -> Any:
+        """See ``QueryableStateClient.get_many``."""
+        return await self._run(
+            self._client.get_many,
+            operator,
+            keys,
+            query,
+            state,
+            window=window,
+            isolation=isolation,
+            version=version,
+            timeout=timeout,
+            as_=as_,
+        )
+
+    def scan(
+        self,
+        operator: str,
+        state: str | None = None,
+        prefix: Any = None,
+        start: Any = None,
+        end: Any = None,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        where: Sequence[Condition] | None = None,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> AsyncStateScan:
+        """See ``QueryableStateClient.scan``. What it returns can be awaited too: then it has begun, and has a schema and a version."""
+        begin = partial(
+            self._client.scan,
+            operator,
+            state,
+            prefix,
+            start,
+            end,
+            limit,
+            columns,
+            where=where,
+            query=query,
+            isolation=isolation,
+            version=version,
+            timeout=timeout,
+        )
+        return AsyncStateScan(begin)
+
+    async def count(
+        self,
+        operator: str,
+        state: str | None = None,
+        *,
+        prefix: Any = None,
+        start: Any = None,
+        end: Any = None,
+        where: Sequence[Condition] | None = None,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """See ``QueryableStateClient.count``."""
+        return await self._run(
+            self._client.count,
+            operator,
+            state,
+            prefix=prefix,
+            start=start,
+            end=end,
+            where=where,
+            query=query,
+            isolation=isolation,
+            version=version,
+            timeout=timeout,
+        )
+
+    def watch(
+        self,
+        operator: str,
+        keys: Any = None,
+        *,
+        state: str | None = None,
+        query: str | None = None,
+        from_version: int | None = None,
+        timeout: float | None = None,
+    ) -> AsyncStateWatch:
+        """See ``QueryableStateClient.watch``; an asynchronous iterator of ``StateChange``s."""
+        return AsyncStateWatch(
+            self._client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=timeout)
+        )
+
+    async def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """See ``QueryableStateClient.operators``."""
+        return await self._run(self._client.operators, timeout=timeout)
+
+    async def describe(
+        self, operator: str, query: str | None = None, *, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """See ``QueryableStateClient.describe``."""
+        return await self._run(self._client.describe, operator, query, timeout=timeout)
+
+    async def sql(self, query: str, *, query_params: Any = None, timeout: float | None = None) -> pa.Table:
+        """The rows of ``QueryableStateClient.sql`` as an Arrow table."""
+        return await self._run(lambda: self._client.sql(query, query_params=query_params, timeout=timeout).arrow())
+
+    async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))
+
+    async def close(self) -> None:
+        """Close all connections; what is under way fails."""
+        self._client.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for lookups in self._lookups.values():
+            lookups.give_up()
+
+    async def __aenter__(self) -> AsyncQueryableStateClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class _InThread(Generic[T]):
+    """Takes one element after the other of something that blocks, in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._pending: asyncio.Future[Any] | None = None
+
+    async def call(self, what: Callable[[], Any]) -> Any:
+        """What it returns. If the caller is cancelled, the next one is given it: nothing is lost."""
+        if self._pending is None:
+            self._pending = asyncio.get_running_loop().run_in_executor(self._thread, what)
+        pending = self._pending
+        try:
+            return await asyncio.shield(pending)
+        finally:
+            if pending.done():
+                self._pending = None
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+
+class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
+    """A ``StateScan`` for ``async for``; it begins with the first batch, or when it is awaited."""
+
+    def __init__(self, begin: Callable[[], StateScan]) -> None:
+        self._begin = begin
+        self._scan: StateScan | None = None
+        self._thread = _InThread[pa.RecordBatch]("statestore-scan")
+
+    def __await__(self) -> Generator[Any, None, AsyncStateScan]:
+        return self._begun().__await__()
+
+    async def _begun(self) -> AsyncStateScan:
+        if self._scan is None:
+            self._scan = await self._thread.call(self._begin)
+        return self
+
+    @property
+    def version(self) -> int:
+        """The version that all rows are of, once it has begun."""
+        return self._required().version
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of every batch, once it has begun."""
+        return self._required().schema
+
+    def _required(self) -> StateScan:
+        if self._scan is None:
+            raise RuntimeError("The scan has not begun; await it, or take its first batch.")
+        return self._scan
+
+    async def __anext__(self) -> pa.RecordBatch:
+        await self._begun()
+        scan = self._required()
+        batch = await self._thread.call(lambda: next(scan, None))
+        if batch is None:
+            self._thread.close()
+            raise StopAsyncIteration
+        return batch
+
+    async def to_arrow(self) -> pa.Table:
+        """All rows that are left."""
+        await self._begun()
+        table = await self._thread.call(self._required().to_arrow)
+        self._thread.close()
+        return table
+
+    async def aclose(self) -> None:
+        """End it; the hosts stop."""
+        if self._scan is not None:
+            await self._thread.call(self._scan.close)
+        self._thread.close()
+
+    async def __aenter__(self) -> AsyncStateScan:
+        return await self._begun()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class AsyncStateWatch(AsyncIterator[StateChange]):
+    """A ``StateWatch`` for ``async for``."""
+
+    def __init__(self, watch: StateWatch) -> None:
+        self._watch = watch
+        self._thread = _InThread[StateChange]("statestore-watch")
+
+    @property
+    def position(self) -> int | None:
+        """See ``StateWatch.position``."""
+        return self._watch.position
+
+    async def __anext__(self) -> StateChange:
+        change: StateChange | None = await self._thread.call(lambda: next(self._watch, None))
+        if change is None:
+            self._thread.close()
+            raise StopAsyncIteration
+        return change
+
+    async def aclose(self) -> None:
+        """End it."""
+        self._watch.close()
+        self._thread.close()
+
+    async def __aenter__(self) -> AsyncStateWatch:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

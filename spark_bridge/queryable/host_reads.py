@@ -1,0 +1,311 @@
+"""What a host answers to queries: from its own partitions, all of one answer at one version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.changelog import DEFAULT_FAMILY
+from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
+from backends.partition_state import PartitionState
+from backends.sorted_pairs import is_strictly_sorted
+from coordinator_actor.messages import OperatorLocation, RunningOperator
+from spark_bridge.exceptions import NotOwnerError
+from spark_bridge.host import Host
+from spark_bridge.queryable.host_changes import HostChanges
+from spark_bridge.queryable.host_views import WAIT_SECONDS, HostViews, PartitionView
+from spark_bridge.queryable.key_reads import FoundPairs, WindowedKeys, find_pairs, rows_of_keys, values_of
+from spark_bridge.queryable.operator_plan import OperatorPlan
+from spark_bridge.queryable.operator_words import described_operator
+from spark_bridge.queryable.reads import StateAnswer
+from spark_bridge.queryable.row_selection import RowSelection
+from spark_bridge.queryable.row_stream import RowStream, gathered, limited
+from spark_bridge.queryable.scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
+from spark_bridge.queryable.version_copies import VersionCopies
+from spark_bridge.queryable.windowed_keys import window_of
+from spark_bridge.queryable.wire import Changes, KeyRows, Lookup, Scan
+from spark_bridge.state_rows import VariableRows
+
+AWAIT_SECONDS = 1.0
+"""So often the coordinator is asked, while somebody waits for a version, in a host that nobody tells of it."""
+_BRIEFLY = 0.001
+_KNOWN_PLANS = 1000
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+class HostReads:
+    """``StateReads`` of one host.
+
+    ``now_ms`` is the time at which rows with a TTL have expired. A version that others say is completed is waited for
+    ``wait_seconds`` at most.
+    """
+
+    def __init__(self, host: Host, *, now_ms: Callable[[], int] = _now_ms, wait_seconds: float = WAIT_SECONDS) -> None:
+        self._host = host
+        self._now_ms = now_ms
+        self._views = HostViews(host, VersionCopies(host), wait_seconds)
+        self._changes = HostChanges(host, wait_seconds)
+        self._plans: dict[tuple[str, str], OperatorPlan] = {}
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def locate(self, operator: str, query: str | None) -> OperatorLocation:
+        """See ``StateReads``."""
+        return self._host.locate(operator, query)
+
+    def operators(self) -> list[dict[str, Any]]:
+        """See ``StateReads``."""
+        return [described_operator(found) for found in self._host.operators()]
+
+    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
+        """See ``StateReads``. ``held`` are the partitions that are loaded here, by operator."""
+        info = self._host.info
+        asked = [o for o in self._host.operators() if _is_asked(o, operator, query)]
+        if operator is not None and not asked:
+            self._host.locate(operator, query)  # says what there is, or that the query has ended
+        described = []
+        for found in asked:
+            held = self._host.partitions(found.run_id, found.operator.name)
+            noted = self._host.completed.newest(found.run_id)
+            described.append(
+                {
+                    **described_operator(found),
+                    "completed_version_here": None if noted is None else noted.version,
+                    "held": held,
+                }
+            )
+        return {
+            "host_id": info.host_id,
+            "incarnation": info.incarnation,
+            "address": info.address,
+            "query_address": info.query_address,
+            "node_id": info.node_id,
+            "operators": described,
+        }
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        """See ``StateReads``. Raises ``RetiredRunError`` if the run ends meanwhile."""
+        deadline = time.monotonic() + seconds
+        newest = self._host.completed.newest(run_id)
+        if newest is None:
+            newest = self._host.completed_version(run_id, 0, self._views.wait_seconds)
+        while newest is None or newest.version <= after:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            newest = self._host.completed.wait(run_id, after + 1, min(left, AWAIT_SECONDS))
+            if newest is None or newest.version <= after:
+                # Else nobody tells this host, if it has nothing of the run, or that the run is over.
+                newest = self._host.completed_version(run_id, after + 1, _BRIEFLY)
+        return -1 if newest is None else newest.version
+
+    # -- lookups -------------------------------------------------------------------------------
+
+    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+        """See ``StateReads``."""
+        plan = self._plan(request.run_id, request.operator)
+        family = request.column_family
+        plan.require_family(family)
+        partition = plan.partition_of(key)
+        at = request.at
+        if at.isolation == "completed":
+            noted = self._host.completed.newest(plan.run_id)
+            instance = self._host.instance(plan.run_id, plan.operator, partition)
+            if noted is not None and instance is not None and noted.version >= at.version:
+                head = noted.head(plan.operator, partition)
+                if head is not None:
+                    try:
+                        return noted.version, _value_of(instance.state, key, family, noted.version, head)
+                    except (VersionNotFoundError, StoreClosedError):
+                        pass  # the way below finds out why
+        with ExitStack() as keep:
+            version, (value,) = self._views.read(
+                plan, [partition], at, lambda v: _value_of(v.state, key, family, v.version, v.head), keep
+            )
+        return version, value
+
+    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        """See ``StateReads``."""
+        plan = self._plan(request.run_id, request.operator)
+        plan.require_family(request.column_family)
+        groups = plan.groups_of(keys)
+        back = None
+        if not is_strictly_sorted(keys):
+            order = np.asarray(pc.sort_indices(keys))
+            keys, groups = keys.take(pa.array(order)), groups[order]
+            back = np.empty(len(order), np.int64)
+            back[order] = np.arange(len(order))
+        # Partitions have groups in a row, so sorted keys are sorted by partition.
+        of_keys = plan.partitions_of(groups)
+        begins = [0, *(1 + np.flatnonzero(of_keys[1:] != of_keys[:-1])).tolist()] if len(keys) else []
+        partitions = [int(of_keys[i]) for i in begins]
+        parts = {p: keys[a:b] for p, a, b in zip(partitions, begins, [*begins[1:], len(keys)], strict=True)}
+        with ExitStack() as keep:
+            version, found = self._views.read(
+                plan,
+                partitions,
+                request.at,
+                lambda view: values_of(view, parts[view.partition], request.column_family),
+                keep,
+            )
+        values = found[0] if len(found) == 1 else pa.concat_arrays(found) if found else pa.array([], pa.binary())
+        self._host.count_keys_read(len(keys))
+        return version, values if back is None else values.take(pa.array(back))
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+        """See ``StateReads``."""
+        plan = self._plan(request.run_id, request.operator)
+        variable = plan.variable(request.state)
+        rows = VariableRows(plan.schema, variable, alive_at=self._now_ms())
+        selection = RowSelection.of(rows, request.columns, (), with_position=True)
+        window = window_of(variable)
+        groups = plan.groups_of(keys)
+        if window is not None:
+            windowed = WindowedKeys.of(rows, window, keys)
+            partitions = self._own_partitions(plan)
+
+            def find(view: PartitionView) -> FoundPairs:
+                return windowed.find(plan, view)
+
+        else:
+            of_keys = plan.partitions_of(groups)
+            partitions = np.unique(of_keys).tolist()
+
+            def find(view: PartitionView) -> FoundPairs:
+                positions = np.flatnonzero(of_keys == view.partition)
+                return find_pairs(view, rows, keys.take(pa.array(positions)), positions)
+
+        def read(found: Sequence[FoundPairs]) -> Iterator[pa.RecordBatch]:
+            return rows_of_keys(plan, rows, found, by_window=window is not None)
+
+        self._host.count_keys_read(len(keys))
+        return self._answer(plan, partitions, request, find, read, selection)
+
+    def scan(self, request: Scan) -> StateAnswer:
+        """See ``StateReads``."""
+        plan = self._plan(request.run_id, request.operator)
+        rows = VariableRows(plan.schema, plan.variable(request.state), request.collect, alive_at=self._now_ms())
+        selection = RowSelection.of(rows, request.columns, request.where)
+        bounds = KeyBounds(request.start, request.end)
+        partitions = self._asked_partitions(plan, request)
+
+        def read(found: Sequence[tuple[int, Pairs]]) -> Iterator[pa.RecordBatch]:
+            return chain.from_iterable(rows.rows(pairs, partition) for partition, pairs in found)
+
+        return self._answer(
+            plan,
+            partitions,
+            request,
+            lambda v: (v.partition, pairs_of(v, rows, plan.key_groups_of(v.partition), bounds)),
+            read,
+            selection,
+            request.limit,
+        )
+
+    def _answer(
+        self,
+        plan: OperatorPlan,
+        partitions: Sequence[int],
+        request: KeyRows | Scan,
+        find: Callable[[PartitionView], Any],
+        read: Callable[[Sequence[Any]], Iterator[pa.RecordBatch]],
+        selection: RowSelection,
+        limit: int | None = None,
+    ) -> StateAnswer:
+        with ExitStack() as opening:
+            version, found = self._views.read(plan, partitions, request.at, find, opening)
+            keep = opening.pop_all()
+        batches = limited(map(selection.rows, _moved(plan, read(found))), limit)
+        return StateAnswer(version, selection.schema, RowStream(gathered(batches), keep.close))
+
+    def count(self, request: Scan) -> tuple[int, int]:
+        """See ``StateReads``."""
+        plan = self._plan(request.run_id, request.operator)
+        rows = VariableRows(plan.schema, plan.variable(request.state), request.collect, alive_at=self._now_ms())
+        if request.where or not has_row_per_pair(rows):
+            answer = self.scan(request)
+            return answer.version, sum(batch.num_rows for batch in answer.batches)
+        bounds = KeyBounds(request.start, request.end)
+        is_all = bounds.is_open and plan.families == {rows.main}
+
+        def counted(view: PartitionView) -> int | Pairs:
+            known = view.state.num_keys(view.version, head=view.head) if is_all and view.instance is not None else None
+            return pairs_of(view, rows, plan.key_groups_of(view.partition), bounds) if known is None else known
+
+        with ExitStack() as keep:
+            version, found = self._views.read(plan, self._asked_partitions(plan, request), request.at, counted, keep)
+            count = 0
+            for one in found:
+                if isinstance(one, int):
+                    count += one
+                else:
+                    count += sum(batch.num_rows for batch in _moved(plan, one[rows.main]))
+        return version, count if request.limit is None else min(count, request.limit)
+
+    def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
+        """See ``StateReads``."""
+        plan = self._plan(request.run_id, request.operator)
+        if keys is not None:
+            plan.groups_of(keys)
+        return self._changes.read(plan, plan.variable(request.state), request.after, request.until, keys)
+
+    # -- where ---------------------------------------------------------------------------------
+
+    def _plan(self, run_id: str, operator: str) -> OperatorPlan:
+        held = self._plans.get((run_id, operator))
+        if held is not None:
+            return held
+        registration = self._host.registration(run_id)
+        if registration is None:
+            self._host.completed_version(run_id, 0, self._views.wait_seconds)  # raises if there is no such run
+            registration = self._host.open_for_read(run_id, operator, 0).registration
+        plan = OperatorPlan.of(registration, operator)
+        while len(self._plans) >= _KNOWN_PLANS:
+            self._plans.pop(next(iter(self._plans)), None)
+        self._plans[(run_id, operator)] = plan
+        return plan
+
+    def _asked_partitions(self, plan: OperatorPlan, request: Scan) -> list[int]:
+        return self._own_partitions(plan) if request.partitions is None else plan.partitions(request.partitions)
+
+    def _own_partitions(self, plan: OperatorPlan) -> list[int]:
+        """Those that the coordinator has given to this host."""
+        owners = self._host.locate(plan.operator, plan.run_id).owners
+        ours = (self._host.info.host_id, self._host.info.incarnation)
+        return [p for p, owner in enumerate(owners) if (owner.host_id, owner.incarnation) == ours]
+
+
+def _value_of(state: PartitionState, key: bytes, family: str, version: int, head: str | None) -> bytes | None:
+    try:
+        return state.get_one(key, version, family, head=head)
+    except InvalidStateStoreArgument:
+        if family == DEFAULT_FAMILY:
+            raise
+        return None  # that of a variable which was never written to
+
+
+def _moved(plan: OperatorPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same, but for what is raised if a partition is unloaded while it is read."""
+    try:
+        yield from batches
+    except StoreClosedError as error:
+        raise NotOwnerError(
+            f"A partition of operator {plan.operator!r} (run {plan.run_id}) left this host while it was read; begin again."
+        ) from error
+
+
+def _is_asked(found: RunningOperator, operator: str | None, query: str | None) -> bool:
+    named = (found.query_name, found.query_id, found.run_id)
+    return (operator is None or operator == found.operator.name) and (query is None or query in named)

@@ -1,0 +1,147 @@
+"""Answers of several hosts, all of one version.
+
+Hosts hear of a completed version one after the other, so that their answers may be of different ones. Then those that are ahead are
+asked again for exactly the lowest version, which they still hold as a rule: so two round trips are the most that happens, unless one host
+is far behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TypeVar
+
+from spark_bridge.exceptions import ConnectionClosedError, HostUnavailableError, StateVersionError
+from spark_bridge.queryable.connections import KvConnections, KvExchange
+from spark_bridge.queryable.questions import Question
+from spark_bridge.queryable.reads import StateReads
+from spark_bridge.queryable.wire import At
+
+T = TypeVar("T")
+
+REMEMBERED_RUNS = 4096
+
+
+class CompletedVersions:
+    """The highest completed version that has been seen of each run; for any number of threads and routers."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def get(self, run_id: str) -> int:
+        """The version; 0 of a run that is not known."""
+        return self._versions.get(run_id, 0)
+
+    def note(self, run_id: str, version: int) -> None:
+        """A completed version has been seen."""
+        if version <= self._versions.get(run_id, 0):
+            return
+        with self._lock:
+            self._versions[run_id] = max(version, self._versions.pop(run_id, 0))
+            if len(self._versions) > REMEMBERED_RUNS:
+                del self._versions[next(iter(self._versions))]
+
+
+class Interrogation:
+    """Asks hosts. ``local``: an address and what is to be read there, without a network."""
+
+    def __init__(
+        self, connections: KvConnections, versions: CompletedVersions, local_address: str, local: StateReads | None
+    ) -> None:
+        self._connections = connections
+        self._versions = versions
+        self._local_address = local_address
+        self._local = local
+
+    def not_before(self, run_id: str, at: At) -> At:
+        """A question for the completed version, so that the answer is not older than what has been seen."""
+        floor = self._versions.get(run_id)
+        return at if at.version >= floor else At("completed", floor)
+
+    def answers(self, run_id: str, questions: Sequence[Question[T]], at: At, deadline: float) -> tuple[int, list[T]]:
+        """The version, and the answer to each question. With ``latest`` the version is the lowest one.
+
+        Raises what hosts raise, and ``ConnectionClosedError`` for an answer of another version than asked for.
+        """
+        is_completed = at.isolation == "completed"
+        if is_completed:
+            at = self.not_before(run_id, at)
+        try:
+            answers = self._ask(questions, at, deadline)
+            versions = [version for version, _ in answers]
+            low, high = min(versions), max(versions)
+            while is_completed and low != high:
+                answers = self._level(questions, answers, at.version, deadline)
+                versions = [version for version, _ in answers]
+                low, high = min(versions), max(versions)
+        except StateVersionError as error:
+            raise self.lagging(run_id, at, error) from error
+        if is_completed:
+            self._versions.note(run_id, low)
+        elif at.isolation == "version" and not low == high == at.version:
+            raise ConnectionClosedError(
+                f"Version {at.version} of run {run_id} was asked for, versions {versions} came."
+            )
+        return low, [answer for _, answer in answers]
+
+    def lagging(self, run_id: str, at: At, error: StateVersionError) -> Exception:
+        """What to raise instead of ``error``: that a host does not know a version which others have shown passes."""
+        if at.isolation == "completed" and 0 < at.version <= self._versions.get(run_id):
+            return HostUnavailableError(f"A host does not know yet that version {at.version} is completed: {error}")
+        return error
+
+    def _level(
+        self, questions: Sequence[Question[T]], answers: list[tuple[int, T]], floor: int, deadline: float
+    ) -> list[tuple[int, T]]:
+        """Ask some again, so that all answers are of one version, or at least nearer to it."""
+        versions = [version for version, _ in answers]
+        low, high = min(versions), max(versions)
+        if low >= floor:
+            ahead = [i for i, version in enumerate(versions) if version > low]
+            try:
+                again = self._ask([questions[i] for i in ahead], At("version", low, held_only=True), deadline)
+            except StateVersionError:
+                pass  # it is further behind than others hold
+            else:
+                return _with(answers, ahead, again)
+        behind = [i for i, version in enumerate(versions) if version < high]
+        return _with(answers, behind, self._ask([questions[i] for i in behind], At("completed", high), deadline))
+
+    def _ask(self, questions: Sequence[Question[T]], at: At, deadline: float) -> list[tuple[int, T]]:
+        """Ask all, then read all answers. If some fail, the others are read all the same, for their connections are good."""
+        begun: list[KvExchange | None] = []
+        answers: list[tuple[int, T]] = []
+        failure: Exception | None = None
+        try:
+            for question in questions:
+                exchange = None
+                if self._local is None or question.address != self._local_address:
+                    try:
+                        exchange = question.send(self._connections, at, deadline)
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        failure = error
+                        break
+                begun.append(exchange)
+            for question, exchange in zip(questions, begun, strict=False):
+                try:
+                    if exchange is not None:
+                        answers.append(question.receive(exchange, deadline))
+                    elif self._local is not None and failure is None:
+                        answers.append(question.read(self._local, at))
+                except Exception as error:  # noqa: BLE001 - raised below
+                    failure = failure or error
+        finally:
+            for exchange in begun:
+                if exchange is not None:
+                    exchange.abandon()  # those that have been read are not touched by it
+        if failure is not None:
+            raise failure
+        return answers
+
+
+def _with(answers: list[tuple[int, T]], places: list[int], newer: list[tuple[int, T]]) -> list[tuple[int, T]]:
+    changed = list(answers)
+    for place, answer in zip(places, newer, strict=True):
+        changed[place] = answer
+    return changed

@@ -1,0 +1,192 @@
+"""How a host has answered: requests, failures and latency percentiles by operator and verb.
+
+For ``describe()`` since the start, for Ray's metrics since they were last taken.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+SUB_BUCKETS = 8
+"""Per power of two. A percentile is the middle of its bucket, so it is wrong by 1/16 (6 %) at most."""
+OCTAVES = 26
+"""From 1 microsecond to 67 seconds (2^26 microseconds); what is faster or slower counts as such. The slowest is known exactly."""
+MAX_SERIES = 512
+"""Operators times verbs that are counted apart. Names come from clients, and must not make memory grow."""
+OTHER = "(other)"
+"""Where requests for operators that nobody knows are counted, and those beyond ``MAX_SERIES``."""
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+class LatencyHistogram:
+    """Counts by the logarithm of a latency, in 1.6 KB; not safe from several threads.
+
+    After HdrHistogram (Gil Tene): powers of two, each in linear steps.
+    """
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = array("Q", bytes(8 * SUB_BUCKETS * OCTAVES))
+        self.total = 0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bucket_of(seconds)] += 1
+        self.total += 1
+
+    def since(self, earlier: LatencyHistogram) -> LatencyHistogram:
+        """What was added since an earlier copy."""
+        difference = LatencyHistogram()
+        difference.counts = array("Q", [a - b for a, b in zip(self.counts, earlier.counts, strict=True)])
+        difference.total = self.total - earlier.total
+        return difference
+
+    def copy(self) -> LatencyHistogram:
+        """As it is now."""
+        copied = LatencyHistogram()
+        copied.counts = self.counts[:]
+        copied.total = self.total
+        return copied
+
+    def quantiles(self, wanted: tuple[float, ...] = QUANTILES) -> list[float]:
+        """Latencies in seconds that the shares ``wanted`` (ascending) did not exceed; 0.0 if there are none."""
+        if not self.total:
+            return [0.0] * len(wanted)
+        found: list[float] = []
+        seen = 0
+        for bucket, count in enumerate(self.counts):
+            seen += count
+            while len(found) < len(wanted) and seen >= wanted[len(found)] * self.total:
+                found.append(middle_of(bucket))
+            if len(found) == len(wanted):
+                break
+        return found
+
+
+def bucket_of(seconds: float) -> int:
+    """The bucket of a latency."""
+    mantissa, exponent = math.frexp(seconds * 1e6)
+    if exponent < 1:
+        return 0
+    if exponent > OCTAVES:
+        return SUB_BUCKETS * OCTAVES - 1
+    return (exponent - 1) * SUB_BUCKETS + int((mantissa - 0.5) * (2 * SUB_BUCKETS))
+
+
+def middle_of(bucket: int) -> float:
+    """The middle of a bucket, in seconds."""
+    octave, step = divmod(bucket, SUB_BUCKETS)
+    return float(1 << octave) * (1 + (step + 0.5) / SUB_BUCKETS) * 1e-6
+
+
+class _Series:
+    """One operator and verb."""
+
+    __slots__ = ("failures", "histogram", "lock", "slowest", "slowest_lately")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.histogram = LatencyHistogram()
+        self.failures = 0
+        self.slowest = 0.0
+        self.slowest_lately = 0.0
+
+    def observe(self, seconds: float, failed: bool) -> None:
+        with self.lock:
+            self.histogram.add(seconds)
+            if failed:
+                self.failures += 1
+            if seconds > self.slowest_lately:
+                self.slowest_lately = seconds
+                self.slowest = max(self.slowest, seconds)
+
+
+@dataclass(frozen=True)
+class RequestDelta:
+    """What one operator and verb had since the deltas were last taken. ``latencies`` are seconds by quantile, 1.0 the slowest."""
+
+    operator: str
+    verb: str
+    requests: int
+    failures: int
+    latencies: dict[float, float]
+
+
+class RequestStatistics:
+    """Counts requests; safe from many threads.
+
+    An operator gets figures of its own once a request for it has been answered; until then, and beyond ``MAX_SERIES``, it counts as
+    ``OTHER``. Requests that name no operator have the operator "".
+    """
+
+    def __init__(self) -> None:
+        self._series: dict[tuple[str, str], _Series] = {}
+        self._operators: set[str] = {"", OTHER}
+        self._lock = threading.Lock()
+        self._taking = threading.Lock()
+        self._taken: dict[tuple[str, str], tuple[LatencyHistogram, int]] = {}
+
+    def observe(self, operator: str, verb: str, seconds: float, failed: bool = False) -> None:
+        """Count one request, which took ``seconds``. ``verb`` is one of ours, never a client's word."""
+        series = self._series.get((operator, verb))
+        if series is None:
+            series = self._new_series(operator, verb, failed)
+        series.observe(seconds, failed)
+
+    def _new_series(self, operator: str, verb: str, failed: bool) -> _Series:
+        with self._lock:
+            is_full = len(self._series) >= MAX_SERIES
+            if operator not in self._operators:
+                if failed or is_full:
+                    operator = OTHER
+                else:
+                    self._operators.add(operator)
+            elif is_full and operator:
+                operator = OTHER
+            return self._series.setdefault((operator, verb), _Series())
+
+    def snapshot(self, operator: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+        """Since the start, by operator and verb: ``requests``, ``failures``, ``p50_ms``, ``p90_ms``, ``p99_ms``, ``max_ms``.
+
+        Of ``operator`` only, if one is given.
+        """
+        answer: dict[str, dict[str, dict[str, Any]]] = {}
+        for (name, verb), series in self._all():
+            if operator is not None and name != operator:
+                continue
+            with series.lock:
+                histogram, failures, slowest = series.histogram.copy(), series.failures, series.slowest
+            latencies = zip(QUANTILES, histogram.quantiles(), strict=True)
+            answer.setdefault(name, {})[verb] = {
+                "requests": histogram.total,
+                "failures": failures,
+                **{f"p{q * 100:g}_ms": round(min(s, slowest) * 1e3, 3) for q, s in latencies},
+                "max_ms": round(slowest * 1e3, 3),
+            }
+        return answer
+
+    def deltas(self) -> list[RequestDelta]:
+        """What has come since the last call, only of operators and verbs that had something."""
+        found = []
+        with self._taking:
+            for key, series in self._all():
+                with series.lock:
+                    histogram, failures = series.histogram.copy(), series.failures
+                    slowest, series.slowest_lately = series.slowest_lately, 0.0
+                before, failures_before = self._taken.get(key) or (LatencyHistogram(), 0)
+                since = histogram.since(before)
+                if not since.total:
+                    continue
+                self._taken[key] = histogram, failures
+                latencies = {q: min(s, slowest) for q, s in zip(QUANTILES, since.quantiles(), strict=True)}
+                found.append(RequestDelta(*key, since.total, failures - failures_before, {**latencies, 1.0: slowest}))
+        return found
+
+    def _all(self) -> list[tuple[tuple[str, str], _Series]]:
+        with self._lock:
+            return sorted(self._series.items())

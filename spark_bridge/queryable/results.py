@@ -1,0 +1,132 @@
+"""Answers in the form that is asked for: Python values, Arrow, pandas, Polars."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from spark_bridge.exceptions import RequestError
+
+Form = Literal["arrow", "pandas", "polars", "pylist"]
+FORMS = ("arrow", "pandas", "polars", "pylist")
+VALUE_SUFFIX = "__value"
+"""What is put behind a name that is taken: of a value's column that is called as one of the key's."""
+
+
+def check_form(as_: str) -> None:
+    """Raise ``RequestError`` for a form that is none."""
+    if as_ not in FORMS:
+        raise RequestError(f"as_={as_!r} is no form of a table; there are {', '.join(map(repr, FORMS))}.")
+
+
+def formed(table: pa.Table, as_: str) -> Any:
+    """A table in the form asked for. Raises ``RequestError`` if there is no such form, or Polars is not installed."""
+    check_form(as_)
+    if as_ == "pandas":
+        return table.to_pandas()
+    if as_ == "polars":
+        return to_polars(table)
+    return table.to_pylist() if as_ == "pylist" else table
+
+
+def to_polars(table: pa.Table) -> Any:
+    """A Polars frame. Raises ``RequestError`` if Polars is not installed."""
+    try:
+        import polars
+    except ImportError as error:
+        raise RequestError("A Polars frame needs Polars: install ray-statestore[polars].") from error
+    return polars.from_arrow(table)
+
+
+def distinct(fields: Sequence[pa.Field]) -> list[pa.Field]:
+    """The fields under names of their own, upper and lower case being equal, as ``state_rows.distinct`` names a scan's."""
+    own = {field.name.casefold() for field in fields}
+    taken: set[str] = set()
+    named = []
+    for field in fields:
+        name = field.name
+        while name.casefold() in taken or (name != field.name and name.casefold() in own):
+            name += VALUE_SUFFIX
+        taken.add(name.casefold())
+        named.append(field.with_name(name))
+    return named
+
+
+@dataclass(frozen=True)
+class KeyedResults:
+    """Rows of several keys: the position of each row's key, the columns that tell the rows of one key apart, the values."""
+
+    position: pa.Array
+    inner: Mapping[str, pa.Array]
+    value: Mapping[str, pa.Array]
+
+    def ordered(self, *, by_window: bool) -> KeyedResults:
+        """By key; within one by the start of the window that ``inner`` has, or as they are."""
+        keys = {"position": self.position}
+        if by_window:
+            (window,) = self.inner.values()
+            keys["start"] = window.field(0)
+        # Stable, so that elements of a list stay in their order.
+        order = pa.array(np.lexsort([np.asarray(c.cast(pa.int64()).fill_null(-1)) for c in reversed(keys.values())]))
+        inner = {name: column.take(order) for name, column in self.inner.items()}
+        value = {name: column.take(order) for name, column in self.value.items()}
+        return KeyedResults(self.position.take(order), inner, value)
+
+    def of_each(self, n: int) -> Iterator[KeyedResults]:
+        """The rows of each of ``n`` keys."""
+        rows = self.ordered(by_window=False)
+        bounds = np.searchsorted(np.asarray(rows.position), np.arange(n + 1)).tolist()
+        for begin, end in itertools.pairwise(bounds):
+            inner = {name: column.slice(begin, end - begin) for name, column in rows.inner.items()}
+            value = {name: column.slice(begin, end - begin) for name, column in rows.value.items()}
+            yield KeyedResults(rows.position.slice(begin, end - begin), inner, value)
+
+    def lists(self, n: int) -> pa.Array:
+        """The rows of each of ``n`` keys as a list, of structs or if they have one column of its values; null without rows."""
+        return pa.ListArray.from_arrays(self._offsets(n), _elements({**self.inner, **self.value}))
+
+    def maps(self, n: int) -> pa.Array:
+        """The rows of each of ``n`` keys as a map of ``inner`` to ``value``; null without rows."""
+        return pa.MapArray.from_arrays(self._offsets(n), _elements(self.inner), _elements(self.value))
+
+    def _offsets(self, n: int) -> pa.Array:
+        """Where each key's rows begin."""
+        counts = np.bincount(np.asarray(self.position), minlength=n)
+        offsets = np.zeros(n + 1, np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        return pa.array(offsets, mask=np.append(counts == 0, False))
+
+
+def _elements(columns: Mapping[str, pa.Array]) -> pa.Array:
+    if len(columns) == 1:
+        return next(iter(columns.values()))
+    return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
+
+
+def plain_values(columns: Mapping[str, pa.Array], *, hashable: bool = False) -> list[Any]:
+    """Rows as Python values: of one column its values, of several dicts, or if they must be ``hashable`` tuples."""
+    values: list[list[Any]] = [column.to_pylist() for column in columns.values()]
+    if hashable:
+        rows = [tuple(map(_hashable, row)) for row in zip(*values, strict=True)]
+        return [row[0] for row in rows] if len(values) == 1 else rows
+    if len(values) == 1:
+        return values[0]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(map(_hashable, value.values()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    """One array of a table's column."""
+    if isinstance(column, pa.Array):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])

@@ -1,0 +1,117 @@
+"""When a failed question is asked again: what may help, how long it is waited, and when it is given up."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from coordinator_actor.exceptions import RetiredRunError, StaleOwnerError, UnknownHostError, UnknownRunError
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    ConnectionClosedError,
+    HostUnavailableError,
+    NotOwnerError,
+    QueryEndedError,
+    QueryTimeoutError,
+    TooManyRequestsError,
+    UnknownKvStateKeyGroupLocationError,
+    UnknownOperatorError,
+)
+
+T = TypeVar("T")
+
+MOVED = (
+    ConnectionClosedError,
+    HostUnavailableError,
+    NotOwnerError,
+    OSError,
+    RetiredRunError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownKvStateKeyGroupLocationError,
+    UnknownRunError,
+)
+"""Looking up the location again may help: a host has moved or died, the query or the coordinator was restarted."""
+GONE = (QueryEndedError, UnknownOperatorError)
+"""Final for who asks for the first time; who has had answers of the operator waits for the query to be started again."""
+FIRST_DELAY = 0.02
+"""In seconds; doubled with each failure up to ``LONGEST_DELAY``, and made random by half."""
+LONGEST_DELAY = 0.5
+
+
+def should_locate(error: Exception) -> bool:
+    """Whether an error says that what is known of the owners is wrong or old."""
+    return isinstance(error, (*MOVED, *GONE)) and not isinstance(error, (QueryTimeoutError, AccessDeniedError))
+
+
+class Attempts:
+    """The attempts at one answer until ``deadline``, a time of ``clock``.
+
+    ``what`` begins the message of the ``QueryTimeoutError``. ``had_answer``: this client has had answers of that operator before.
+    Knows no waiting, so that threads and coroutines can both use it; ``retrying`` waits.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        deadline: float,
+        *,
+        had_answer: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        rng: Callable[[], float] = random.random,
+    ) -> None:
+        self.deadline = deadline
+        self._what = what
+        self._had_answer = had_answer
+        self._clock = clock
+        self._rng = rng
+        self._begun = clock()
+        self._failures = 0
+
+    def delay(self, error: Exception) -> float:
+        """The seconds to wait until the next attempt.
+
+        Raises ``error`` itself if another attempt does not help, and ``QueryTimeoutError`` if there is no time for one.
+        """
+        if not self._may_help(error):
+            raise error
+        self._failures += 1
+        longest = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(self._failures - 1, 10))
+        delay: float = longest * (0.5 + 0.5 * self._rng())
+        now = self._clock()
+        if now + delay >= self.deadline:
+            raise QueryTimeoutError(
+                f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in {self._failures} "
+                f"attempts; last failure: {type(error).__name__}: {error}"
+            ) from error
+        return delay
+
+    def _may_help(self, error: Exception) -> bool:
+        if isinstance(error, (QueryTimeoutError, AccessDeniedError)):
+            return False
+        if isinstance(error, GONE):
+            return self._had_answer
+        return isinstance(error, (*MOVED, TooManyRequestsError))
+
+
+def retrying(
+    call: Callable[[], T],
+    attempts: Attempts,
+    *,
+    relocate: Callable[[Exception], None] = lambda error: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """What ``call`` returns, once it does; before each further attempt ``relocate`` forgets the location, if that may help.
+
+    Raises what ``Attempts.delay`` does. ``call`` must look up the location itself if it is forgotten: that may fail in the same ways.
+    """
+    while True:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - delay raises what no attempt can help
+            delay = attempts.delay(error)
+            if should_locate(error):
+                relocate(error)
+        sleep(delay)

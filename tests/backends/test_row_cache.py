@@ -1,0 +1,346 @@
+"""The cache in front of RocksDB: never another value than the one below, and mostly no read below."""
+
+import random
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from backends import StateStoreConf, rocksdb, row_cache
+from backends.changelog import Changes
+from backends.engine import LocalState
+from backends.exceptions import LocalStateDamagedError, StoreClosedError
+from backends.rocksdb import LocalRocksDB
+from backends.row_cache import CacheBudget, RowCache, hash_keys
+from backends.sorted_pairs import SortedPairs
+
+MIB = 1 << 20
+
+
+def binary(values):
+    return pa.array(values, pa.binary())
+
+
+class Below:
+    """A dict, and the cache over it."""
+
+    def __init__(self, limit=MIB):
+        self.pairs = {}
+        self.cache = RowCache(limit if isinstance(limit, CacheBudget) else CacheBudget(limit))
+        self.num_read = 0
+
+    def read(self, keys):
+        self.num_read += len(keys)
+        return binary([self.pairs.get(key) for key in keys.to_pylist()])
+
+    def get(self, keys):
+        return self.cache.get_many(binary(keys), self.read).to_pylist()
+
+    def put(self, changes):
+        for key, value in changes.items():
+            if value is None:
+                self.pairs.pop(key, None)
+            else:
+                self.pairs[key] = value
+        keys = binary(list(changes))
+        self.cache.update(keys, row_cache.hash_keys(keys), binary(list(changes.values())))
+
+
+def key_sets():
+    """Keys of one width as they mostly are, of many widths, and long ones that differ at the end or in the middle."""
+    return {
+        "one width": [b"\x00\x07\x01" + i.to_bytes(8, "big") for i in range(300)],
+        "narrow": [i.to_bytes(2, "big") for i in range(300)],
+        "many widths": [b"ab" * (i % 23) + str(i).encode() * (i % 3) for i in range(300)],
+        "long": [b"x" * 400 + str(i).encode() + b"y" * (i % 500) for i in range(300)],
+    }
+
+
+@pytest.mark.parametrize("name", key_sets())
+def test_a_hash_depends_on_the_key_alone(name):
+    keys = key_sets()[name]
+    together = hash_keys(binary(keys)).tolist()
+    assert together == [int(hash_keys(binary([key]))[0]) for key in keys]
+    mixed = pa.concat_arrays([binary([b"", b"another width", b"1"]), binary(keys)])
+    assert hash_keys(mixed)[3:].tolist() == together
+    assert hash_keys(mixed.slice(3)).tolist() == together
+    if name != "long":
+        assert len(set(together)) == len(set(keys))
+
+
+def test_what_was_read_or_found_absent_is_not_read_again():
+    below = Below()
+    below.put({b"key%d" % i: b"value%d" % i for i in range(1000)})
+    asked = [b"key%d" % i for i in range(0, 1500, 3)] + [b"key3", b"none"]
+    expected = [below.pairs.get(key) for key in asked]
+    assert below.get(asked) == expected and below.num_read == len(asked)
+    assert below.get(asked) == expected and below.num_read == len(asked)
+    assert below.get(asked[::-1]) == expected[::-1] and below.num_read == len(asked)
+    assert below.get([b"key1", *asked[:5], b"key2"]) == [b"value1", *expected[:5], b"value2"]
+    assert below.num_read == len(asked) + 2
+    assert below.get([]) == []
+
+
+def test_what_is_written_is_seen_and_still_not_read():
+    below = Below()
+    keys = [b"%04d" % i for i in range(100)]
+    below.put(dict.fromkeys(keys[:50], b"old"))
+    below.get(keys)
+    below.put({keys[0]: b"longer than before", keys[1]: None, keys[60]: b"", keys[61]: b"new", b"not held": b"x"})
+    assert below.get(keys) == [below.pairs.get(key) for key in keys]
+    assert below.num_read == len(keys)
+    assert below.get([b"not held"]) == [b"x"] and below.num_read == len(keys) + 1
+
+
+def test_a_value_read_before_a_write_is_not_kept_after_it():
+    below = Below()
+    below.pairs[b"k"] = b"old"
+
+    def read_while_written(keys):
+        found = below.read(keys)
+        below.put({b"k": b"new"})
+        return found
+
+    below.cache.get_many(binary([b"k"]), read_while_written)
+    assert below.get([b"k"]) == [b"new"]
+
+    def read_while_cleared(keys):
+        found = below.read(keys)
+        below.pairs.clear()
+        below.cache.clear()
+        return found
+
+    below.cache.get_many(binary([b"j"]), read_while_cleared)
+    assert below.get([b"k", b"j"]) == [None, None]
+
+
+def forced_hashes(number, seed=0):
+    """Hashes of which there are only a few: keys of another hash than their own, which many others have as well."""
+    return lambda keys: np.array([hash((seed, key)) % number for key in keys.to_pylist()], np.uint64) << np.uint64(60)
+
+
+@pytest.mark.parametrize("collisions", [None, 1, 3, 50])
+@pytest.mark.parametrize("limit", [3000, 20_000, MIB])
+def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
+    if collisions is not None:
+        monkeypatch.setattr(row_cache, "hash_keys", forced_hashes(collisions))
+    for seed in range(2):
+        rng = random.Random(f"{limit} {collisions} {seed}")
+        below = Below(limit)
+        keys = [key for keys in key_sets().values() for key in rng.sample(keys, 60)]
+        for step in range(100):
+            some = rng.choices(keys, k=rng.choice((1, 5, 40, 200)))
+            if rng.random() < 0.4:
+                below.put({k: None if rng.random() < 0.3 else b"%d " % step * rng.choice((0, 1, 30)) for k in some})
+            elif rng.random() < 0.02:
+                below.cache.clear()
+            else:
+                assert below.get(some) == [below.pairs.get(key) for key in some]
+            assert below.cache._budget.used <= limit
+            assert len(set(_tags(below.cache))) == len(_tags(below.cache))
+        if limit == MIB and collisions is None:
+            asked = below.num_read
+            below.get(keys)
+            assert below.num_read <= asked + len(keys) // 2
+
+
+def _tags(cache):
+    """What must be unique: bucket and tag of each entry."""
+    return [
+        (bucket, entry >> row_cache._TAG_SHIFT)
+        for bucket, entries in enumerate(cache.rows.buckets.tolist())
+        for entry in entries
+        if entry >= 0
+    ]
+
+
+def test_keys_of_one_hash_are_told_apart(monkeypatch):
+    monkeypatch.setattr(row_cache, "hash_keys", forced_hashes(1))
+    below = Below()
+    below.put({b"key one": b"1", b"key two": b"2"})
+    for _ in range(3):
+        assert below.get([b"key one"]) == [b"1"]
+        assert below.get([b"key two"]) == [b"2"]
+        assert below.get([b"key one", b"key two", b"key one", b"neither"]) == [b"1", b"2", b"1", None]
+
+
+def test_the_oldest_go_first_and_dead_rows_before_them():
+    below = Below(200_000)
+    hot = [b"hot %06d" % i for i in range(200)]
+    below.put(dict.fromkeys(hot, b"x" * 50))
+    below.get(hot)
+    for i in range(300):  # each write makes a new row of each key, and the old ones dead
+        below.put(dict.fromkeys(hot, b"%d" % i + b"x" * 50))
+    below.num_read = 0
+    assert below.get(hot) == [below.pairs[key] for key in hot] and below.num_read == 0
+    cold = [b"cold %06d" % i for i in range(10_000)]
+    for at in range(0, len(cold), 100):
+        below.get(cold[at : at + 100])
+    below.num_read = 0
+    below.get(cold[-300:])
+    assert below.num_read == 0
+    below.get(hot)
+    assert below.num_read == len(hot)
+
+
+def test_more_than_fits_is_read_all_the_same():
+    below = Below(50_000)
+    below.pairs = {b"%08d" % i: b"v%d" % i for i in range(20_000)}
+    keys = list(below.pairs)
+    for _ in range(3):
+        assert below.get(keys) == list(below.pairs.values())
+    below.put(dict.fromkeys(keys, b"other"))
+    assert below.get(keys) == list(below.pairs.values())
+    below.pairs[b"large"] = b"x" * 100_000
+    assert below.get([b"large"]) == [b"x" * 100_000]
+    assert below.cache._budget.used <= 50_000
+
+
+def test_bulk_loads_find_room_in_the_table():
+    below = Below(64 * MIB)
+    below.pairs = {b"%08d" % i: b"v" for i in range(50_000)}
+    keys = list(below.pairs)
+    below.get(keys)
+    below.num_read = 0
+    below.get(keys)
+    assert below.num_read < 0.02 * len(keys)
+
+
+def test_caches_share_a_budget():
+    budget = CacheBudget(400_000)
+    first, second, third = (Below(budget) for _ in range(3))
+    for below in (first, second, third):
+        below.pairs = {b"%08d" % i: b"v" * 20 for i in range(20_000)}
+    keys = list(first.pairs)
+
+    def fill(below, number):
+        for at in range(0, number, 500):
+            below.get(keys[at : at + 500])
+        return below.cache.nbytes
+
+    alone = fill(first, 20_000)
+    assert alone > 200_000
+    assert fill(second, 20_000) > 100_000  # first has more than its share, and makes room
+    fill(first, 20_000)
+    fill(third, 20_000)
+    assert fill(third, 20_000) > 60_000
+    assert budget.used <= budget.limit
+    assert first.get(keys) == second.get(keys) == third.get(keys) == list(first.pairs.values())
+    for below in (first, second, third):
+        below.cache.clear()
+    assert budget.used == 0
+    assert fill(first, 20_000) == alone
+    del first, below
+    assert budget.used == 0
+
+
+@pytest.mark.parametrize("limit", [30_000, MIB])
+def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
+    """Values ascend: whoever asks must see what was there when it asked, or something later."""
+    below = Below(limit)
+    keys = [b"key %05d" % i for i in range(400)]
+    written = dict.fromkeys(keys, 0)
+    failures, done = [], threading.Event()
+
+    def keep_reading(seed):
+        rng = random.Random(seed)
+        while not done.is_set():
+            asked = rng.sample(keys, 50)
+            before = [written[key] for key in asked]
+            found = below.get(asked)
+            if not all(int(value or 0) >= least for value, least in zip(found, before, strict=True)):
+                failures.append((asked, before, found))
+                return
+
+    threads = [threading.Thread(target=keep_reading, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    rng = random.Random(limit)
+    for step in range(1, 250):
+        changes = {key: b"%d" % step for key in rng.sample(keys, rng.choice((3, 100)))}
+        below.put(changes)
+        written.update(dict.fromkeys(changes, step))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert below.get(keys) == [below.pairs.get(key) for key in keys]
+
+
+# -- in the engine -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def all_rows(monkeypatch):
+    """Few keys take the way of many."""
+    monkeypatch.setattr(rocksdb, "FEW_ROWS", 0)
+
+
+def conf(**kwargs):
+    return StateStoreConf(fsync=False, **kwargs)
+
+
+def write(engine, pairs, family="default"):
+    state = LocalState(engine.state.version + 1, "head", None)
+    engine.prepare(Changes({family: SortedPairs.from_dict(pairs)}))(state)
+
+
+@pytest.mark.parametrize("limit", [0, 10_000, MIB])
+def test_the_engine_reads_what_it_holds(tmp_path, all_rows, limit):
+    rng = random.Random(limit)
+    engine = LocalRocksDB(tmp_path / "db", conf(rocksdb_row_cache_bytes=limit))
+    keys = [b"%d" % i for i in range(200)]
+    model = {"default": {}, "other": {}}
+    for step in range(200):
+        family = rng.choice(list(model))
+        some = rng.sample(keys, rng.choice((1, 20, 100)))
+        action = rng.random()
+        if action < 0.4:
+            pairs = {key: None if rng.random() < 0.3 else b"%d" % step for key in some}
+            write(engine, pairs, family)
+            model[family] = {k: v for k, v in (model[family] | pairs).items() if v is not None}
+        elif action < 0.43:
+            (tmp_path / "taken").mkdir()
+            engine.capture(tmp_path / "taken")()
+            write(engine, dict.fromkeys(keys, b"after the capture"))
+            engine.get_many(binary(keys))
+            engine.restore(tmp_path / "taken")
+            (tmp_path / "taken").rmdir()
+        elif action < 0.45:
+            engine.clear()
+            model = {"default": {}, "other": {}}
+        elif action < 0.47:
+            engine.close()
+            engine = LocalRocksDB(tmp_path / "db", conf(rocksdb_row_cache_bytes=limit))
+        else:
+            assert engine.get_many(binary(some), family).to_pylist() == [model[family].get(k) for k in some]
+            assert engine.get_one(some[0], family) == model[family].get(some[0])
+    caches = [family.cache for family in engine._families.values() if family.cache is not None]
+    engine.close()
+    assert not any(cache.nbytes > row_cache._NOTHING.nbytes for cache in caches) and bool(caches) == bool(limit)
+    with pytest.raises(StoreClosedError):
+        engine.get_many(binary(keys))
+    with pytest.raises(StoreClosedError):
+        engine.get_one(keys[0])
+
+
+def test_nothing_is_held_behind_a_write_that_failed(tmp_path, all_rows):
+    engine = LocalRocksDB(tmp_path / "db", conf())
+    write(engine, {b"a": b"1"})
+    assert engine.get_many(binary([b"a"])).to_pylist() == [b"1"]
+    db = engine._db
+
+    class Full:
+        """Has written before it says that it could not."""
+
+        def write(self, *given):
+            db.write(*given)
+            raise Exception("No space left on device")
+
+    engine._db = Full()
+    with pytest.raises(LocalStateDamagedError, match="No space left"):
+        write(engine, {b"a": b"2"})
+    engine._db = db
+    assert engine.get_many(binary([b"a"])).to_pylist() == [b"2"]
+    engine.close()

@@ -1,0 +1,180 @@
+"""Read-only tokens: issued, saved, listed, revoked, verified by whoever has the secret; hosts learn of revocations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.storage import CheckpointStorage
+from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_read_only, verified_id
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
+from coordinator_actor.messages import HostInfo, HostReport
+
+SECRET = "5ec4e7" * 8
+
+
+@dataclass
+class World:
+    now: float = 1_800_000_000.5
+    store: MemoryTokenStore = field(default_factory=MemoryTokenStore)
+
+    def tokens(self, secret: str = SECRET) -> AccessTokens:
+        return AccessTokens(secret, self.store, lambda: self.now)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def tokens(world: World) -> AccessTokens:
+    return world.tokens()
+
+
+def test_a_token_names_itself_and_is_verified_by_the_secret(world: World, tokens: AccessTokens) -> None:
+    token = tokens.issue("dashboard", 60)
+    (issued,) = tokens.list()
+    assert token.startswith(f"ssr1.{issued.id}.1800000061.") and is_read_only(token)
+    assert verified_id(token, SECRET, (), world.now) == issued.id
+    assert (issued.name, issued.created, issued.expires, issued.revoked) == (
+        "dashboard",
+        world.now,
+        1_800_000_061,
+        None,
+    )
+
+
+def test_a_token_ends_at_its_time(world: World, tokens: AccessTokens) -> None:
+    soon, never = tokens.issue("soon", 60), tokens.issue("never")
+    assert never.split(".")[2] == "never"
+    assert verified_id(soon, SECRET, (), 1_800_000_060.9)
+    with pytest.raises(InvalidTokenError, match="expired"):
+        verified_id(soon, SECRET, (), 1_800_000_061.0)
+    assert verified_id(never, SECRET, (), 1e12)
+    world.now += 61
+    assert [t.is_valid(world.now) for t in tokens.list()] == [False, True]
+
+
+def test_the_registry_outlives_the_coordinator_and_has_no_tokens(world: World, tokens: AccessTokens) -> None:
+    issued = [tokens.issue("a"), tokens.issue("b", 3600)]
+    tokens.revoke("a")
+    again = world.tokens()
+    assert again.list() == tokens.list() and again.revoked() == tokens.revoked() != ()
+    saved = world.store.content
+    assert saved is not None
+    for token in issued:
+        assert token.rpartition(".")[2].encode() not in saved
+    assert SECRET.encode() not in saved
+
+
+def test_what_cannot_be_saved_is_neither_issued_nor_revoked(
+    world: World, tokens: AccessTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens.issue("a")
+
+    def fail(content: bytes) -> None:
+        raise OSError("no store")
+
+    monkeypatch.setattr(world.store, "save", fail)
+    with pytest.raises(OSError, match="no store"):
+        tokens.revoke("a")
+    with pytest.raises(OSError, match="no store"):
+        tokens.issue("b")
+    assert [t.name for t in tokens.list()] == ["a"] and tokens.revoked() == ()
+
+
+def test_revoked_by_name_or_id_for_good(world: World, tokens: AccessTokens) -> None:
+    first, second = tokens.issue("first"), tokens.issue("second")
+    by_name = tokens.revoke("first")
+    world.now += 10
+    assert tokens.revoke(by_name.id) == by_name == tokens.revoke("first"), "again changes nothing"
+    assert tokens.revoked() == (by_name.id,)
+    with pytest.raises(InvalidTokenError, match=f"{by_name.id} has been revoked"):
+        verified_id(first, SECRET, tokens.revoked(), world.now)
+    assert verified_id(second, SECRET, tokens.revoked(), world.now)
+    with pytest.raises(InvalidRequestError, match=r"no token 'third'; tokens that are valid: 'second' \("):
+        tokens.revoke("third")
+
+
+def test_a_name_is_used_by_one_valid_token(world: World, tokens: AccessTokens) -> None:
+    tokens.issue("a")
+    with pytest.raises(InvalidRequestError, match="already"):
+        tokens.issue("a")
+    old = tokens.revoke("a")
+    new = tokens.issue("a", 5)
+    assert tokens.revoke("a").id == new.split(".")[1] != old.id
+    tokens.issue("a", 5)
+    world.now += 6
+    tokens.issue("a")
+
+
+def test_tokens_that_have_long_expired_are_forgotten(world: World, tokens: AccessTokens) -> None:
+    tokens.issue("short", 60)
+    tokens.revoke("short")
+    tokens.issue("long")
+    tokens.revoke("long")
+    world.now += 40 * 86400
+    tokens.issue("new")
+    assert [t.name for t in tokens.list()] == ["long", "new"]
+    assert len(tokens.revoked()) == 1, "one that never expires must be refused for ever"
+
+
+@pytest.mark.parametrize("name", ["", "  ", "two\nlines", "x" * 101, "\x1b[31m"])
+def test_names_that_cannot_be(tokens: AccessTokens, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="no name"):
+        tokens.issue(name)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 0.5, math.nan, math.inf, 1e12])
+def test_times_that_cannot_be(tokens: AccessTokens, seconds: float) -> None:
+    with pytest.raises(InvalidRequestError, match="expire"):
+        tokens.issue("a", seconds)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 200), st.characters(exclude_categories=["Cs"]) | st.just(""))
+def test_an_altered_token_is_no_token(at: int, other: str) -> None:
+    token = World().tokens().issue("a", 60)
+    at %= len(token)
+    if token[at] == other:
+        return
+    with pytest.raises(InvalidTokenError, match=r"malformed|unknown"):
+        verified_id(token[:at] + other + token[at + 1 :], SECRET, (), 0.0)
+
+
+@settings(deadline=None)
+@given(st.text() | st.lists(st.text(max_size=5), max_size=6).map(".".join).map("ssr1.".__add__))
+def test_anything_else_is_no_token(text: str) -> None:
+    with pytest.raises(InvalidTokenError, match=r"malformed|unknown"):
+        verified_id(text, SECRET, (), 0.0)
+
+
+def test_whoever_has_no_signed_token_learns_nothing_of_ids(world: World, tokens: AccessTokens) -> None:
+    token = tokens.issue("a", 60)
+    token_id = tokens.revoke("a").id
+    forged = f"ssr1.{token_id}.never.{'0' * 64}"
+    with pytest.raises(InvalidTokenError, match="unknown") as caught:
+        verified_id(forged, SECRET, (token_id,), world.now)
+    assert token_id not in str(caught.value)
+    with pytest.raises(InvalidTokenError, match="unknown"):
+        verified_id(token, "another secret", (), world.now)
+
+
+def test_hosts_are_told_with_every_heartbeat(world: World, tmp_path: Path) -> None:
+    coordinator = Coordinator(
+        lambda: world.now, CheckpointStorage.open, tokens=world.tokens()
+    )
+    assert coordinator.heartbeat_host("h", "a").revoked_tokens == ()
+    coordinator.tokens.issue("a")
+    gone = coordinator.tokens.revoke("a").id
+    assert coordinator.heartbeat_host("h", "a").revoked_tokens == (gone,), "also a host that has yet to register"
+    coordinator.register_host(HostInfo("h", "a", "grpc://127.0.0.1:1", "node", "s"), HostReport())
+    orders = coordinator.heartbeat_host("h", "a")
+    assert orders.known and orders.revoked_tokens == (gone,)

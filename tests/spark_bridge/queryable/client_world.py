@@ -1,0 +1,188 @@
+"""Queries whose hosts answer clients, all in the test's own process: real coordinator, hosts, proxies and connections."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from backends.changelog import Changes
+from backends.conf import StateStoreConf
+from backends.key_groups import key_groups
+from backends.keys import encode_keys
+from backends.operator_schema import OperatorSchema
+from backends.schema import StateSchema
+from backends.sorted_pairs import SortedPairs
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.messages import HostInfo, OperatorSpec
+from spark_bridge.host import Host
+from spark_bridge.protocol import TaskIdentity
+from spark_bridge.queryable.access import ClusterTokens
+from spark_bridge.queryable.client import QueryableStateClient
+from spark_bridge.queryable.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.host_reads import HostReads
+from spark_bridge.queryable.limits import RequestLimits
+from tests.coordinator_actor.test_coordinator import World
+from tests.spark_bridge.state_flows import Query
+
+TOKEN = "the-cluster's"
+G = 64
+KEYS = pa.schema([("user", pa.int64())])
+STATE = pa.schema([("n.count.count", pa.int64()), ("name.last.value", pa.string())])
+TOTALS = StateSchema(KEYS, STATE)
+
+
+class Port:
+    """The coordinator as hosts and proxies reach it; tests put another one in its place."""
+
+    def __init__(self, c: Coordinator) -> None:
+        self.c = c
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.c, name)
+
+
+def proxy_of(host: Any, port: Any, limits: RequestLimits | None = None) -> KvStateClientProxy:
+    """The server of a host, which is first asked for when somebody asks it."""
+    proxy = KvStateClientProxy(
+        lambda: HostReads(host()),
+        port,
+        ClusterTokens(TOKEN, lambda: ()),
+        token=TOKEN,
+        ip="127.0.0.1",
+        limits=limits or RequestLimits(),
+    )
+    proxy.start()
+    return proxy
+
+
+class QueryHost:
+    """A host and its proxy."""
+
+    def __init__(self, cluster: Cluster, i: int, incarnation: str = "a", limits: RequestLimits | None = None) -> None:
+        self.proxy = proxy_of(lambda: self.host, cluster.port, limits)
+        self.address = self.proxy.server_address
+        info: HostInfo = msgspec.structs.replace(cluster.world.host(i, incarnation), query_address=self.address)
+        local = cluster.root / f"local{i}{incarnation}"
+        conf = StateStoreConf(provider="file", fsync=False, min_versions_to_retain=50)
+        self.host = Host(info, cluster.port, local, conf=conf, open_storage=cluster.world.storage)
+        self.host.register()
+
+    def kill(self) -> None:
+        """As if its process died: nobody answers any more."""
+        self.proxy.shutdown()
+
+    def close(self) -> None:
+        self.proxy.shutdown()
+        self.host.close()
+
+
+class Cluster:
+    """A query of an aggregate ``totals`` by ``user`` with outputs ``n`` and ``name``, on some hosts."""
+
+    def __init__(self, root: Path, hosts: int = 2, partitions: int = 4, limits: RequestLimits | None = None) -> None:
+        self.root = root
+        self.limits = limits
+        self.world = World(root)
+        self.port: Any = Port(self.world.coordinator(0))
+        self.partitions = partitions
+        self.hosts = [QueryHost(self, i, limits=limits) for i in range(hosts)]
+        self.run = ""
+        self.version = 0
+        self.clients: list[QueryableStateClient] = []
+        self.start("run1")
+
+    @property
+    def c(self) -> Coordinator:
+        return self.port.c
+
+    def start(self, run: str, operators: Mapping[str, OperatorSchema] | None = None) -> None:
+        """The query starts, or starts again."""
+        schemas = operators or {"totals": OperatorSchema.of_rows(TOTALS)}
+        specs = tuple(OperatorSpec(name, self.partitions, s.to_json(), backend="file") for name, s in schemas.items())
+        answer = self.c.register_query(self.world.registration(run, self.partitions, operators=specs, key_groups=G))
+        assert answer.refusal is None, answer.refusal
+        self.run, self.version = run, answer.completed_version
+
+    def replace_coordinator(self) -> None:
+        """Another one takes over, and is told by the hosts what it must know."""
+        self.port.c = self.world.coordinator(0)
+        for h in self.hosts:
+            h.host.register()
+
+    def replace_host(self, i: int, incarnation: str = "b") -> QueryHost:
+        """Ray starts a killed host again."""
+        self.hosts[i] = QueryHost(self, i, incarnation, self.limits)
+        return self.hosts[i]
+
+    def batch(self, rows: Mapping[int | None, tuple[int, str] | None], *, complete: bool = True) -> int:
+        """A micro-batch that writes users' totals, or removes them; returns the version."""
+        columns = pa.record_batch([pa.array(rows, pa.int64())], schema=KEYS)
+        groups = key_groups(columns, G)
+        keys = encode_keys(columns, groups)
+        given = [v or (None, None) for v in rows.values()]
+        states = pa.record_batch([pa.array([v[i] for v in given], f.type) for i, f in enumerate(STATE)], schema=STATE)
+        present = np.array([v is not None for v in rows.values()], bool)
+        values = TOTALS.encode_values(states)
+        values = pa.array([v if p else None for v, p in zip(values.to_pylist(), present, strict=True)], pa.binary())
+        batch = self.version
+        self.world.plan_spark(batch)
+        for p in range(self.partitions):
+            own = pa.array(groups * self.partitions // G == p)
+            pairs = SortedPairs.last_wins(keys.filter(own), values.filter(own))
+            self._run_task(p, batch, Changes({"default": pairs}))
+        self.world.commit_spark(batch)
+        self.version += 1
+        if complete:
+            self.complete()
+        return self.version
+
+    def _run_task(self, p: int, batch: int, changes: Changes) -> None:
+        task = TaskIdentity(self.run, "totals", p, batch, uuid.uuid4().hex[:6], uuid.uuid4().hex)
+        for h in self.hosts:
+            if h.host.open(task).redirect is None:
+                h.host.commit(task, changes, {})
+                return
+        raise AssertionError("no host owns the partition")
+
+    def complete(self) -> None:
+        """Spark's commit is heard of."""
+        self.c.batch_committed(self.run, self.version - 1)
+        for h in self.hosts:
+            h.host.heartbeat()
+
+    def client(
+        self, *, direct: bool = False, timeout: float = 20.0, hosts: tuple[int, ...] = (0,), **changes: Any
+    ) -> Any:
+        """A client outside, of the proxies of some hosts."""
+        address = [self.hosts[i].address for i in hosts]
+        arguments = {"address": address, "token": TOKEN, "timeout": timeout, "direct": direct, **changes}
+        client = QueryableStateClient.connect(**arguments)
+        self.clients.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for h in self.hosts:
+            h.close()
+
+
+@contextmanager
+def served(query: Query) -> Iterator[QueryableStateClient]:
+    """A client of a query that is run by ``state_flows``."""
+    proxy = proxy_of(lambda: query.host, query.c)
+    query.host.info = msgspec.structs.replace(query.host.info, query_address=proxy.server_address)
+    query.host.register()
+    client = QueryableStateClient.connect(address=proxy.server_address, token=TOKEN, timeout=10)
+    try:
+        yield client
+    finally:
+        client.close()
+        proxy.shutdown()

@@ -1,0 +1,401 @@
+"""Keys as users give them, and answers as they get them: without any host."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from backends.key_groups import key_groups
+from backends.keys import encode_keys
+from backends.operator_schema import OperatorSchema
+from backends.schema import StateSchema
+from spark_bridge import state_rows
+from spark_bridge.deduplicate_task import PRESENT
+from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
+from spark_bridge.queryable import state_views
+from spark_bridge.queryable.client_scans import comparisons, key_range
+from spark_bridge.queryable.keys import KeyCodec, narrower
+from spark_bridge.queryable.results import KeyedResults, distinct, formed, plain_values
+from spark_bridge.queryable.state_views import view_of
+from spark_bridge.queryable.wire import Comparison
+from spark_bridge.session_windows import ENDS_FAMILY
+from spark_bridge.session_windows import SESSIONS as SESSIONS_COLUMN
+from spark_bridge.stateful.variables import TTL_COLUMN
+from tests.spark_bridge.state_flows import KEYS as FLOW_KEYS
+from tests.spark_bridge.state_flows import Everything
+
+UTC = dt.timezone.utc
+NINE = dt.datetime(2024, 3, 9, 9, tzinfo=UTC)
+WINDOW = pa.struct([pa.field("start", pa.timestamp("us", "UTC")), pa.field("end", pa.timestamp("us", "UTC"))])
+G = 64
+
+
+def codec(*fields: tuple[str, pa.DataType], by: tuple[str, ...] | None = None) -> KeyCodec:
+    stored = pa.schema([pa.field(name, kind) for name, kind in fields])
+    return KeyCodec("totals", stored, by or tuple(stored.names), G)
+
+
+ONE = codec(("user", pa.int64()))
+TWO = codec(("user", pa.string()), ("shard", pa.int32()))
+TURNED = codec(("shard", pa.int32()), ("user", pa.string()), by=("user", "shard"))
+WINDOWED = codec(("window", WINDOW), ("user", pa.int64()), by=("user", "window"))
+
+
+def stored_keys(of: KeyCodec, keys: Any) -> list[bytes]:
+    return of.encode(of.columns(keys)).to_pylist()
+
+
+def frame(kind: Callable[[dict[str, Any]], Any]) -> list[Any]:
+    return [kind({"shard": [1, 2], "user": ["a", "b"]}), kind({"x": ["a", "b"], "y": [1, 2]})]
+
+
+PAIRS = [("a", 1), ("b", 2)]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        PAIRS,
+        [["a", 1], ["b", 2]],
+        [{"shard": 1, "user": "a"}, {"user": "b", "shard": 2}],
+        [("a", 1), {"user": "b", "shard": 2}],
+        {"user": ["a", "b"], "shard": np.array([1, 2])},
+        np.array(PAIRS, dtype=[("user", "U1"), ("shard", "i8")]),
+        np.array(PAIRS, dtype=object),
+        pa.array([{"user": "a", "shard": 1}, {"user": "b", "shard": 2}]),
+        pa.chunked_array([[{"user": "a", "shard": 1}], [{"user": "b", "shard": 2}]]),
+        pd.MultiIndex.from_tuples(PAIRS, names=["user", "shard"]),
+        pd.DataFrame({"n": [5, 6]}, pd.MultiIndex.from_tuples(PAIRS, names=["user", "shard"])),
+        pd.Series(PAIRS),
+        *frame(pa.table),
+        *frame(pa.record_batch),
+        *frame(pd.DataFrame),
+        *frame(pl.DataFrame),
+        (pair for pair in PAIRS),
+        dict.fromkeys(PAIRS).keys(),
+    ],
+    ids=lambda keys: type(keys).__name__,
+)
+def test_keys_of_several_columns_in_every_form(keys: Any) -> None:
+    for of in (TWO, TURNED):
+        if not isinstance(keys, type(x for x in ())):
+            assert stored_keys(of, keys) == stored_keys(of, PAIRS)
+    assert of.columns(PAIRS).to_pydict() == {"user": ["a", "b"], "shard": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [1, None, 3],
+        [(1,), None, (3,)],
+        [{"user": 1}, None, 3.0],
+        [np.int8(1), None, Decimal(3)],
+        pa.array([1, None, 3], pa.int16()),
+        pa.chunked_array([pa.array([1, None], pa.uint8()), pa.array([3], pa.uint8())]),
+        pa.chunked_array([pa.array([1, None, 3]).dictionary_encode()]),
+        pa.table({"id": [1, None, 3]}),
+        pa.table({"other": ["a", "b", "c"], "user": [1, None, 3]}),
+        np.array([1, None, 3], object),
+        pd.Series([1, None, 3]),
+        pd.Series([1, None, 3], dtype="Int32", index=[7, 8, 9]),
+        pd.Series([1, None, 3], dtype=object),
+        pd.Index([1, None, 3]),
+        pd.DataFrame({"user": [1, None, 3]}, index=[7, 8, 9]),
+        pl.Series("anything", [1, None, 3]),
+        pl.DataFrame({"user": [1, None, 3]}, schema={"user": pl.Int8}),
+    ],
+    ids=lambda keys: type(keys).__name__,
+)
+def test_keys_of_one_column_in_every_form(keys: Any) -> None:
+    assert ONE.columns(keys).column(0).equals(pa.array([1, None, 3], pa.int64()))
+
+
+def test_keys_are_what_columns_and_key_groups_make_of_them() -> None:
+    columns = pa.record_batch([pa.array([5, 7], pa.int64())], names=["user"])
+    expected = encode_keys(columns, key_groups(columns, G)).to_pylist()
+    assert stored_keys(ONE, [5, 7]) == expected
+    assert [ONE.encode_one(5), ONE.encode_one((7,))] == expected
+
+
+@pytest.mark.parametrize("key", [("a", 1), ["a", 1], {"shard": 1, "user": "a"}, ("a", np.int64(1)), ("a", 1.0)])
+def test_one_key_is_encoded_as_many_are(key: Any) -> None:
+    for of in (TWO, TURNED):
+        assert [of.encode_one(key)] == stored_keys(of, [("a", 1)])
+
+
+TIMES = codec(("at", pa.timestamp("us", "UTC")), ("day", pa.date32()), ("price", pa.decimal128(10, 2)))
+
+
+def test_times_days_and_decimals() -> None:
+    naive, there = NINE.replace(tzinfo=None), NINE.astimezone(dt.timezone(dt.timedelta(hours=2)))
+    day = dt.date(2024, 3, 9)
+    keys = [(NINE, day, Decimal("1.50")), (naive, dt.datetime(2024, 3, 9), 1.5), (there, day, Decimal("1.5"))]
+    first, *others = stored_keys(TIMES, keys)
+    assert others == [first, first]
+    assert [TIMES.encode_one(key) for key in keys] == [first] * 3
+    assert TIMES.columns([(NINE, day, 3)]).column(2).to_pylist() == [Decimal("3.00")]
+
+
+@pytest.mark.parametrize(
+    ("of", "keys", "words"),
+    [
+        (ONE, [1, 1.5], ("1.5", "int64", "user")),
+        (ONE, ["1"], ("'1'", "int64")),
+        (ONE, [True], ("True", "int64")),
+        (ONE, [1 << 63], ("9223372036854775808",)),
+        (ONE, [float("nan")], ("nan",)),
+        (ONE, [(1, 2)], ("(1, 2)",)),
+        (ONE, [{"shard": 1}], ("shard", "user: int64")),
+        (ONE, pa.array([1.5]), ("double", "int64")),
+        (ONE, pa.array(["1"]), ("string", "int64")),
+        (ONE, pl.Series([1.5]), ("double", "int64")),
+        (ONE, pd.Series([1.5]), ("double", "int64")),
+        (ONE, pa.table({"a": [1], "b": [2]}), ("'a', 'b'", "user")),
+        (ONE, "abc", ("'abc'", "one key")),
+        (ONE, 5, ("5", "int")),
+        (ONE, np.zeros((1, 1, 1)), ("3",)),
+        (TWO, ["a"], ("'a'", "tuple of 2")),
+        (TWO, [("a", 1), None], ("None", "tuple of 2")),
+        (TWO, [("a", 1, 2)], ("('a', 1, 2)",)),
+        (TWO, [("a", 1), ("b", 1 << 40)], (str(1 << 40), "shard", "int32")),
+        (TWO, [(1, 1)], ("user", "string")),
+        (TWO, [{"user": "a"}], ("exactly",)),
+        (TWO, {"user": ["a"], "shard": [1, 2]}, ("different lengths",)),
+        (TWO, pa.table({"user": ["a"], "other": [1]}), ("'shard'",)),
+        (TWO, pd.DataFrame({"user": ["a"]}), ("'shard'",)),
+        (TIMES, [(NINE, dt.datetime(2024, 3, 9, 1), 1)], ("day", "time of day")),
+        (TIMES, [(NINE, dt.date(2024, 3, 9), Decimal("1.555"))], ("price", "1.555")),
+        (TIMES, [("2024-03-09", dt.date(2024, 3, 9), 1)], ("at", "string")),
+        (WINDOWED, [(1, {"start": NINE})], ("start, end",)),
+    ],
+)
+def test_what_cannot_be_a_key_is_an_error_that_says_so(of: KeyCodec, keys: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(UnknownKeyOrNamespaceError, match="totals|one key|no keys|dimensions") as caught:
+        of.columns(keys)
+    for word in words:
+        assert word in str(caught.value)
+    if isinstance(keys, list):
+        with pytest.raises(UnknownKeyOrNamespaceError):
+            for key in keys:
+                of.encode_one(key)
+
+
+def test_no_keys_in_every_form() -> None:
+    for keys in ([], pa.array([], pa.int64()), pa.array([]), np.zeros(0), pd.Series([], dtype=object), pl.Series([])):
+        assert ONE.columns(keys).num_rows == 0
+        assert ONE.encode(ONE.columns(keys)).to_pylist() == []
+    assert TWO.columns([]).num_rows == 0
+
+
+# -- ranges ----------------------------------------------------------------------------------
+
+
+def within(of: KeyCodec, keys: list[Any], prefix: Any = None, start: Any = None, end: Any = None) -> list[Any]:
+    """The keys whose stored form, without the group, is in the range."""
+    (first, behind), conditions = key_range(of, None, prefix, start, end)
+    assert not conditions
+    without_group = [key[2:] for key in stored_keys(of, keys)]
+    return [
+        key
+        for key, stored in zip(keys, without_group, strict=True)
+        if (first is None or stored >= first) and (behind is None or stored < behind)
+    ]
+
+
+USERS = ["", "a", "ab", "ab\x00", "ab\x00c", "abc", "ac", "b", "\U0010ffff", None]
+
+
+def test_a_string_is_a_prefix_of_strings_and_a_tuple_of_columns() -> None:
+    keys = [(user, shard) for user in USERS for shard in (1, 2)]
+    for prefix in ["", "a", "ab", "ab\x00", "\U0010ffff", "x"]:
+        assert within(TWO, keys, prefix) == [k for k in keys if k[0] is not None and k[0].startswith(prefix)]
+        assert within(TWO, keys, (prefix,)) == [k for k in keys if k[0] == prefix]
+        assert within(TWO, keys, {"user": prefix}) == [k for k in keys if k[0] == prefix]
+    assert within(TWO, keys, ("ab", 2)) == [("ab", 2)]
+    assert within(TWO, keys, (None,)) == [(None, 1), (None, 2)]
+    assert within(ONE, [-5, 3, 255, 256], 255) == [255]
+
+
+def test_start_is_included_and_end_is_not() -> None:
+    keys = [(user, shard) for user in USERS[:-1] for shard in (1, 2)]
+    assert within(TWO, keys, start="ab", end="b") == [k for k in keys if "ab" <= k[0] < "b"]
+    assert within(TWO, keys, start=("ab", 2), end=("ac", 2)) == [k for k in keys if ("ab", 2) <= k < ("ac", 2)]
+    assert within(TWO, keys, prefix="a", start=("ab", 2), end="abc") == [k for k in keys if ("ab", 2) <= k < ("abc",)]
+    assert within(ONE, [-5, -1, 0, 3], start=-1, end=3) == [-1, 0]
+    assert narrower((b"a", None), (b"b", b"c")) == (b"b", b"c")
+
+
+def test_bounds_where_the_window_is_stored_first_become_conditions() -> None:
+    assert key_range(WINDOWED, "window", 42, None, None) == ((None, None), [("user", "=", 42)])
+    assert key_range(WINDOWED, "window", (None,), None, None) == ((None, None), [("user", "is null")])
+    bounds = key_range(WINDOWED, "window", None, 3, (9,))
+    assert bounds == ((None, None), [("user", ">=", 3), ("user", "<", 9)])
+    with pytest.raises(RequestError, match="window, user"):
+        key_range(WINDOWED, "window", None, (3, (NINE, NINE)), None)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [(("a", 1, 2), "it has 2"), ({"shard": 1}, "first columns"), (1, "string")]
+)
+def test_bounds_that_are_no_keys(values: Any, words: str) -> None:
+    with pytest.raises(UnknownKeyOrNamespaceError, match=words):
+        TWO.bound(values)
+
+
+def test_conditions_are_said_as_json_can_say_them() -> None:
+    types = {"at": pa.timestamp("us", "UTC"), "local": pa.timestamp("us"), "n": pa.int64()}
+    there = NINE.astimezone(dt.timezone(dt.timedelta(hours=2)))
+    made = comparisons(
+        [
+            ("n", "==", np.int32(5)),
+            ("n", "IN", [1, 2.5]),
+            ("n", "is null"),
+            Comparison("n", "<", [3]),
+            ("at", ">=", NINE.replace(tzinfo=None)),
+            ("at", "<", there),
+            ("local", "=", there),
+            ("day", "<>", dt.date(2024, 3, 9)),
+            ("price", "=", Decimal("1.50")),
+            ("price", "=", pa.scalar("x")),
+        ],
+        types,
+    )
+    assert [(c.comparison, c.values) for c in made] == [
+        ("=", [5]),
+        ("in", [1, 2.5]),
+        ("is null", []),
+        ("<", [3]),
+        (">=", ["2024-03-09T09:00:00+00:00"]),
+        ("<", ["2024-03-09T09:00:00+00:00"]),
+        ("=", ["2024-03-09T09:00:00"]),
+        ("!=", ["2024-03-09"]),
+        ("=", ["1.50"]),
+        ("=", ["x"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "condition", ["n > 1", ("n",), ("n", ">"), ("n", "like", "x"), ("n", "=", None), ("n", "=", b"x"), (5, "=", 5)]
+)
+def test_conditions_that_are_none(condition: Any) -> None:
+    with pytest.raises(RequestError, match="where"):
+        comparisons([condition], {})
+
+
+# -- results ---------------------------------------------------------------------------------
+
+
+def test_forms() -> None:
+    table = pa.table({"k": [1, 2], "v": ["a", None]})
+    assert formed(table, "arrow") is table
+    assert formed(table, "pylist") == [{"k": 1, "v": "a"}, {"k": 2, "v": None}]
+    assert formed(table, "pandas").equals(pd.DataFrame({"k": [1, 2], "v": ["a", None]}))
+    assert formed(table, "polars").equals(pl.DataFrame({"k": [1, 2], "v": ["a", None]}))
+    with pytest.raises(RequestError, match="'spark'"):
+        formed(table, "spark")
+
+
+def test_rows_of_keys_become_lists_and_maps() -> None:
+    position = pa.array([2, 0, 2, 0])
+    rows = KeyedResults(position, {"page": pa.array(["c", "b", "d", "a"])}, {"n": pa.array([1, 2, None, 4])})
+    ordered = rows.ordered(by_window=False)
+    assert ordered.maps(4).to_pylist() == [[("b", 2), ("a", 4)], None, [("c", 1), ("d", None)], None]
+    as_structs = ordered.lists(3).to_pylist()
+    assert as_structs[0] == [{"page": "b", "n": 2}, {"page": "a", "n": 4}]
+    assert KeyedResults(position, {}, {"n": pa.array([1, 2, 3, 4])}).ordered(by_window=False).lists(3).to_pylist() == [
+        [2, 4],
+        None,
+        [1, 3],
+    ]
+    assert plain_values({"a": pa.array([{"x": 1}])}, hashable=True) == [(1,)]
+    assert plain_values({"a": pa.array([1]), "b": pa.array([[2]])}, hashable=True) == [(1, (2,))]
+
+
+def test_windows_are_in_the_order_of_their_starts() -> None:
+    later = {"start": NINE + dt.timedelta(minutes=1), "end": NINE + dt.timedelta(minutes=2)}
+    first = {"start": NINE, "end": NINE + dt.timedelta(minutes=1)}
+    rows = KeyedResults(pa.array([0, 0]), {"window": pa.array([later, first], WINDOW)}, {"n": pa.array([1, 2])})
+    (found,) = rows.ordered(by_window=True).lists(1).to_pylist()
+    assert [row["n"] for row in found] == [2, 1]
+
+
+# -- what clients and hosts must have the same idea of ----------------------------------------
+
+
+def test_names_that_clients_cannot_import_are_those_of_the_hosts() -> None:
+    assert state_views.TTL_COLUMN == TTL_COLUMN
+    assert PRESENT.names == [state_views.PRESENT]
+    assert (state_views.SESSIONS, state_views.SESSION_ENDS) == (SESSIONS_COLUMN, ENDS_FAMILY)
+    assert (state_views.EXPIRATION, state_views.SESSION_WINDOW) == (state_rows.EXPIRATION, state_rows.SESSION_WINDOW)
+    fields = [pa.field(name, pa.int64()) for name in ("a", "A", "a__value", "b", "a")]
+    assert [f.name for f in distinct(fields)] == state_rows.distinct(fields).names
+
+
+def everything() -> OperatorSchema:
+    from spark_bridge.stateful.processor_state import ProcessorState
+
+    state = ProcessorState(Everything(), FLOW_KEYS, "processingtime", None)
+    Everything().init(state.handle)
+    return OperatorSchema(state.declare(), tuple(FLOW_KEYS.names))
+
+
+def aggregates(*keys: tuple[str, pa.DataType], by: tuple[str, ...] = ()) -> OperatorSchema:
+    state = pa.schema([("n.count.count", pa.int64()), ("user.sum.sum", pa.float64())])
+    return OperatorSchema.of_rows(StateSchema(pa.schema([pa.field(*k) for k in keys]), state), by)
+
+
+def sessions() -> OperatorSchema:
+    from spark_bridge.session_windows import session_schema
+
+    states = pa.schema([("n.count.count", pa.int64())])
+    return session_schema(pa.schema([("user", pa.int64())]), pa.timestamp("us", "UTC"), states)
+
+
+def deduplicated() -> OperatorSchema:
+    return OperatorSchema.of_rows(StateSchema(pa.schema([("user", pa.int64())]), PRESENT))
+
+
+@pytest.mark.parametrize(
+    ("schema", "kinds"),
+    [
+        (everything(), {"total": "value", "visits": "list", "pages": "map", "timers": "timers"}),
+        (aggregates(("user", pa.int64())), {"default": "rows"}),
+        (aggregates(("window", WINDOW), ("user", pa.int64()), by=("user", "window")), {"default": "windows"}),
+        (sessions(), {"default": "sessions"}),
+        (deduplicated(), {"default": "rows"}),
+    ],
+)
+def test_the_columns_of_a_scan_are_those_that_a_host_gives(schema: OperatorSchema, kinds: dict[str, str]) -> None:
+    assert {v.name for v in schema.variables} == set(kinds)
+    for name, kind in kinds.items():
+        view = view_of("op", schema, G, name)
+        hosts = state_rows.VariableRows(schema, schema.variable(name)).output
+        assert view.kind == kind
+        assert [(f.name, f.type) for f in view.scan_fields] == [(f.name, f.type) for f in hosts][:-2]
+
+
+def test_state_variables_are_found_or_named() -> None:
+    schema = everything()
+    assert view_of("op", aggregates(("user", pa.int64())), G, None).kind == "rows"
+    with pytest.raises(UnknownKvStateIdError, match=r"'op' needs state=.*'total' \(value\), 'visits' \(list\)"):
+        view_of("op", schema, G, None)
+    with pytest.raises(UnknownKvStateIdError, match=r"no state variable 'nothing'.*'total'"):
+        view_of("op", schema, G, "nothing")
+
+
+def test_single_values_are_decoded_as_columns_are() -> None:
+    view = view_of("op", aggregates(("user", pa.int64())), G, None)
+    states = pa.record_batch([pa.array([3, 0]), pa.array([1.5, None])], schema=view.schema.value)
+    values = view.schema.encode_values(states)
+    keys = view.codec.columns([1, 2])
+    table = view.table(keys, pa.concat_arrays([values.slice(0, 1), pa.nulls(1, pa.binary())]))
+    assert table.to_pylist() == [{"user": 1, "n": 3, "user__value": 1.5}, {"user": 2, "n": None, "user__value": None}]
+    assert [view.decode_one(v) for v in values.to_pylist()] == [{"n": 3, "user": 1.5}, {"n": 0, "user": None}]

@@ -1,0 +1,440 @@
+"""Connections of clients: one question, one answer, whatever closes in between; and what importing them needs."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import trustme
+
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    ConnectionClosedError,
+    HostUnavailableError,
+    QueryableStateError,
+    StateVersionError,
+    TlsError,
+    UnknownOperatorError,
+)
+from spark_bridge.queryable import connections as module
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.row_batches import BatchDecoder
+from spark_bridge.queryable.wire import (
+    PREFIX,
+    PROTOCOL,
+    Batch,
+    End,
+    Lookup,
+    Scan,
+    Values,
+    Welcome,
+    frame,
+    pack_bytes,
+    pack_one,
+    unpack_bytes,
+    unpack_one,
+)
+from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
+
+LOOKUP = Lookup("run", "totals")
+SCAN = Scan("run", "totals")
+
+
+@pytest.fixture
+def connections() -> Iterator[KvConnections]:
+    with KvConnections(TOKEN, timeout=5.0) as made:
+        yield made
+
+
+def get(connections: KvConnections, address: str, key: bytes, deadline: float | None = None) -> bytes | None:
+    reply, body = connections.request(address, LOOKUP, pack_one(key), deadline)
+    assert reply == Values(7)
+    return unpack_one(body)
+
+
+def soon(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+@contextmanager
+def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A peer that welcomes each connection in turn and then does anything but what a server does."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(5)
+
+    def run() -> None:
+        for script in scripts:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return
+            with peer:
+                hear(peer)
+                peer.sendall(frame_bytes(Welcome(PROTOCOL, "h", 1 << 20, 1000)))  # type: ignore[arg-type]
+                script(peer)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+        thread.join(5)
+
+
+def hear(peer: socket.socket) -> bytes:
+    peer.settimeout(5)
+    length, _ = PREFIX.unpack(peer.recv(PREFIX.size, socket.MSG_WAITALL))
+    return peer.recv(length, socket.MSG_WAITALL)
+
+
+def said(reply: Any, body: bytes = b"") -> bytes:
+    return b"".join(frame(reply, body))
+
+
+def test_one_connection_serves_one_question_after_the_other(connections: KvConnections) -> None:
+    with serving() as (server, _):
+        address = server.server_address
+        assert [get(connections, address, b"k%d" % i) for i in (1, 2, 999, 1000)] == [b"v1", b"v2", b"v999", None]
+        assert server.num_connections == 1
+        assert connections.welcome(address).max_keys == 1_000_000
+        with pytest.raises(UnknownOperatorError, match="there is 'totals'"):
+            connections.request(address, Lookup("run", "other"), pack_one(b"k"))
+        assert get(connections, address, b"k3") == b"v3"
+        assert server.num_connections == 1
+
+
+def test_bodies_of_every_size_arrive_as_they_were_sent(connections: KvConnections) -> None:
+    rng = random.Random(3)
+    sizes = [0, 1, 7, 100, 16_000, 17_000, 65_000, 65_536, 70_000, 1_000_000, 5_000_000]
+    values = {b"k%d" % size: rng.randbytes(size) for size in sizes}
+    with serving(MemoryReads(values)) as (server, _):
+        address = server.server_address
+        kept = []
+        for key in [*values, *reversed(values)]:
+            _, body = connections.request(address, LOOKUP, pack_bytes(pa.array([key, b"nothing"])))
+            kept.append((key, body))
+        for key, body in kept:  # what was received stays as it was while the connection is used again
+            assert unpack_bytes(body).to_pylist() == [values[key], None]
+        long = pa.array([b"%d" % i * 2000 for i in range(500)])
+        assert unpack_bytes(connections.request(address, LOOKUP, pack_bytes(long))[1]).null_count == 500
+
+
+def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connections: KvConnections) -> None:
+    def in_pieces(peer: socket.socket) -> None:
+        hear(peer)
+        frames = b"".join(said(Batch(7), bytes([i]) * size) for i, size in enumerate((3, 70_000, 0, 40_000, 40_000)))
+        frames += said(End(7, 5))
+        rng = random.Random(1)
+        while frames:
+            size = rng.choice((1, 5, 9, 13, 1000, 65_000, 130_000))
+            peer.sendall(frames[:size])
+            frames = frames[size:]
+            time.sleep(0.001)
+        assert hear(peer)
+        peer.sendall(said(Values(7), pack_one(b"x")))
+
+    with scripted(in_pieces) as address:
+        bodies = [bytes(body) for reply, body in connections.stream(address, SCAN) if type(reply) is Batch]
+        assert bodies == [bytes([i]) * size for i, size in enumerate((3, 70_000, 0, 40_000, 40_000))]
+        assert get(connections, address, b"k") == b"x"  # on the same connection: there is only one
+
+
+def test_a_connection_that_the_host_closed_meanwhile_is_replaced_without_a_word(connections: KvConnections) -> None:
+    with serving(idle_seconds=0.05) as (server, _):
+        address = server.server_address
+        assert get(connections, address, b"k1") == b"v1"
+        eventually(lambda: server.num_connections == 0)
+        assert get(connections, address, b"k2") == b"v2"
+        first = [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is Batch]
+        eventually(lambda: server.num_connections == 0)
+        assert [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is Batch] == first
+
+
+def test_after_a_restart_all_old_connections_are_given_up(connections: KvConnections) -> None:
+    with serving() as (server, _):
+        address = server.server_address
+        held = [connections.begin(address, LOOKUP, pack_one(b"k1")) for _ in range(5)]
+        for exchange in held:
+            exchange.finish()
+        assert server.num_connections == 5
+        server.shutdown()
+        server.start()
+        assert get(connections, address, b"k1") == b"v1"
+        assert [get(connections, address, b"k%d" % i) for i in range(20)] == [b"v%d" % i for i in range(20)]
+        assert server.num_connections == 1
+
+
+def test_a_new_connection_that_is_closed_at_once_is_an_error_and_not_tried_for_ever(
+    connections: KvConnections,
+) -> None:
+    def answer_once(peer: socket.socket) -> None:
+        hear(peer)
+        peer.sendall(said(Values(7), pack_one(b"x")))
+
+    with scripted(answer_once, hear, answer_once) as address:
+        assert get(connections, address, b"k") == b"x"
+        with pytest.raises(ConnectionClosedError, match=address):
+            get(connections, address, b"k")  # replaced once
+        assert get(connections, address, b"k") == b"x"
+
+
+def test_an_answer_that_breaks_off_is_an_error_and_leaves_nothing_behind(connections: KvConnections) -> None:
+    def break_off(peer: socket.socket) -> None:
+        hear(peer)
+        peer.sendall(said(Values(7), pack_one(b"x" * 1000))[:200])
+
+    with scripted(break_off, break_off) as address:
+        for _ in range(2):
+            with pytest.raises(ConnectionClosedError, match="middle of an answer"):
+                get(connections, address, b"k")
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 10,
+        PREFIX.pack(8, 9) + b"x" * 20,
+        PREFIX.pack(8, 8) + b"\xff" * 8,
+        said(Values(7), pack_one(b"x")) + b"more",
+        said(Values(7)) + said(Values(7)),
+    ],
+)
+def test_what_makes_no_sense_closes_the_connection(connections: KvConnections, nonsense: bytes) -> None:
+    def talk(peer: socket.socket) -> None:
+        hear(peer)
+        peer.sendall(nonsense)
+        peer.settimeout(5)
+        assert peer.recv(1) == b"", "the client hangs up"
+
+    with scripted(talk) as address:
+        with pytest.raises(ConnectionClosedError, match=address):
+            connections.request(address, LOOKUP, pack_one(b"k"))
+        assert not connections._pools[address]._idle
+
+
+def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(connections: KvConnections) -> None:
+    with serving() as (server, reads):
+        address = server.server_address
+        get(connections, address, b"k1")
+        reads.pause = 0.5
+        started = time.monotonic()
+        with pytest.raises(HostUnavailableError, match="in time"):
+            get(connections, address, b"k1", soon(0.1))
+        assert 0.09 < time.monotonic() - started < 0.4
+        reads.pause = 0.0
+        assert get(connections, address, b"k2", soon(3)) == b"v2", "not the late answer to the first question"
+        with pytest.raises(HostUnavailableError, match="no time left"):
+            get(connections, address, b"k1", soon(-1))
+
+
+def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections) -> None:
+    with serving() as (server, reads):
+        address = server.server_address
+        get(connections, address, b"k1", soon(0.2))
+        reads.pause = 0.4
+        assert get(connections, address, b"k1", soon(3)) == b"v1"
+
+
+def test_nobody_there_and_no_token(connections: KvConnections) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(HostUnavailableError, match="does not answer"):
+        get(connections, free, b"k")
+    with pytest.raises(QueryableStateError, match="no address of the form"):
+        get(connections, "nonsense", b"k")
+    with serving() as (server, _), KvConnections("wrong") as strangers:
+        for _ in range(100):  # none of these connections counts as open
+            with pytest.raises(AccessDeniedError, match="wrong, or was revoked"):
+                get(strangers, server.server_address, b"k")
+
+
+def test_a_stream_gives_its_rows_and_its_connection_back(connections: KvConnections) -> None:
+    given = [rows(i * 1000, (i + 1) * 1000, 50) for i in range(20)]
+    with serving(MemoryReads(batches=given)) as (server, _):
+        for _ in range(3):
+            decoder = BatchDecoder()
+            frames = list(connections.stream(server.server_address, SCAN))
+            assert type(frames[-1][0]) is End
+            batches = [decoder.decode(body) for reply, body in frames if type(reply) is Batch]
+            assert pa.Table.from_batches([b for b in batches if b is not None]) == pa.Table.from_batches(given)
+        assert server.num_connections == 1
+
+
+def test_a_stream_that_is_closed_early_ends_at_the_host(connections: KvConnections) -> None:
+    with serving(MemoryReads(batches=[rows(0, 20_000, 50)] * 500)) as (server, reads):
+        stream = connections.stream(server.server_address, SCAN)
+        next(stream)
+        assert reads.open_iterators == 1
+        stream.close()
+        eventually(lambda: reads.open_iterators == 0)
+        assert get(connections, server.server_address, b"k1") == b"v1"
+        assert list(stream) == []
+
+
+def test_a_stream_that_fails_in_the_middle_raises_the_hosts_error_and_the_connection_stays(
+    connections: KvConnections,
+) -> None:
+    reads = MemoryReads(batches=[rows(0, 10)] * 5)
+    reads.fail_after = 3
+    with serving(reads) as (server, _):
+        seen = 0
+        with pytest.raises(StateVersionError, match="no longer held"):
+            for reply, _body in connections.stream(server.server_address, SCAN):
+                seen += type(reply) is Batch
+        assert seen == 3
+        assert get(connections, server.server_address, b"k1") == b"v1"
+        assert server.num_connections == 1
+
+
+def test_a_silent_stream_is_given_up_frame_by_frame(connections: KvConnections) -> None:
+    connections.timeout = 0.2
+
+    def pause(peer: socket.socket) -> None:
+        hear(peer)
+        for _ in range(4):
+            peer.sendall(said(Batch(7), b"x"))
+            time.sleep(0.1)
+        peer.recv(1)
+
+    with scripted(pause) as address:
+        seen = 0
+        with pytest.raises(HostUnavailableError, match="in time"):
+            for _ in connections.stream(address, SCAN, deadline=soon(0.3)):
+                seen += 1
+        assert seen == 4, "the deadline is only for the first frame"
+
+
+def test_many_threads_share_a_bounded_number_of_connections(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CONNECTIONS", 4)
+    failures: list[BaseException] = []
+
+    def ask(thread: int, address: str) -> None:
+        rng = random.Random(thread)
+        try:
+            for _ in range(60):
+                i = rng.randrange(1000)
+                assert get(connections, address, b"k%d" % i) == b"v%d" % i
+        except BaseException as error:  # noqa: BLE001 - shown below
+            failures.append(error)
+
+    with serving() as (server, reads):
+        reads.pause = 0.0002
+        threads = [threading.Thread(target=ask, args=(i, server.server_address)) for i in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not failures
+        assert 1 <= server.num_connections <= 4
+        held = [connections.begin(server.server_address, LOOKUP, pack_one(b"k")) for _ in range(4)]
+        with pytest.raises(HostUnavailableError, match="All 4 connections"):
+            get(connections, server.server_address, b"k", soon(0.05))
+        for exchange in held:
+            exchange.abandon()
+        assert get(connections, server.server_address, b"k1") == b"v1"
+
+
+def test_connections_that_nobody_needs_are_closed(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    with serving() as (server, _):
+        held = [connections.begin(server.server_address, LOOKUP, pack_one(b"k1")) for _ in range(6)]
+        for exchange in held:
+            exchange.finish()
+        time.sleep(0.06)
+        for _ in range(6):
+            get(connections, server.server_address, b"k1")
+        eventually(lambda: server.num_connections == 1)
+        assert connections._pools[server.server_address]._open == 1
+
+
+def test_a_forked_process_has_connections_of_its_own(connections: KvConnections) -> None:
+    with serving() as (server, _):
+        address = server.server_address
+        get(connections, address, b"k1")
+        pending = connections.begin(address, LOOKUP, pack_one(b"k2"))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = 0 if all(get(connections, address, b"k%d" % i) == b"v%d" % i for i in range(50)) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert unpack_one(pending.finish()[1]) == b"v2"
+        assert get(connections, address, b"k3") == b"v3"
+
+
+def test_closed_connections_answer_nothing(connections: KvConnections) -> None:
+    with serving() as (server, _):
+        get(connections, server.server_address, b"k1")
+        pending = connections.begin(server.server_address, LOOKUP, pack_one(b"k2"))
+        connections.close()
+        assert unpack_one(pending.finish()[1]) == b"v2"
+        eventually(lambda: server.num_connections == 0)
+        with pytest.raises(QueryableStateError, match="connect again"):
+            get(connections, server.server_address, b"k1")
+
+
+def test_tls_and_what_goes_wrong_with_it() -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(ours)
+    theirs, strangers = ssl.create_default_context(), ssl.create_default_context()
+    authority.configure_trust(theirs)
+    other.configure_trust(strangers)
+    values = {b"k": random.Random(5).randbytes(300_000)}
+    batches = [rows(0, 2000, 100)] * 20
+    with serving(MemoryReads(values, batches), tls=ours) as (server, _):
+        address = server.server_address
+        with KvConnections(TOKEN, theirs, timeout=5) as connections:
+            for _ in range(3):
+                assert get(connections, address, b"k") == values[b"k"]
+            stream = connections.stream(address, SCAN)
+            assert sum(type(reply) is Batch for reply, _ in stream) == 20
+            server.shutdown()
+            server.start()
+            assert get(connections, address, b"k") == values[b"k"], "a restart is made up for here too"
+        with KvConnections(TOKEN, strangers) as connections, pytest.raises(TlsError, match="not accepted"):
+            get(connections, address, b"k")
+        with (
+            KvConnections(TOKEN, timeout=2) as connections,
+            pytest.raises(TlsError, match="answers by TLS only"),
+        ):
+            get(connections, address, b"k")
+    with (
+        serving() as (server, _),
+        KvConnections(TOKEN, theirs) as connections,
+        pytest.raises((TlsError, HostUnavailableError)),
+    ):
+        get(connections, server.server_address, b"k")
+
+
+def test_clients_need_neither_ray_nor_spark_nor_a_store() -> None:
+    program = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("ray", "raydp", "pyspark", "py4j", "rocksdict", "obstore", "pandas"):
+            raise ImportError(f"{name} was imported")
+        if name == "pyarrow.flight":
+            raise ImportError(f"{name} was imported")
+sys.meta_path.insert(0, Blocked())
+import spark_bridge.queryable.connections, spark_bridge.queryable.router, spark_bridge.queryable.retries
+import spark_bridge.queryable.wire, coordinator_actor.messages, backends.keys, backends.operator_schema
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

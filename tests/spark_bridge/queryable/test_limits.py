@@ -1,0 +1,106 @@
+"""What a server allows, and the queue of those who wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from backends.exceptions import InvalidStateStoreArgument
+from spark_bridge.exceptions import TooManyRequestsError
+from spark_bridge.queryable.limits import RequestLimits, Turns
+from tests.spark_bridge.queryable.memory_reads import eventually
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_keys": 0},
+        {"max_keys": -1},
+        {"max_scans": 1.5},
+        {"max_requests": True},
+        {"max_connections": "many"},
+        {"scan_seconds": 0},
+        {"idle_seconds": float("inf")},
+        {"idle_seconds": float("nan")},
+        {"max_request_bytes": 100},
+        {"max_request_bytes": 1 << 32},
+        {"max_buffered_bytes": 1 << 20},
+    ],
+)
+def test_limits_under_which_nothing_works_are_refused(given):
+    with pytest.raises(InvalidStateStoreArgument, match=next(iter(given))):
+        RequestLimits(**given)
+
+
+def test_limits_have_defaults_and_take_whole_seconds():
+    assert RequestLimits().max_request_bytes == 64 << 20
+    assert RequestLimits(scan_seconds=5).scan_seconds == 5
+
+
+def test_who_came_first_is_served_first():
+    turns = Turns(1, "lookups")
+    turns.acquire(0)
+    order = []
+
+    def wait(i: int) -> None:
+        with turns.turn(5):
+            order.append(i)
+
+    threads = []
+    for i in range(5):
+        threads.append(threading.Thread(target=wait, args=(i,)))
+        threads[-1].start()
+        eventually(lambda i=i: len(turns._waiting) == i + 1)
+    with pytest.raises(TooManyRequestsError):
+        turns.acquire(0)
+    turns.release()
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4] and turns.taken == 0
+
+
+def test_waiting_has_an_end_and_frees_the_place_in_the_queue():
+    turns = Turns(10, "bytes")
+    turns.acquire(0, 6)
+    got = []
+
+    def ask_for_much() -> None:
+        with pytest.raises(TooManyRequestsError) as refused:
+            turns.acquire(0.1, 9)
+        got.append(refused.value)
+
+    large = threading.Thread(target=ask_for_much)
+    large.start()
+    eventually(lambda: len(turns._waiting) == 1)
+    began = time.monotonic()
+    turns.acquire(5, 3)  # behind the large one, and has its place when that gives up
+    assert time.monotonic() - began < 2
+    large.join()
+    assert len(got) == 1 and turns.taken == 9
+    with pytest.raises(TooManyRequestsError, match="11 more"):
+        turns.acquire(5, 11)  # never
+    turns.release(6)
+    turns.release(3)
+    assert turns.taken == 0
+
+
+def test_no_turn_is_lost_between_giving_up_and_being_served():
+    turns = Turns(2, "lookups")
+    refused = []
+
+    def work() -> None:
+        for _ in range(300):
+            try:
+                with turns.turn(0.0005):
+                    time.sleep(0.0002)
+            except TooManyRequestsError:
+                refused.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert refused and turns.taken == 0 and not turns._waiting

@@ -1,0 +1,133 @@
+"""``statestore token``: what it understands and prints, and that tokens outlive the coordinator that issued them."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import typer
+from pyspark.sql import SparkSession
+from rich.console import Console
+from typer.testing import CliRunner
+
+from coordinator_actor.access_tokens import IssuedToken, verified_id
+from coordinator_actor.actor import get_or_create_coordinator
+from coordinator_actor.exceptions import InvalidTokenError
+from spark_bridge.cli import app
+from spark_bridge.token_cli import rendered, seconds_of
+from tests.spark_bridge.conftest import wait_until
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("45m", 2700), ("12h", 43_200), ("30d", 2_592_000), (" 2w", 1_209_600)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "1.5h", "-1d", "1d2h", "never"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="such as 30d"):
+        seconds_of(text)
+
+
+def test_tokens_are_listed_with_their_state() -> None:
+    tokens = (
+        IssuedToken("01", "old", 0.0, 100),
+        IssuedToken("02", "gone", 0.0, None, 5.0),
+        IssuedToken("03", "dashboard", 86_400.0, 1_800_000_000),
+        IssuedToken("04", "for ever", 86_400.0),
+    )
+    out = io.StringIO()
+    Console(file=out, width=160).print(rendered(tokens, 1_700_000_000.0))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert lines[0] == ["name", "id", "created", "expires", "state"]
+    assert [line[-1] for line in lines[1:]] == ["expired", "revoked", "valid", "valid"]
+    assert lines[3] == "dashboard 03 1970-01-02 00:00:00 UTC 2027-01-15 08:00:00 UTC valid".split()
+    assert lines[4][-2] == "never"
+
+
+def test_a_name_is_needed() -> None:
+    assert CliRunner().invoke(app, ["token", "issue"]).exit_code == 2
+
+
+def run_cli(*args: str) -> subprocess.CompletedProcess[str]:
+    program = str(Path(sys.executable).with_name("statestore"))
+    address = ray.get_runtime_context().gcs_address
+    return subprocess.run(
+        [program, "token", *args, "--address", address, "--coordinator", "of-tokens"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def ask(method: str, *args: object) -> Any:
+    actor = ray.get_actor("of-tokens", namespace="statestore")
+    return ray.get(getattr(actor, method).remote(*args), timeout=60)
+
+
+@pytest.mark.ray
+@pytest.mark.spark
+def test_tokens_outlive_the_coordinator(spark: SparkSession) -> None:
+    none = run_cli("issue", "--name", "dashboard")
+    assert none.returncode == 2 and "no coordinator 'of-tokens'" in none.stderr and not none.stdout
+
+    actor = get_or_create_coordinator(name="of-tokens")
+    secret = ask("token")
+    issued = run_cli("issue", "--name", "dashboard", "--expires", "30d")
+    assert issued.returncode == 0, issued.stderr
+    token = issued.stdout.removesuffix("\n")
+    token_id = verified_id(token, secret, (), 0.0)
+    assert "read-only token 'dashboard', valid for 30d" in issued.stderr and token not in issued.stderr
+
+    os.kill(ask("describe")["pid"], signal.SIGKILL)
+    assert wait_for_tokens() == [token_id]
+    assert ask("token") == secret
+    revoked = run_cli("revoke", "dashboard")
+    assert revoked.returncode == 0 and not revoked.stdout and token_id in revoked.stderr
+
+    # Not one that Ray starts again, but another one under that name, as with the next stream.
+    ray.kill(actor, no_restart=True)
+    wait_until_gone()
+    get_or_create_coordinator(name="of-tokens")
+    assert ask("token") == secret
+    orders = ask("heartbeat_host", "nobody", "a")
+    assert orders.revoked_tokens == (token_id,)
+    with pytest.raises(InvalidTokenError, match="revoked"):
+        verified_id(token, secret, orders.revoked_tokens, 0.0)
+    listed = run_cli("list")
+    assert listed.returncode == 0 and "revoked" in listed.stdout and token not in listed.stdout
+    ray.kill(ray.get_actor("of-tokens", namespace="statestore"), no_restart=True)
+
+
+def wait_for_tokens() -> list[str]:
+    """The ids of the tokens, once Ray has started the coordinator again."""
+
+    def ids() -> list[str] | None:
+        try:
+            return [t.id for t in ask("list_tokens")]
+        except ray.exceptions.RayError:
+            return None
+
+    found: list[str] = wait_until(ids)
+    return found
+
+
+def wait_until_gone() -> None:
+    def is_gone() -> bool:
+        try:
+            ray.get_actor("of-tokens", namespace="statestore")
+        except ValueError:
+            return True
+        return False
+
+    wait_until(is_gone)
