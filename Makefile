@@ -29,7 +29,7 @@ endef
 .PHONY: help
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)$$/\1\t\2/' | \
-		while IFS="$$(printf '\t')" read -r name text; do printf '  %-11s %s\n' "$$name" "$$text"; done
+		while IFS="$$(printf '\t')" read -r name text; do printf '  %-13s %s\n' "$$name" "$$text"; done
 
 .PHONY: venv venv42
 venv: $(STAMP) ## Make .venv with the tested versions (Spark 3.5); PYTHON=... chooses the interpreter
@@ -45,11 +45,14 @@ $(STAMP42): pyproject.toml constraints-spark42.txt
 demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhile, check it; ARGS="--kill-host"
 	@$(BIN)/statestore demo $(ARGS)
 
-.PHONY: test test-fast
+.PHONY: test test-fast test-thorough
 test: $(STAMP) $(STAMP42) ## Run all tests: without a cluster, on Ray and Spark 3.5, then the streams on Spark 4.2
 	$(BIN)/python -m pytest -n 2 -m "not ray and not spark" $(ARGS)
 	$(BIN)/python -m pytest -m "ray or spark" $(ARGS)
 	$(BIN42)/python -m pytest -m spark42 $(ARGS)
+
+test-thorough: export STATESTORE_TEST_EFFORT = thorough
+test-thorough: test ## Run all tests, with many times as much random work
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
 	$(BIN)/python -m pytest -n 2 -m "not ray and not spark and not long" $(ARGS)

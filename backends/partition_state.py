@@ -151,8 +151,6 @@ class PartitionState:
         except BaseException:
             os.close(self._lock_file)
             raise
-        self._version = self._engine.state.version
-        self._head = self._engine.state.head
         self._staged: dict[tuple[int, str], _Delta] = {}
         self._accepted: dict[int, _Delta] = {}
         self._applying: _Delta | None = None
@@ -164,7 +162,10 @@ class PartitionState:
         self._readers: dict[object, tuple[_Delta | _Undo, ...]] = {}
         self._changed = threading.Condition()
         self._num_waiting = 0
-        self._completed: _View | None = self._view(self._version, None)
+        self._version: int
+        self._head: str | None
+        self._completed: _View | None
+        self._set_completed(self._engine.state.version, self._engine.state.head)
         self._mutation = threading.Lock()
         self._snapshotting = threading.Lock()
         self._digests = snapshot.Digests()
@@ -215,7 +216,7 @@ class PartitionState:
                     self._undos.clear()
                     self._drop_unrelated()
                     self._loading = False
-                    self._completed = self._view(self._version, None)
+                    self._set_completed(self._version, self._head)
                     self._changed.notify_all()
             self._custom["load_ms"] = (time.perf_counter() - started) * 1e3
 
@@ -419,9 +420,8 @@ class PartitionState:
         held = self._version, self._head, self._undos
         with self._changed:
             self._applying = delta
-            self._version, self._head = delta.meta.version, delta.file.path
             self._undos = self._kept_undos(undo)
-            self._completed = self._view(self._version, None)
+            self._set_completed(delta.meta.version, delta.file.path)
             self._wait_for_readers(lambda layers: delta in layers)
         try:
             fault_points.reached("apply")
@@ -433,7 +433,7 @@ class PartitionState:
         finally:
             with self._changed:
                 self._applying = None
-                self._completed = self._view(self._version, None)
+                self._set_completed(self._version, self._head)
         self._custom["apply_ms"] = (time.perf_counter() - started) * 1e3
 
     def _before_images(self, delta: _Delta) -> Changes | None:
@@ -593,6 +593,13 @@ class PartitionState:
             view = self._view(self._version if version is None else version, head)
             self._readers[reader] = view.layers
             return view
+
+    def _set_completed(self, version: int, head: str | None) -> None:
+        """Show this version from now on. The view comes first: a read that follows a look at ``version`` must not show an earlier one."""
+        layers = () if self._applying is None else (self._applying,)
+        families = self._engine.column_families.union(*(delta.changes.families for delta in layers))
+        self._completed = _View(version, layers, head, families)
+        self._version, self._head = version, head
 
     def _end_read(self, reader: object) -> None:
         del self._readers[reader]

@@ -42,6 +42,8 @@ from backends.row_cache import CacheBudget, Hashes, RowCache, hash_keys
 from backends.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
 
 SCAN_ROWS = 1 << 14
+_SCAN_STEP = 1 << 9  # so that a processor's cache holds its Python objects
+_PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
 BULK_ROWS = 1 << 16
 FEW_ROWS = 12
 """So few keys are faster got one by one."""
@@ -71,6 +73,8 @@ class Scan(Iterator[pa.RecordBatch]):
         self._options = ReadOptions()
         if end is not None:
             self._options.set_iterate_upper_bound(end)
+        if start is None and end is None:
+            self._options.fill_cache(False)  # what is read time and again stays there
         self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
         self._db = db
         self._last = start
@@ -80,17 +84,19 @@ class Scan(Iterator[pa.RecordBatch]):
         items = self._items
         if items is None:
             raise StoreClosedError("The store was closed while it was scanned.")
-        rows = list(islice(items, SCAN_ROWS))
-        if rows:
-            self._last = rows[-1][0]
-        if len(rows) < SCAN_ROWS:
-            self._check_end()
-        if not rows:
+        parts: list[pa.StructArray] = []
+        while len(parts) * _SCAN_STEP < SCAN_ROWS:
+            rows = list(islice(items, _SCAN_STEP))
+            if rows:
+                self._last = rows[-1][0]
+                parts.append(pa.array(rows, _PAIR))
+            if len(rows) < _SCAN_STEP:
+                self._check_end()
+                break
+        if not parts:
             raise StopIteration
-        keys, values = [row[0] for row in rows], [row[1] for row in rows]
-        return pa.RecordBatch.from_arrays(
-            [pa.array(keys, pa.binary()), pa.array(values, pa.binary())], schema=PAIRS_SCHEMA
-        )
+        keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
+        return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
 
     def _check_end(self) -> None:
         """rocksdict ends an iteration at a damaged block as if nothing came behind it: go there again and ask."""

@@ -96,8 +96,6 @@ def _stirred(hashes: Hashes, words: Hashes) -> Hashes:
 def _finished(hashes: Hashes) -> Hashes:
     hashes *= _STIR_LAST
     hashes ^= hashes >> np.uint64(29)
-    hashes *= _STIR
-    hashes ^= hashes >> np.uint64(32)
     return hashes
 
 
@@ -108,7 +106,17 @@ class _Rows:
     ``count`` first, and the table's word only for rows below it, never sees half a row.
     """
 
-    __slots__ = ("buckets", "count", "key_content", "key_offsets", "keys", "shift", "value_content", "value_offsets", "values")
+    __slots__ = (
+        "buckets",
+        "count",
+        "key_content",
+        "key_offsets",
+        "keys",
+        "shift",
+        "value_content",
+        "value_offsets",
+        "values",
+    )
 
     def __init__(self, rows: int, key_bytes: int, value_bytes: int) -> None:
         number = _num_buckets(rows)
@@ -223,10 +231,21 @@ class _Rows:
 
     def live(self) -> Ints:
         """The entries that refer to a row, those of the oldest rows first."""
-        entries = self.buckets.reshape(-1)
-        entries = entries[entries >= 0]
-        ordered: Ints = entries[np.argsort(entries & _ROW)]
-        return ordered
+        entries = self.buckets[self.buckets >= 0]
+        by_row: Ints = np.full(self.count, _EMPTY, np.int64)
+        by_row[entries & _ROW] = entries
+        return by_row[by_row >= 0]
+
+    def place_as(self, rows: _Rows, numbers: Ints) -> None:
+        """Refer to the first rows as ``rows``, with a table of the same size, refers to those of these numbers."""
+        moved_to: Ints = np.full(rows.count, _EMPTY, np.int64)
+        moved_to[numbers] = np.arange(len(numbers))
+        table = rows.buckets.reshape(-1)
+        at = np.flatnonzero(table >= 0)
+        entries = table[at]
+        to = moved_to[entries & _ROW]
+        stays = to >= 0
+        self.buckets.reshape(-1)[at[stays]] = (entries[stays] & ~_ROW) | to[stays]
 
 
 def _num_buckets(rows: int) -> int:
@@ -244,9 +263,7 @@ def _over(offsets: npt.NDArray[np.int32], content: npt.NDArray[np.uint8]) -> pa.
     return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)], 0)
 
 
-def _append(
-    added: pa.BinaryArray, content: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int32], first: int
-) -> None:
+def _append(added: pa.BinaryArray, content: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int32], first: int) -> None:
     new_content, new_offsets = binary_content(added)
     at = int(offsets[first])
     content[at : at + len(new_content)] = new_content
@@ -320,9 +337,7 @@ class RowCache:
         """Memory."""
         return self.rows.nbytes
 
-    def get_many(
-        self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]
-    ) -> pa.BinaryArray:
+    def get_many(self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]) -> pa.BinaryArray:
         """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and kept."""
         epoch = self._epoch  # first of all: what is read below counts only if nothing was written since
         hashes = hash_keys(keys)
@@ -421,7 +436,10 @@ class RowCache:
             taken = pa.array(numbers)
             keys = rows.keys.take(taken)
             made.append(keys, rows.values.take(taken))
-            made.place(hash_keys(keys), 0, (live & _ABSENT) != 0)
+            if made.buckets.shape == rows.buckets.shape:
+                made.place_as(rows, numbers)
+            else:
+                made.place(hash_keys(keys), 0, (live & _ABSENT) != 0)
         return made
 
 

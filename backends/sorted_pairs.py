@@ -100,10 +100,15 @@ class SortedPairs:
     def overlay(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
         """``below``, the values of ``keys`` without these changes, with these changes on top."""
         at = self.find(keys)
-        if not (at >= 0).any():
+        is_here = at >= 0
+        if not is_here.any():
             return below
-        rows = np.where(at >= 0, at, np.arange(len(keys)) + len(self))
-        return pa.concat_arrays([self.values, below]).take(pa.array(rows))
+        found = self.values.take(pa.array(at[is_here]))  # first of all: there may be many more changes than keys
+        if len(found) == len(keys):
+            return found
+        rows = np.arange(len(keys)) + len(found)
+        rows[is_here] = np.arange(len(found))
+        return pa.concat_arrays([found, below]).take(pa.array(rows))
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
         """Whether the key is among these changes, and its new value (None: removed)."""

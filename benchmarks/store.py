@@ -9,7 +9,7 @@
   ready before the clock starts, and leaves those it gets as they are.
 - commit: 10,000 changed keys on states of several sizes. Target: flat.
 - reload: a store loaded from its snapshot into an empty directory, against a plain copy of the files and opening them.
-- memory: a child process loads a million keys into RocksDB. Target: the block cache, the write buffers and 100 MB.
+- memory: a child process loads a million keys into RocksDB. Target: the caches, the write buffers and 100 MB.
 
 Contestants take turns in every round, each round beginning with another one, so that a slow moment of the machine hits
 all of them. Before they are timed, their results are compared. Medians are what ratios are made of.
@@ -391,7 +391,7 @@ def measure_reload(root: Path, size: int, rounds: int, rng: np.random.Generator)
 def measure_memory(size: int, rounds: int) -> None:
     """Peak and final memory of a process that loads a state, above what it has after its imports."""
     conf = StateStoreConf()
-    configured = (conf.rocksdb_block_cache_bytes + conf.rocksdb_write_buffer_bytes) / 1e6
+    configured = (conf.rocksdb_row_cache_bytes + conf.rocksdb_block_cache_bytes + conf.rocksdb_write_buffer_bytes) / 1e6
     table = Table(
         title=f"Memory of loading {size:,} keys into RocksDB, MB; target {configured:.0f} configured + 100",
         title_justify="left",

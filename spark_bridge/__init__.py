@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client import QueryableStateClient
     from spark_bridge.queryable.client_scans import StateScan
+    from spark_bridge.queryable.tls import TlsConf
     from spark_bridge.queryable.watch import StateChange, StateWatch
     from spark_bridge.savepoints import (
         delete_savepoint,
@@ -73,6 +74,7 @@ __all__ = [
     "StatefulProcessor",
     "StatefulProcessorHandle",
     "TimerValues",
+    "TlsConf",
     "ValueState",
     "add_state_operator_listener",
     "aggregate",
@@ -121,6 +123,7 @@ _HOMES = {
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
     "StatefulProcessorHandle": "spark_bridge.stateful.handle",
     "TimerValues": "spark_bridge.stateful.stateful_processor",
+    "TlsConf": "spark_bridge.queryable.tls",
     "ValueState": "spark_bridge.stateful.value_state",
     "add_state_operator_listener": "spark_bridge.operator_progress",
     "aggregate": "spark_bridge.aggregate_operator",

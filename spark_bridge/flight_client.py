@@ -15,6 +15,7 @@ from spark_bridge.errors_by_name import rebuilt_error
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError, TlsError
 from spark_bridge.protocol import (
     CHANGES_SCHEMA,
+    END_OF_CHANGES,
     KEYS_SCHEMA,
     RANGES_SCHEMA,
     CommitCommand,
@@ -153,10 +154,12 @@ class HostClient:
             with writer:
                 for family, batch in changes:
                     writer.write_with_metadata(batch, family.encode())
+                writer.write_metadata(END_OF_CHANGES)
                 writer.done_writing()
                 answer = reader.read()
         except flight.FlightError as error:
-            raise error_from(error) from None
+            # If ``changes`` raised, that is why the host was not told their end.
+            raise error_from(error) from error.__context__
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
         if answer is None:

@@ -25,6 +25,7 @@ from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLarg
 from spark_bridge.host import Host
 from spark_bridge.protocol import (
     CHANGES_SCHEMA,
+    END_OF_CHANGES,
     KEYS_SCHEMA,
     RANGES_SCHEMA,
     VALUES_SCHEMA,
@@ -94,12 +95,12 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             host = self._host()
             match action.type:
                 case "open":
-                    answer: object = host.open(msgspec.json.decode(body, type=TaskIdentity))
+                    answer: object = host.open(decoded(body, TaskIdentity))
                 case "locate":
-                    request = msgspec.json.decode(body, type=LocateRequest)
+                    request = decoded(body, LocateRequest)
                     answer = host.locate(request.operator, request.query)
                 case "coordinator":
-                    call = msgspec.json.decode(body, type=CoordinatorCall)
+                    call = decoded(body, CoordinatorCall)
                     answer = self._call_coordinator(call.method, call.args)
                 case "describe":
                     answer = host.describe()
@@ -112,7 +113,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Bulk get: batches of keys in, a batch of values for each, in the same order. Scan: ranges in, pairs out."""
         with translated_errors():
-            command = msgspec.json.decode(descriptor.command, type=GetCommand | ScanCommand)
+            command = decoded(descriptor.command, GetCommand | ScanCommand)
             host = self._host()
             if isinstance(command, ScanCommand):
                 ranges = [r for c in reader if c.data is not None for r in key_ranges(c.data)]
@@ -138,16 +139,34 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Commit: one stream of changes in, the coordinator's acknowledgement out."""
         with translated_errors():
-            command = msgspec.json.decode(descriptor.command, type=CommitCommand)
+            command = decoded(descriptor.command, CommitCommand)
             check_schema(reader.schema, CHANGES_SCHEMA)
             received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
+            is_complete = False
             for chunk in reader:
+                metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
+                is_complete = chunk.data is None and metadata == END_OF_CHANGES
                 if chunk.data is not None:
-                    family = DEFAULT_FAMILY if chunk.app_metadata is None else chunk.app_metadata.to_pybytes().decode()
+                    family = DEFAULT_FAMILY if metadata is None else metadata.decode(errors="replace")
                     received.setdefault(check_name("a column family", family), []).append(chunk.data)
+            if not is_complete:
+                # Flight ends the stream of a client that was killed as it ends one that is complete.
+                task = command.task
+                raise RequestError(
+                    f"The changes of partition {task.partition} of operator {task.operator!r} (attempt {task.attempt}) broke off; "
+                    "nothing is committed."
+                )
             changes = Changes({family: changes_of(batches) for family, batches in received.items()})
             answer = self._host().commit(command.task, changes, command.timings, command.figures)
             writer.write(pa.py_buffer(ENCODE(answer)))
+
+
+def decoded(said: bytes, kind: Any) -> Any:
+    """A command of type ``kind``. Raises ``RequestError`` if it is none."""
+    try:
+        return msgspec.json.decode(said, type=kind)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as those of UTF-8 are
+        raise RequestError(f"The request was malformed: {error}") from error
 
 
 def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:

@@ -7,6 +7,7 @@ Spark's executor-side ``StateStore`` object (loaded providers) and Flink's ``KvS
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import threading
 import time
@@ -74,6 +75,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+REVOKED_SECONDS = 60.0
+"""For how long a host that does not reach the coordinator goes by the revocations that it knows of."""
 NOTHING_HELD = 1 << 62
 """The version reported of a run that a host knows, but has no partition of: no version is newer."""
 GRANT_SECONDS = 1.0
@@ -211,8 +214,8 @@ class Host:
             lambda location, options: CheckpointStorage.open(location, options, fsync=self._conf.fsync)
         )
         self._clock = clock
-        self.revoked_tokens: frozenset[str] | None = None
-        """The ids of read-only tokens that count no more; None until the coordinator has said so."""
+        self._revoked_tokens: frozenset[str] = frozenset()
+        self._revoked_until = -math.inf
         shutil.rmtree(self.scratch, ignore_errors=True)  # of an incarnation of this host that was killed
         self.completed = CompletedVersions()
         self._asking: dict[str, _Asking] = {}
@@ -277,7 +280,8 @@ class Host:
                 held[run_id] = version if noted is None else min(version, noted.version)
         orders = self._coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, held)
         # Answers may overtake each other, and what is revoked stays so.
-        self.revoked_tokens = frozenset(orders.revoked_tokens).union(self.revoked_tokens or ())
+        self._revoked_tokens = self._revoked_tokens.union(orders.revoked_tokens)
+        self._revoked_until = self._clock() + REVOKED_SECONDS
         if not orders.known:
             # Apart, for one query's storage may hang, and the lease must be renewed meanwhile.
             if self._registering is None or not self._registering.is_alive():
@@ -294,6 +298,11 @@ class Host:
             self._exports.give_up_others(orders.pending)
         for order in orders.savepoints:
             self._exports.take(order)
+
+    @property
+    def revoked_tokens(self) -> frozenset[str] | None:
+        """The ids of read-only tokens that count no more; None if the coordinator has not said so yet, or for long."""
+        return self._revoked_tokens if self._clock() < self._revoked_until else None
 
     def on_completed(self, completed: Completed) -> None:
         """Apply the accepted changes of a version that Spark has committed.
@@ -543,7 +552,6 @@ class Host:
             run_id = instance.registration.run_id
             lineage = self._coordinator.lineage(run_id, instance.operator, instance.partition, grant.version)
         started = time.perf_counter()
-        instance.key_windows = None
         state.load(lineage)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         if lineage.rescaled is not None and not lineage.snapshots:
@@ -654,6 +662,9 @@ class Host:
         Asks again until ``seconds`` are over, for all that wait together, and then gives what is known. Raises what the
         coordinator raises, as ``RetiredRunError`` if the run is over.
         """
+        newest = self.completed.newest(run_id)
+        if newest is not None and newest.version >= at_least:
+            return newest
         deadline = time.monotonic() + seconds
         with self._lock:
             asking = self._asking.setdefault(run_id, _Asking())
@@ -665,8 +676,9 @@ class Host:
             if not asking.lock.acquire(timeout=left):
                 continue
             try:
+                # Somebody else may have asked meanwhile.
                 pause = asking.at + ASK_SECONDS - time.monotonic()
-                newest = self.completed.wait(run_id, at_least, min(left, pause)) if pause > 0 else newest
+                newest = self.completed.wait(run_id, at_least, min(left, pause))
                 if newest is None or newest.version < at_least:
                     asking.at = time.monotonic()
                     self.completed.note(

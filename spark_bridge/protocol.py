@@ -15,6 +15,8 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])
 VALUES_SCHEMA = pa.schema([pa.field("value", pa.binary())])
 CHANGES_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+END_OF_CHANGES = b"end"
+"""The metadata of the last message of a commit, which has no batch: a task that dies in the midst of its changes does not say it."""
 RANGES_SCHEMA = pa.schema([pa.field("start", pa.binary(), nullable=False), pa.field("end", pa.binary())])
 
 

@@ -64,15 +64,22 @@ class StateCluster:
 
     def addresses(self) -> list[str]:
         """The Flight addresses of the hosts that answer now; a host being restarted is left out."""
-        answers = [host.address.remote() for host in self.hosts]
+        return self._answers("address")
+
+    def query_addresses(self) -> list[str]:
+        """Where these hosts answer query clients, ``ip:port``: for ``address=`` of ``QueryableStateClient.connect``."""
+        return [address for address in self._answers("query_address") if address]
+
+    def _answers(self, method: str) -> list[str]:
+        answers = [getattr(host, method).remote() for host in self.hosts]
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=5)
-        addresses = []
+        said = []
         for answer in ready:
             try:
-                addresses.append(ray.get(answer))
+                said.append(ray.get(answer))
             except RayError:
                 log.warning("A state store host does not answer", exc_info=True)
-        return addresses
+        return said
 
     @staticmethod
     def machines() -> list[str]:

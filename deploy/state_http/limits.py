@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -13,12 +15,12 @@ class HttpLimits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_body_bytes: int = Field(8 << 20, gt=0, description="Largest body of a request.")
-    max_keys: int = Field(100_000, gt=0, description="Most keys of one lookup.")
-    max_rows: int = Field(10_000_000, gt=0, description="Most rows of one scan.")
-    scan_seconds: float = Field(300.0, gt=0, description="Longest time that a scan takes.")
-    timeout: float = Field(
-        10.0, gt=0, description="How long an answer is waited for while hosts move or restart, in seconds."
-    )
-    max_requests: int = Field(100, gt=0, description="Requests at once, scans included.")
-    max_scans: int = Field(4, gt=0, description="Scans at once.")
+    max_body_bytes: Annotated[int, Field(gt=0, description="Largest body of a request.")] = 8 << 20
+    max_keys: Annotated[int, Field(gt=0, description="Most keys of one lookup.")] = 100_000
+    max_rows: Annotated[int, Field(gt=0, description="Most rows of one scan.")] = 10_000_000
+    scan_seconds: Annotated[float, Field(gt=0, description="Longest time that a scan takes.")] = 300.0
+    timeout: Annotated[
+        float, Field(gt=0, description="How long an answer is waited for while hosts move or restart, in seconds.")
+    ] = 10.0
+    max_requests: Annotated[int, Field(gt=0, description="Requests at once, scans included.")] = 100
+    max_scans: Annotated[int, Field(gt=0, description="Scans at once.")] = 4

@@ -94,9 +94,9 @@ class LookupRequest(BaseModel):
     keys: list[Any]
     query: Query = None
     state: State = None
-    window: str | None = Field(
-        None, description="The window's start, or start/end, in ISO 8601; of aggregates by windows."
-    )
+    window: Annotated[
+        str | None, Field(description="The window's start, or start/end, in ISO 8601; of aggregates by windows.")
+    ] = None
     isolation: Isolation = Isolation.completed
     version: Version = None
 
@@ -115,7 +115,9 @@ class Condition(BaseModel):
 
     column: str
     comparison: Literal["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
-    value: Any = Field(None, description="What is compared with; of `in` an array. Times and decimals are strings.")
+    value: Annotated[
+        Any, Field(description="What is compared with; of `in` an array. Times and decimals are strings.")
+    ] = None
 
 
 class ScanRequest(BaseModel):
@@ -130,14 +132,15 @@ class ScanRequest(BaseModel):
         },
     )
 
-    prefix: Any = Field(
-        None, description="The first key columns, as an array; or the beginning of the first, if that is a string."
-    )
-    start: Any = Field(None, description="The first key columns, as an array.")
-    end: Any = Field(None, description="The first key columns, as an array.")
-    where: list[Condition] = Field(default_factory=list, max_length=100)
-    columns: list[str] | None = Field(None, description="The columns wanted; all by default.")
-    limit: int | None = Field(None, ge=0, description="At most so many rows, whichever.")
+    prefix: Annotated[
+        Any,
+        Field(description="The first key columns, as an array; or the beginning of the first, if that is a string."),
+    ] = None
+    start: Annotated[Any, Field(description="The first key columns, as an array.")] = None
+    end: Annotated[Any, Field(description="The first key columns, as an array.")] = None
+    where: Annotated[list[Condition], Field(max_length=100)] = []
+    columns: Annotated[list[str] | None, Field(description="The columns wanted; all by default.")] = None
+    limit: Annotated[int | None, Field(ge=0, description="At most so many rows, whichever.")] = None
     query: Query = None
     state: State = None
     isolation: Isolation = Isolation.completed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,7 +45,7 @@ class AsyncStateRows(Protocol):
 
     def __aiter__(self) -> AsyncIterator[pa.RecordBatch]: ...
 
-    async def aclose(self) -> None:
+    def aclose(self) -> Coroutine[Any, Any, None]:
         """End it; the hosts stop."""
 
 
@@ -138,18 +138,17 @@ class StateService:
     def __init__(self, connect: Callable[[], Awaitable[AsyncStateClient]], limits: HttpLimits) -> None:
         self.limits = limits
         self._connect = connect
-        self._connected: AsyncStateClient | None = None
-        self._connecting = asyncio.Lock()
+        self._connecting: asyncio.Future[AsyncStateClient] | None = None
         self._shapes: dict[tuple[str, str | None, str | None], tuple[float, KeyShape]] = {}
         self._scans = 0
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def client(self) -> AsyncStateClient:
         """The client, which is made when it is needed first: a cluster without a stream yet is no reason not to start."""
-        if self._connected is None:
-            async with self._connecting:
-                if self._connected is None:
-                    self._connected = await self._connect()
-        return self._connected
+        if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
+            # All who come meanwhile wait for the same attempt.
+            self._connecting = asyncio.ensure_future(self._connect())
+        return await asyncio.shield(self._connecting)
 
     async def operators(self) -> dict[str, Any]:
         """See the route."""
@@ -218,16 +217,19 @@ class StateService:
         async with self._scanning():
             client = await self.client()
             shape = await self._shape(operator, request.query, request.state)
+            bounds = [
+                values.bound_of_json(given, shape.plain, name)
+                for name, given in (("prefix", request.prefix), ("start", request.start), ("end", request.end))
+            ]
             rows = await client.scan(
                 operator,
                 request.state,
-                *(
-                    values.bound_of_json(getattr(request, name), shape.plain, name)
-                    for name in ("prefix", "start", "end")
-                ),
+                prefix=bounds[0],
+                start=bounds[1],
+                end=bounds[2],
                 # One more than is allowed, to know whether there are.
-                self.limits.max_rows + 1 if request.limit is None else request.limit,
-                request.columns,
+                limit=self.limits.max_rows + 1 if request.limit is None else request.limit,
+                columns=request.columns,
                 where=[_condition(c.column, c.comparison, c.value) for c in request.where],
                 query=request.query,
                 isolation=request.isolation.value,
@@ -246,7 +248,14 @@ class StateService:
                     raise
                 yield body.end()
             finally:
-                await rows.aclose()
+                await self._close(rows)
+
+    async def _close(self, rows: AsyncStateRows) -> None:
+        """End a scan, even for a caller that has left: its own task is cancelled, and cannot wait for anything."""
+        closing = asyncio.ensure_future(rows.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
 
     async def _pieces(self, rows: AsyncStateRows, body: _Body, deadline: float) -> AsyncIterator[bytes]:
         given = 0
@@ -256,6 +265,8 @@ class StateService:
                 batch = await asyncio.wait_for(batches.__anext__(), max(0.0, deadline - time.monotonic()))
             except StopAsyncIteration:
                 return
+            except QueryTimeoutError:
+                raise  # the client's own, which Python takes for a TimeoutError too
             except asyncio.TimeoutError as error:
                 raise QueryTimeoutError(
                     f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {given} rows were sent. Ask for "

@@ -106,7 +106,7 @@ def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:
         if kind.bit_width <= 32:
             return True
         bounds = pc.min_max(column).as_py()
-        return bounds["min"] is None or (-EXACT <= bounds["min"] and bounds["max"] <= EXACT)
+        return bounds["min"] is None or (bounds["min"] >= -EXACT and bounds["max"] <= EXACT)
     if pa.types.is_floating(kind):
         return bool(pc.all(pc.is_finite(column)).as_py() is not False)
     return False

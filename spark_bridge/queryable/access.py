@@ -42,7 +42,7 @@ class TokenVerifier(Protocol):
 class ClusterTokens:
     """Verifies the tokens of one cluster: its secret, and read-only ones signed by it.
 
-    ``revoked`` gives the ids that have been revoked, None while that is not known yet; ``clock`` seconds since 1970.
+    ``revoked`` gives the ids that have been revoked, None while that is not known; ``clock`` seconds since 1970.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ClusterTokens:
         revoked = self._revoked()
         if revoked is None:
             raise HostUnavailableError(
-                "This host has just begun, and does not know yet which tokens have been revoked."
+                "It is not known here at the moment which tokens have been revoked; ask again soon."
             )
         try:
             return Grant(verified_id(token, self._secret, revoked, self._clock()), read_only=True)

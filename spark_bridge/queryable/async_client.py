@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pyarrow as pa
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client import QueryableStateClient
 from spark_bridge.queryable.client_scans import Condition, StateScan
+from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.queryable.watch import StateChange, StateWatch
 
 T = TypeVar("T")
@@ -68,10 +70,13 @@ class _Lookups:
         # Those who do not wait any more need not be asked for.
         batch = [entry for entry in self._waiting[:KEYS_PER_BATCH] if not entry[1].done()]
         del self._waiting[:KEYS_PER_BATCH]
-        if batch:
-            self._pool.submit(self._look_up, batch)
-        else:
+        if not batch:
             self._next()
+            return
+        try:
+            self._pool.submit(self._look_up, batch)
+        except RuntimeError:
+            self._answer(batch, [QueryableStateError("The client has been closed; connect again.")] * len(batch))
 
     def _next(self) -> None:
         self._under_way -= 1
@@ -89,17 +94,8 @@ class _Lookups:
             answers = self._client.get_each(operator, keys, query, state, isolation=isolation, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - those who wait are told
             answers = [error] * len(batch)
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
             self._loop.call_soon_threadsafe(self._answer, batch, answers)
-        except RuntimeError:
-            pass  # the loop was closed, and nobody waits any more
-
-    def give_up(self) -> None:
-        """The client is closed: nobody will be answered any more."""
-        for _, future in self._waiting:
-            if not future.done():
-                future.set_exception(QueryableStateError("The client has been closed; connect again."))
-        self._waiting = []
 
     def _answer(self, batch: list[tuple[Any, asyncio.Future[Any]]], answers: list[Any]) -> None:
         for (_, future), answer in zip(batch, answers, strict=True):
@@ -109,7 +105,8 @@ class _Lookups:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
-        self._next()
+        # Behind those who have just been answered: what they ask next goes with the next batch.
+        self._loop.call_soon(self._next)
 
 
 class AsyncQueryableStateClient:
@@ -141,7 +138,7 @@ class AsyncQueryableStateClient:
         coordinator_name: str = "StateStoreCoordinator",
         address: str | Sequence[str] | None = None,
         token: str | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsConf | ssl.SSLContext | None = None,
         timeout: float = 30.0,
         direct: bool | None = None,
     ) -> AsyncQueryableStateClient:
@@ -313,9 +310,7 @@ class AsyncQueryableStateClient:
     async def close(self) -> None:
         """Close all connections; what is under way fails."""
         self._client.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for lookups in self._lookups.values():
-            lookups.give_up()
+        self._pool.shutdown(wait=False)
 
     async def __aenter__(self) -> AsyncQueryableStateClient:
         return self
@@ -341,6 +336,12 @@ class _InThread(Generic[T]):
         finally:
             if pending.done():
                 self._pending = None
+
+    async def settled(self) -> None:
+        """Wait for what a caller who was cancelled has left."""
+        if self._pending is not None:
+            await asyncio.wait([self._pending])
+            self._pending = None
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -395,8 +396,9 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
 
     async def aclose(self) -> None:
         """End it; the hosts stop."""
+        await self._thread.settled()
         if self._scan is not None:
-            await self._thread.call(self._scan.close)
+            await asyncio.to_thread(self._scan.close)
         self._thread.close()
 
     async def __aenter__(self) -> AsyncStateScan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-import numpy as np
 import pyarrow as pa
 
 from spark_bridge.exceptions import (
@@ -18,9 +16,8 @@ from spark_bridge.exceptions import (
     HostUnavailableError,
     QueryableStateError,
     RequestError,
-    RequestLimitError,
-    UnknownKeyOrNamespaceError,
 )
+from spark_bridge.queryable.asked_windows import have_windows
 from spark_bridge.queryable.client_scans import Condition, StateScan, comparisons, key_range
 from spark_bridge.queryable.connections import KvConnections, KvStream
 from spark_bridge.queryable.descriptions import described_operator
@@ -32,12 +29,13 @@ from spark_bridge.queryable.entries import (
     from_environment,
     in_cluster,
 )
-from spark_bridge.queryable.keys import KeyCodec
+from spark_bridge.queryable.key_answers import KeyAnswers
 from spark_bridge.queryable.locations import REFRESH_SECONDS, KnownOperator, Locations
 from spark_bridge.queryable.results import check_form, formed
 from spark_bridge.queryable.retries import Attempts, retrying, should_locate
-from spark_bridge.queryable.router import RoutedAnswer, StateRouter
-from spark_bridge.queryable.state_views import ONE_ROW, ROWS, SESSIONS, VALUE, WINDOWS, StateView
+from spark_bridge.queryable.router import StateRouter
+from spark_bridge.queryable.state_views import ROWS, VALUE
+from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.queryable.wire import At, Described, KeyRows, Operators, Reply, Request, Scan
 from spark_bridge.queryable.wire import Describe as DescribeRequest
 
@@ -49,9 +47,6 @@ T = TypeVar("T")
 
 COMPLETED = At()
 ISOLATIONS = ("completed", "latest")
-WINDOWS_LOOKED_AT = 1000
-"""So many windows must be of one length for ``window=`` to be given by its start alone."""
-_MICROSECOND = dt.timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class QueryableStateClient:
         coordinator_name: str = "StateStoreCoordinator",
         address: str | Sequence[str] | None = None,
         token: str | None = None,
-        tls: ssl.SSLContext | None = None,
+        tls: TlsConf | ssl.SSLContext | None = None,
         timeout: float = 30.0,
         direct: bool | None = None,
     ) -> QueryableStateClient:
@@ -120,15 +115,16 @@ class QueryableStateClient:
         ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` in the environment are the defaults of both.
 
         ``direct``: whether hosts are asked themselves, or all through the one at ``address``, which asks the others; by default
-        the latter only if there is an ``address``. ``tls`` is the context of a client that trusts the hosts' certificates.
+        the latter only if there is an ``address``. ``tls``, a ``TlsConf`` or an ``ssl.SSLContext`` of a client, must be given where hosts use TLS.
         ``timeout`` in seconds is that of every call that names none.
 
         Nothing is looked up yet with an address: a wrong one, or a wrong token, shows with the first call.
         """
         address, token = from_environment(address, token)
+        context = tls.client_context() if isinstance(tls, TlsConf) else tls
         if address is None:
             found, own_token = in_cluster(namespace, coordinator_name, timeout)
-            connections = KvConnections(token or own_token, tls, timeout)
+            connections = KvConnections(token or own_token, context, timeout)
             if direct is False:
                 return cls(found, connections, StateRouter(connections, via=found.proxy), timeout)
             return cls(found, connections, StateRouter(connections), timeout)
@@ -138,7 +134,7 @@ class QueryableStateClient:
                 "`statestore token` issues them."
             )
         addresses = addresses_of(address)
-        connections = KvConnections(token, tls, timeout)
+        connections = KvConnections(token, context, timeout)
         entry = ProxyEntry(addresses, connections)
         router = StateRouter(connections) if direct else StateRouter(connections, via=entry.proxy)
         return cls(entry, connections, router, timeout)
@@ -192,29 +188,9 @@ class QueryableStateClient:
             if view.kind in (VALUE, ROWS):
                 fast = _Fast(known, view.family, view.codec.encode_one, view.decode_one)
                 self._fast[operator, query, state] = fast
-            return self._get(known, view, key, window, at, deadline)
+            return KeyAnswers(self._router, known, view, at, deadline).one(key, window)
 
         return self._answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask)
-
-    def _get(
-        self, known: KnownOperator, view: StateView, key: Any, window: Any, at: At, deadline: float
-    ) -> dict[str, Any] | list[Any] | None:
-        check_window(view, window)
-        if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or _has_window(view, key)):
-            if view.kind == WINDOWS:
-                keys = self._with_windows(known, view, [key], window, at, deadline)
-                encoded = view.codec.encode(keys)[0].as_py()
-            else:
-                encoded = view.codec.encode_one(key)
-            _, value = self._router.lookup_one(known.location, view.family, encoded, at, deadline)
-            return None if value is None else view.decode_one(value)
-        codec = view.without_window
-        rows = self._rows_of_keys(known, view, codec.encode(codec.columns([key])), at, deadline)
-        found: list[Any] | None = view.one_answer(view.rows_of(rows))
-        if window is None or found is None:
-            return found
-        (column,) = view.row_columns[0]
-        return _of_window(found, column, window)
 
     def get_each(
         self,
@@ -233,53 +209,9 @@ class QueryableStateClient:
         at = at_of(isolation, None)
 
         def ask(known: KnownOperator, deadline: float) -> list[Any]:
-            view = known.view(state)
-            if view.kind in (VALUE, ROWS):
-                return self._values_of_each(known, view, keys, at, deadline)
-            try:
-                if view.kind != WINDOWS or not any(_has_window(view, key) for key in keys):
-                    return self._rows_of_each(known, view, keys, at, deadline)
-            except UnknownKeyOrNamespaceError:
-                pass  # one by one, to see whose it is
-            return [self._one_of_each(known, view, key, at, deadline) for key in keys]
+            return KeyAnswers(self._router, known, known.view(state), at, deadline).each(keys)
 
         return self._answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
-
-    def _values_of_each(
-        self, known: KnownOperator, view: StateView, keys: Sequence[Any], at: At, deadline: float
-    ) -> list[Any]:
-        encode, decode = view.codec.encode_one, view.decode_one
-        answers: list[Any] = [None] * len(keys)
-        encoded, places = [], []
-        for i, key in enumerate(keys):
-            try:
-                encoded.append(encode(key))
-                places.append(i)
-            except UnknownKeyOrNamespaceError as error:
-                answers[i] = error
-        if len(encoded) == 1:
-            values = [self._router.lookup_one(known.location, view.family, encoded[0], at, deadline)[1]]
-        else:
-            values = self._lookup(known, view.family, pa.array(encoded, pa.binary()), at, deadline)[1].to_pylist()
-        for i, value in zip(places, values, strict=True):
-            if value is not None:
-                answers[i] = decode(value)
-        return answers
-
-    def _rows_of_each(
-        self, known: KnownOperator, view: StateView, keys: Sequence[Any], at: At, deadline: float
-    ) -> list[Any]:
-        codec = view.without_window
-        once = codec.encode(codec.columns(list(keys))).dictionary_encode()
-        rows = view.rows_of(self._rows_of_keys(known, view, once.dictionary, at, deadline))
-        answers = [view.one_answer(part) for part in rows.of_each(len(once.dictionary))]
-        return [answers[i] for i in once.indices.to_pylist()]
-
-    def _one_of_each(self, known: KnownOperator, view: StateView, key: Any, at: At, deadline: float) -> Any:
-        try:
-            return self._get(known, view, key, None, at, deadline)
-        except UnknownKeyOrNamespaceError as error:
-            return error
 
     def get_many(
         self,
@@ -310,73 +242,10 @@ class QueryableStateClient:
         given = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(known: KnownOperator, deadline: float) -> pa.Table:
-            return self._get_many(known, given, state, window, at, deadline)
+            return KeyAnswers(self._router, known, known.view(state), at, deadline).table(given, window)
 
         what = f"get_many of {len(given)} keys of {operator!r}"
         return formed(self._answer(what, (operator, query), timeout, ask), as_)
-
-    def _get_many(
-        self, known: KnownOperator, keys: Any, state: str | None, window: Any, at: At, deadline: float
-    ) -> pa.Table:
-        view = known.view(state)
-        check_window(view, window)
-        if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or _have_windows(view, keys)):
-            if view.kind == WINDOWS:
-                columns = self._with_windows(known, view, keys, window, at, deadline)
-            else:
-                columns = view.codec.columns(keys)
-            _, values = self._lookup(known, view.family, view.codec.encode(columns), at, deadline)
-            return view.table(columns, values)
-        if window is not None:
-            raise RequestError(
-                f"get_many of {view.kind} takes no window=; give none and take what is wanted of the column, or use get."
-            )
-        codec = view.without_window
-        columns = codec.columns(keys)
-        if not columns.num_rows:
-            # What would come for a key that there is: else the types of the columns are not known.
-            nobody = codec.columns(pa.RecordBatch.from_arrays([pa.nulls(1)] * len(codec.by), names=list(codec.by)))
-            rows = self._rows_of_keys(known, view, codec.encode(nobody), at, deadline)
-            return view.listed_table(columns, view.listed(view.rows_of(rows), 1).slice(0, 0))
-        # Each key once: of a list or a map every row would come as often.
-        once = codec.encode(columns).dictionary_encode()
-        rows = self._rows_of_keys(known, view, once.dictionary, at, deadline)
-        listed = view.listed(view.rows_of(rows), len(once.dictionary))
-        return view.listed_table(columns, listed.take(once.indices))
-
-    def _lookup(
-        self, known: KnownOperator, family: str, keys: pa.BinaryArray, at: At, deadline: float
-    ) -> tuple[int, pa.BinaryArray]:
-        """Values of stored keys at one version, in several requests if the hosts allow fewer keys than a router asks for."""
-        most = len(keys)
-        while True:
-            try:
-                return self._lookup_in_parts(known, family, keys, at, deadline, most)
-            except RequestLimitError:
-                if most <= 1:
-                    raise
-                most //= 2
-
-    def _lookup_in_parts(
-        self, known: KnownOperator, family: str, keys: pa.BinaryArray, at: At, deadline: float, most: int
-    ) -> tuple[int, pa.BinaryArray]:
-        version, values = self._router.lookup(known.location, family, keys.slice(0, most), at, deadline)
-        parts, versions = [values], [version]
-        behind = at if at.isolation == "latest" else At("version", version)
-        for begin in range(most, len(keys), max(1, most)):
-            part = keys.slice(begin, most)
-            version, values = self._router.lookup(known.location, family, part, behind, deadline)
-            parts.append(values)
-            versions.append(version)
-        return min(versions), parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
-
-    def _rows_of_keys(
-        self, known: KnownOperator, view: StateView, keys: pa.BinaryArray, at: At, deadline: float
-    ) -> pa.Table:
-        location = known.location
-        request = KeyRows(location.run_id, location.operator.name, view.variable.name, at)
-        answer = self._router.key_rows(location, request, keys, deadline)
-        return pa.Table.from_batches(list(answer.batches), answer.schema)
 
     def key_rows(
         self,
@@ -400,7 +269,7 @@ class QueryableStateClient:
         def ask(known: KnownOperator, deadline: float) -> StateScan:
             view = known.view(state)
             codec, chosen = view.without_window, given
-            if view.window is not None and _have_windows(view, given):
+            if view.window is not None and have_windows(view, given):
                 chosen = view.codec.columns(given).select(list(codec.by))
             location = known.location
             wanted = None if columns is None else list(columns)
@@ -411,74 +280,6 @@ class QueryableStateClient:
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
 
         return self._answer(f"key_rows of {len(given)} keys of {operator!r}", (operator, query), timeout, ask)
-
-    # -- windows -------------------------------------------------------------------------------
-
-    def _with_windows(
-        self, known: KnownOperator, view: StateView, keys: Any, window: Any, at: At, deadline: float
-    ) -> pa.RecordBatch:
-        """Keys with their windows, in the order of ``by``. Without ``window`` the keys have them."""
-        name = view.window
-        assert name is not None
-        others = view.without_window
-        if window is None and others.by:
-            return view.codec.columns(keys)
-        if window is None:
-            given = [k[0] if isinstance(k, tuple) and len(k) == 1 else k for k in keys]
-            return view.codec.columns([self._bounds(known, view, w, at, deadline) for w in given])
-        if not others.by:
-            raise RequestError(
-                f"The window is all of the key of operator {view.operator!r}; give it as key, and no window= besides."
-            )
-        columns = others.columns(keys)
-        windows = window if isinstance(window, list) else [window] * columns.num_rows
-        if len(windows) != columns.num_rows:
-            raise RequestError(
-                f"There are {len(windows)} windows for {columns.num_rows} keys; give one for all, or one each."
-            )
-        bounds: dict[int, Any] = {}
-        made = [bounds.setdefault(id(w), self._bounds(known, view, w, at, deadline)) for w in windows]
-        named = dict(zip(others.by, columns.columns, strict=True))
-        named[name] = KeyCodec(view.operator, pa.schema([view.codec.schema.field(name)]), (name,), 1).columns(made)[0]
-        return view.codec.columns(
-            pa.RecordBatch.from_arrays([named[n] for n in view.codec.by], names=list(view.codec.by))
-        )
-
-    def _bounds(self, known: KnownOperator, view: StateView, window: Any, at: At, deadline: float) -> Any:
-        """Start and end of a window that may be given by its start."""
-        if isinstance(window, dict):
-            return window
-        if isinstance(window, tuple | list) and len(window) == 2:
-            return {"start": window[0], "end": window[1]}
-        if not isinstance(window, dt.datetime):
-            raise UnknownKeyOrNamespaceError(
-                f"{window!r} is no window of operator {view.operator!r}; give its start, a datetime, or (start, end)."
-            )
-        length = self._window_length(known, view, at, deadline)
-        return {"start": window, "end": None if length is None else window + length * _MICROSECOND}
-
-    def _window_length(self, known: KnownOperator, view: StateView, at: At, deadline: float) -> int | None:
-        """The length of the operator's windows in microseconds; None if there are none yet. Raises ``RequestError`` if it varies."""
-        name = view.window
-        assert name is not None
-        held = known.window_us.get(name)
-        if held is not None:
-            return held
-        location = known.location
-        request = Scan(location.run_id, location.operator.name, at=at, columns=[name], limit=WINDOWS_LOOKED_AT)
-        answer = self._router.scan(location, request, deadline)
-        with StateScan(answer, WINDOWS_LOOKED_AT) as rows:
-            windows = rows.to_arrow().column(name).combine_chunks()
-        if not len(windows):
-            return None
-        start, end = (np.asarray(c.cast(pa.int64())) for c in windows.flatten())
-        lengths = np.unique(end - start)
-        if len(lengths) > 1:
-            raise RequestError(
-                f"The windows of operator {view.operator!r} are of different lengths; give window=(start, end), not the start alone."
-            )
-        known.window_us[name] = int(lengths[0])
-        return int(lengths[0])
 
     # -- all rows ------------------------------------------------------------------------------
 
@@ -617,7 +418,7 @@ class QueryableStateClient:
 
         def ask(known: KnownOperator, deadline: float) -> dict[str, Any]:
             request = DescribeRequest(operator, known.location.run_id, forward=True)
-            return described_operator(known, self.ask_host(request, deadline))
+            return described_operator(known, self.ask_host(request, deadline)["hosts"])
 
         return self._answer(f"describe({operator!r})", (operator, query), timeout, ask)
 
@@ -701,87 +502,5 @@ def check_limit(limit: int | None) -> None:
         raise RequestError(f"limit={limit!r} is no number of rows.")
 
 
-def check_window(view: StateView, window: Any) -> None:
-    """Raise ``RequestError`` for a window of an operator that has none."""
-    if window is not None and view.kind not in (WINDOWS, SESSIONS):
-        raise RequestError(
-            f"Operator {view.operator!r} has no windows (key columns {view.codec.in_words}): leave window= out."
-        )
-
-
-def _has_window(view: StateView, key: Any) -> bool:
-    """Whether a key of an aggregate by windows has the window in it."""
-    by = view.codec.by
-    if len(by) == 1:
-        return True
-    if isinstance(key, dict):
-        return view.window in key
-    # With one column besides, a tuple of two is a whole key.
-    return isinstance(key, tuple | list) and len(key) == len(by)
-
-
-def _have_windows(view: StateView, keys: Any) -> bool:
-    """Whether keys of an aggregate by windows have the window in them."""
-    if len(view.codec.by) == 1:
-        return True
-    names = _names_of(keys)
-    if names is not None:
-        return view.window in names or len(names) == len(view.codec.by)
-    try:
-        first = next(iter(keys), None)
-    except TypeError:
-        return False
-    return _has_window(view, first)
-
-
-def _names_of(keys: Any) -> list[str] | None:
-    """The names of the columns of keys, if they have several."""
-    if isinstance(keys, pa.RecordBatch | pa.Table):
-        return list(keys.schema.names)
-    if isinstance(keys, dict):
-        return list(keys)
-    columns = getattr(keys, "columns", None)
-    if columns is not None:
-        return [str(c) for c in columns]
-    names = getattr(getattr(keys, "dtype", None), "names", None)
-    if names:
-        return list(names)
-    if isinstance(keys, np.ndarray) and keys.ndim == 2:
-        return [""] * keys.shape[1]
-    return None
-
-
-def _of_window(rows: list[dict[str, Any]], column: str, window: Any) -> dict[str, Any] | None:
-    """The session that begins then, without its window."""
-    start, end = (window, None) if isinstance(window, dt.datetime) else _two(window)
-    for row in rows:
-        bounds = row[column]
-        if _is_time(bounds["start"], start) and (end is None or _is_time(bounds["end"], end)):
-            return {name: value for name, value in row.items() if name != column}
-    return None
-
-
-def _two(window: Any) -> tuple[Any, Any]:
-    if isinstance(window, dict) and set(window) == {"start", "end"}:
-        return window["start"], window["end"]
-    if isinstance(window, tuple | list) and len(window) == 2:
-        return window[0], window[1]
-    raise UnknownKeyOrNamespaceError(f"{window!r} is no window; give its start, a datetime, or (start, end).")
-
-
-def _is_time(one: dt.datetime, other: Any) -> bool:
-    """Whether two times are the same; those without a zone are UTC."""
-    if not isinstance(other, dt.datetime):
-        return False
-    return _in_utc(one) == _in_utc(other)
-
-
-def _in_utc(time_: dt.datetime) -> dt.datetime:
-    return time_.replace(tzinfo=dt.timezone.utc) if time_.tzinfo is None else time_
-
-
 def _decoded(reply: Reply, body: memoryview) -> Any:
     return msgspec.json.decode(body) if isinstance(reply, Described) else reply
-
-
-__all__ = ["QueryableStateClient", "RoutedAnswer", "StateScan"]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from spark_bridge.queryable.locations import KnownOperator
 
+_OF_HOST = ("host_id", "incarnation", "query_address", "node_id", "failure")
 
-def described_operator(known: KnownOperator, hosts: dict[str, Any]) -> dict[str, Any]:
-    """Ready for JSON. ``hosts`` is what a host answers for all of them."""
+
+def described_operator(known: KnownOperator, hosts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Ready for JSON. ``hosts`` are the answers of all hosts.
+
+    ``requests`` are those of all hosts together, by verb; each host has its own, with percentiles.
+    """
     location = known.location
     views = [known.view(v.name) for v in known.schema.variables if not v.deleted]
+    of_hosts = [_described_host(location.operator.name, host) for host in hosts]
     return {
         "operator": location.operator.name,
         "kind": location.operator.kind,
@@ -32,8 +38,32 @@ def described_operator(known: KnownOperator, hosts: dict[str, Any]) -> dict[str,
             {"partition": i, "host_id": owner.host_id, "address": owner.query_address}
             for i, owner in enumerate(location.owners)
         ],
-        **{name: value for name, value in hosts.items() if name not in ("operator",)},
+        "hosts": of_hosts,
+        "requests": merged_requests([host["requests"] for host in of_hosts]),
     }
+
+
+def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
+    """One host's part in an operator."""
+    (of_operator, *_) = [o for o in host.get("operators", ()) if o.get("operator") == operator] or [{}]
+    return {
+        **{name: host[name] for name in _OF_HOST if name in host},
+        **{name: of_operator[name] for name in ("completed_version_here", "oldest_version") if name in of_operator},
+        "held": of_operator.get("held", []),
+        "requests": host.get("requests", {}).get(operator, {}),
+    }
+
+
+def merged_requests(of_hosts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Requests and failures of all hosts by verb, and the slowest; percentiles of several hosts cannot be put together."""
+    merged: dict[str, dict[str, Any]] = {}
+    for requests in of_hosts:
+        for verb, figures in requests.items():
+            of_verb = merged.setdefault(verb, {"requests": 0, "failures": 0, "max_ms": 0.0})
+            of_verb["requests"] += figures["requests"]
+            of_verb["failures"] += figures["failures"]
+            of_verb["max_ms"] = max(of_verb["max_ms"], figures["max_ms"])
+    return merged
 
 
 def _columns(fields: Sequence[pa.Field]) -> list[dict[str, str]]:

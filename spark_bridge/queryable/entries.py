@@ -12,7 +12,7 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import OperatorLocation, RunningOperator
 from spark_bridge.errors_by_name import rebuilt_error
-from spark_bridge.exceptions import QueryableStateError, RequestError
+from spark_bridge.exceptions import EnvironmentProblemError, QueryableStateError, RequestError
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.wire import Locate, Located
 
@@ -39,27 +39,41 @@ class Entry(Protocol):
 
 
 class ProxyEntry:
-    """One or several proxies, one of which is used until it fails."""
+    """One or several proxies, one of which is used until it fails; behind those given come the hosts that they have named.
+
+    So a client outlives the host whose address it was given: a restarted one has another port.
+    """
 
     def __init__(self, addresses: Sequence[str], connections: KvConnections) -> None:
-        self._addresses = list(addresses)
+        self._given = list(addresses)
+        self._named: list[str] = []
+        self._current = self._given[0]
         self._connections = connections
-        self._at = 0
 
     def proxy(self) -> str:
         """See ``Entry``."""
-        return self._addresses[self._at % len(self._addresses)]
+        return self._current
 
     def failed(self) -> None:
         """See ``Entry``."""
-        self._at += 1
+        known = list(dict.fromkeys([*self._given, *self._named]))
+        at = known.index(self._current) if self._current in known else -1
+        self._current = known[(at + 1) % len(known)]
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         """See ``Entry``."""
-        reply, body = self._connections.request(self.proxy(), Locate(operator, query), deadline=deadline)
+        proxy = self._current
+        reply, body = self._connections.request(proxy, Locate(operator, query), deadline=deadline)
         if not isinstance(reply, Located):
-            raise QueryableStateError(f"{self.proxy()} answered a question for a location by {type(reply).__name__}.")
-        return msgspec.json.decode(body, type=OperatorLocation)
+            raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
+        location = msgspec.json.decode(body, type=OperatorLocation)
+        self._named = addresses_in(location)
+        return location
+
+
+def addresses_in(location: OperatorLocation) -> list[str]:
+    """Where the owners of an operator's partitions answer, each once."""
+    return list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
 
 
 class Coordinator(Protocol):
@@ -82,9 +96,7 @@ class CoordinatorEntry:
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         """See ``Entry``."""
         location = _as_ours(lambda: self._coordinator.locate(operator, query))
-        addresses = list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
-        if addresses:
-            self._addresses = addresses
+        self._addresses = addresses_in(location) or self._addresses
         return location
 
     def proxy(self) -> str:
@@ -122,7 +134,7 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in given]
     for plain in addresses:
         host, _, port = plain.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise RequestError(
                 f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a host, which "
                 "`statestore status` shows."
@@ -140,13 +152,27 @@ def from_environment(
 
 
 def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorEntry, str]:
-    """The coordinator of the Ray cluster that this process is in, or joins now, and a token."""
-    import ray
+    """The coordinator of the Ray cluster that this process is in, or joins now, and a token.
 
+    Raises ``EnvironmentProblemError`` without Ray or a cluster, ``HostUnavailableError`` without a coordinator.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise EnvironmentProblemError(
+            "Without an address the coordinator is found by Ray, which is not installed here. Give address= and token=, or set "
+            f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
+        ) from error
     from spark_bridge.host_actor import RayCoordinatorPort
 
     if not ray.is_initialized():
-        ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
+        try:
+            ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
+        except (ConnectionError, ValueError) as error:
+            raise EnvironmentProblemError(
+                f"No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give address= and "
+                f"token=. Ray says: {error}"
+            ) from error
     token: str = RayCoordinatorPort(namespace, coordinator_name, timeout).call("token")
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, COORDINATOR_SECONDS))
     return CoordinatorEntry(port), token

@@ -68,7 +68,7 @@ class HostChanges:
         self._host = host
         self._wait = wait_seconds
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that nobody has any more may be released by any allocation
         self._manifests: dict[str, _Manifests] = {}
         self._followers: dict[PieceKey, list[_Follower]] = {}
         host.on_run_ended(self._drop)
@@ -215,7 +215,8 @@ class HostChanges:
         """Remove copies that nobody has used for a while, and those that are too many."""
         until = self._clock() - IDLE_SECONDS
         with self._lock:
-            held = sorted(((f, k) for k, fs in self._followers.items() for f in fs), key=lambda one: one[0].used)
+            held = [(f, k) for k, fs in list(self._followers.items()) for f in fs]
+            held.sort(key=lambda one: one[0].used)
             gone = [one for i, one in enumerate(held) if one[0].used <= until or i < len(held) - KEPT_FOLLOWERS]
             for follower, key in gone:
                 self._followers[key].remove(follower)

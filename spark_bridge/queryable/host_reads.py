@@ -31,7 +31,6 @@ from spark_bridge.queryable.scans import KeyBounds, Pairs, has_row_per_pair, pai
 from spark_bridge.queryable.version_copies import VersionCopies
 from spark_bridge.queryable.windowed_keys import window_of
 from spark_bridge.queryable.wire import Changes, KeyRows, Lookup, Scan
-from spark_bridge.state_rows import VariableRows
 
 AWAIT_SECONDS = 1.0
 """So often the coordinator is asked, while somebody waits for a version, in a host that nobody tells of it."""
@@ -149,7 +148,8 @@ class HostReads:
         of_keys = plan.partitions_of(groups)
         begins = [0, *(1 + np.flatnonzero(of_keys[1:] != of_keys[:-1])).tolist()] if len(keys) else []
         partitions = [int(of_keys[i]) for i in begins]
-        parts = {p: keys[a:b] for p, a, b in zip(partitions, begins, [*begins[1:], len(keys)], strict=True)}
+        ends = [*begins[1:], len(keys)] if begins else []
+        parts = {p: keys[a:b] for p, a, b in zip(partitions, begins, ends, strict=True)}
         with ExitStack() as keep:
             version, found = self._views.read(
                 plan,
@@ -168,13 +168,13 @@ class HostReads:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         variable = plan.variable(request.state)
-        rows = VariableRows(plan.schema, variable, alive_at=self._now_ms())
+        rows = plan.rows(variable, self._now_ms())
         selection = RowSelection.of(rows, request.columns, (), with_position=True)
         window = window_of(variable)
         groups = plan.groups_of(keys)
         if window is not None:
             windowed = WindowedKeys.of(rows, window, keys)
-            partitions = self._own_partitions(plan)
+            partitions = self._asked_partitions(plan, request)
 
             def find(view: PartitionView) -> FoundPairs:
                 return windowed.find(plan, view)
@@ -196,7 +196,7 @@ class HostReads:
     def scan(self, request: Scan) -> StateAnswer:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
-        rows = VariableRows(plan.schema, plan.variable(request.state), request.collect, alive_at=self._now_ms())
+        rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         selection = RowSelection.of(rows, request.columns, request.where)
         bounds = KeyBounds(request.start, request.end)
         partitions = self._asked_partitions(plan, request)
@@ -233,7 +233,7 @@ class HostReads:
     def count(self, request: Scan) -> tuple[int, int]:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
-        rows = VariableRows(plan.schema, plan.variable(request.state), request.collect, alive_at=self._now_ms())
+        rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         if request.where or not has_row_per_pair(rows):
             answer = self.scan(request)
             return answer.version, sum(batch.num_rows for batch in answer.batches)
@@ -277,7 +277,7 @@ class HostReads:
         self._plans[(run_id, operator)] = plan
         return plan
 
-    def _asked_partitions(self, plan: OperatorPlan, request: Scan) -> list[int]:
+    def _asked_partitions(self, plan: OperatorPlan, request: Scan | KeyRows) -> list[int]:
         return self._own_partitions(plan) if request.partitions is None else plan.partitions(request.partitions)
 
     def _own_partitions(self, plan: OperatorPlan) -> list[int]:

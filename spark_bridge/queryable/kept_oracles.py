@@ -39,10 +39,14 @@ class OracleSource(Protocol):
 
 @dataclass
 class _Kept:
-    """``at`` is when it was fetched, or tried to be. ``locations`` are what was made of it, by operator."""
+    """``at`` is when it came, or when another one was asked for; ``fetched`` the same, unless nobody has asked the coordinator.
+
+    ``locations`` are what was made of it, by operator.
+    """
 
     oracle: KvStateLocationOracle
     at: float
+    fetched: float = float("-inf")
     locations: dict[str, OperatorLocation] = field(default_factory=dict)
 
 
@@ -70,11 +74,15 @@ class KeptOracles:
 
     def update(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:
         """What is known of a query from now on; None: nothing."""
+        if oracle is None:
+            self._kept.pop(job_id, None)
+        else:
+            self._keep(job_id, _Kept(oracle, self._clock()))
+
+    def _keep(self, job_id: str, kept: _Kept) -> None:
         with self._lock:
-            if oracle is None:
-                self._kept.pop(job_id, None)
-                return
-            self._kept[job_id] = _Kept(oracle, self._clock())
+            oracle = kept.oracle
+            self._kept[job_id] = kept
             self._ended.pop(job_id, None)
             self._jobs[oracle.run_id] = job_id
             while len(self._jobs) > REMEMBERED_RUNS:
@@ -151,7 +159,7 @@ class KeptOracles:
             fetching = self._fetching.setdefault(job_id, threading.Lock())
         with fetching:
             kept = self._kept.get(job_id)
-            if kept is not None and kept.at > begun - unless_since:
+            if kept is not None and kept.fetched > begun - unless_since:
                 return
             try:
                 oracle = self._coordinator.get_kv_state_location_oracle(job_id)
@@ -173,12 +181,12 @@ class KeptOracles:
             if oracle is None:
                 # The coordinator does not know it (yet): it was replaced.
                 if kept is not None:
-                    kept.at = self._clock()
-                return
-            if kept is not None and kept.oracle == oracle:
-                kept.at = self._clock()  # locations that were made of it stay
+                    kept.at = kept.fetched = self._clock()
+            elif kept is not None and kept.oracle == oracle:
+                kept.at = kept.fetched = self._clock()  # locations that were made of it stay
             else:
-                self.update(job_id, oracle)
+                now = self._clock()
+                self._keep(job_id, _Kept(oracle, now, now))
 
     def _require_not_ended(self, job_id: str, operator: str | None) -> None:
         """Raise the coordinator's ``QueryEndedError`` if it remembers that a query has ended."""

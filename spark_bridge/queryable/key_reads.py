@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ from spark_bridge.stateful.variables import TIMERS_BY_KEY, family_of
 
 CANDIDATES = 1 << 16
 """Keys with windows that are looked up at once."""
+READ_KEYS = 1 << 14
+"""Keys that are read at once."""
 DECODED_ROWS = 1 << 14
 """Keys whose rows are decoded at once."""
 LONG_ROWS = 1 << 8
@@ -49,7 +52,12 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
     """The values of stored keys, null where there is none. Sorted keys are fastest."""
     if family != DEFAULT_FAMILY and family not in view.state.column_families(view.version, head=view.head):
         return pa.nulls(len(keys), pa.binary())
-    return view.state.get_many(keys, view.version, family, head=view.head, remember=False)
+    # What is completed is applied when the reads of what was before are done: none may take long.
+    parts = [
+        view.state.get_many(keys.slice(at, READ_KEYS), view.version, family, head=view.head, remember=False)
+        for at in range(0, max(1, len(keys)), READ_KEYS)
+    ]
+    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
 
 def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, positions: Positions) -> FoundPairs:
@@ -94,6 +102,10 @@ def _more(
     }
 
 
+_Candidates: TypeAlias = tuple[pa.BinaryArray, Positions, Positions]
+"""Stored keys that may be there, their partitions, and the positions of the keys that they belong to."""
+
+
 @dataclass(frozen=True)
 class WindowedKeys:
     """Grouping keys of a windowed aggregate, as columns without the window, whose place in the stored key is ``place``."""
@@ -101,6 +113,7 @@ class WindowedKeys:
     rows: VariableRows
     place: int
     columns: pa.RecordBatch
+    _made: dict[frozenset[bytes], _Candidates] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: VariableRows, place: int, keys: pa.BinaryArray) -> WindowedKeys:
@@ -117,12 +130,10 @@ class WindowedKeys:
     def find(self, plan: OperatorPlan, view: PartitionView) -> FoundPairs:
         """What a partition has of the keys, in the order of the keys and then of the windows."""
         index = KeyWindowIndex.of(view.instance, self.rows.key, self.place)
-        windows = index.decoded(index.windows(view))
         found: list[FoundPairs] = []
-        step = max(1, CANDIDATES // max(1, len(windows)))
-        for at in range(0, self.columns.num_rows if len(windows) else 0, step):
-            keys, positions = self._with_windows(plan, view.partition, self.columns.slice(at, step), windows, at)
-            found.append(find_pairs(view, self.rows, keys, positions))
+        for keys, partitions, positions in self._candidates(plan, index, index.windows(view)):
+            own = partitions == view.partition
+            found.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
         if not found:
             nothing = pa.array([], pa.binary())
             return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {})
@@ -133,18 +144,30 @@ class WindowedKeys:
             {},
         )
 
-    def _with_windows(
-        self, plan: OperatorPlan, partition: int, columns: pa.RecordBatch, windows: pa.Array, first: int
-    ) -> tuple[pa.BinaryArray, Positions]:
-        """Each key with each window, those of them that are the partition's; and the keys' positions."""
+    def _candidates(
+        self, plan: OperatorPlan, index: KeyWindowIndex, windows: frozenset[bytes]
+    ) -> Iterator[_Candidates]:
+        """All keys with all windows, some at a time. Partitions mostly have the same windows."""
+        made = self._made.get(windows)
+        if made is not None:
+            yield made
+            return
+        decoded = index.decoded(windows)
+        step = max(1, CANDIDATES // max(1, len(decoded)))
+        for at in range(0, self.columns.num_rows if len(decoded) else 0, step):
+            some = self._with_windows(plan, self.columns.slice(at, step), decoded, at)
+            if step >= self.columns.num_rows:
+                self._made[windows] = some
+            yield some
+
+    def _with_windows(self, plan: OperatorPlan, columns: pa.RecordBatch, windows: pa.Array, first: int) -> _Candidates:
         of_key = np.repeat(np.arange(columns.num_rows), len(windows))
         of_window = np.tile(np.arange(len(windows)), columns.num_rows)
         made = [column.take(pa.array(of_key)) for column in columns.columns]
         made.insert(self.place, windows.take(pa.array(of_window)))
         batch = pa.RecordBatch.from_arrays(made, schema=self.rows.key)
         groups = key_groups(batch, plan.registration.key_groups)
-        own = plan.partitions_of(groups.astype(np.int64)) == partition
-        return encode_keys(batch.filter(pa.array(own)), groups[own]), of_key[own] + first
+        return encode_keys(batch, groups), plan.partitions_of(groups.astype(np.int64)), of_key + first
 
 
 def rows_of_keys(
@@ -172,8 +195,8 @@ def rows_of_keys(
             yield from _rows_of_long(plan, rows, more[int(positions[begin])], int(positions[begin]))
             end = begin + 1
         else:
-            behind = np.flatnonzero(is_long[begin:])
-            end = min(begin + DECODED_ROWS, begin + int(behind[0]) if len(behind) else len(positions))
+            long = np.flatnonzero(is_long[begin:])
+            end = min(begin + DECODED_ROWS, begin + int(long[0]) if len(long) else len(positions))
         part = slice(begin, end)
         yield _decoded(plan, rows, rows.main, keys[part], values[part], positions[part])
         begin = end

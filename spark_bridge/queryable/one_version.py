@@ -7,9 +7,11 @@ is far behind.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import TypeVar
+from weakref import WeakSet
 
 from spark_bridge.exceptions import ConnectionClosedError, HostUnavailableError, StateVersionError
 from spark_bridge.queryable.connections import KvConnections, KvExchange
@@ -23,11 +25,12 @@ REMEMBERED_RUNS = 4096
 
 
 class CompletedVersions:
-    """The highest completed version that has been seen of each run; for any number of threads and routers."""
+    """The highest completed version that has been seen of each run; for any number of threads and routers, and processes that fork."""
 
     def __init__(self) -> None:
         self._versions: dict[str, int] = {}
         self._lock = threading.Lock()
+        _in_use.add(self)
 
     def get(self, run_id: str) -> int:
         """The version; 0 of a run that is not known."""
@@ -41,6 +44,19 @@ class CompletedVersions:
             self._versions[run_id] = max(version, self._versions.pop(run_id, 0))
             if len(self._versions) > REMEMBERED_RUNS:
                 del self._versions[next(iter(self._versions))]
+
+
+_in_use: WeakSet[CompletedVersions] = WeakSet()
+
+
+def _after_fork() -> None:
+    """A thread that is not in the new process may have held the lock."""
+    for versions in _in_use:
+        versions._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Interrogation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from backends.keys import GROUP_BYTES
 from backends.operator_schema import OperatorSchema, StateVariable
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
+from spark_bridge.state_rows import VariableRows
 
 TIMERS = "timers"
 
@@ -84,6 +85,19 @@ class OperatorPlan:
         raise UnknownKvStateIdError(
             f"Operator {self.operator!r} has no state variable {name!r}; there are {self._there()}."
         )
+
+    def rows(self, variable: StateVariable, alive_at: int, *, collect: bool = False) -> VariableRows:
+        """How rows of a variable are made, without those that have expired by then (ms since 1970)."""
+        held = self._rows.get((variable.name, collect))
+        if held is None:
+            held = self._rows[(variable.name, collect)] = VariableRows(
+                self.schema, variable, collect, alive_at=alive_at
+            )
+        return replace(held, alive_at=alive_at) if held.has_ttl else held
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, bool], VariableRows]:
+        return {}
 
     def require_family(self, family: str) -> None:
         """Raise ``UnknownKvStateIdError`` unless the column family is that of a variable in use."""

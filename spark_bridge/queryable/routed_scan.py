@@ -25,7 +25,7 @@ from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.connections import KvStream
 from spark_bridge.queryable.retries import MOVED, Attempts, should_locate
 from spark_bridge.queryable.row_batches import BatchDecoder
-from spark_bridge.queryable.wire import Batch, End, Scan
+from spark_bridge.queryable.wire import At, Batch, End, Scan
 
 StateRows = tuple[int, pa.Schema, Iterator[pa.RecordBatch]]
 Opened = KvStream | Callable[[], StateRows]
@@ -281,7 +281,8 @@ class RoutedScan(Iterator[pa.RecordBatch]):
         plan = self._plan
         deadline = plan.clock() + plan.timeout
         address = plan.address_of(location, partition)
-        stream = plan.open_stream(address, replace(plan.request, partitions=[partition]), deadline)
+        request = replace(plan.request, at=At("version", self.version), partitions=[partition])
+        stream = plan.open_stream(address, request, deadline)
         rows = _RowsOfServer(stream) if isinstance(stream, KvStream) else _RowsHere(*stream())
         if rows.version != self.version:
             rows.close()

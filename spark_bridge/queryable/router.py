@@ -25,6 +25,7 @@ from spark_bridge.queryable.wire import (
     At,
     Await,
     Counted,
+    End,
     KeyRows,
     Lookup,
     Scan,
@@ -36,7 +37,10 @@ from spark_bridge.queryable.wire import (
 KEYS_PER_REQUEST = 200_000
 BYTES_PER_REQUEST = 32 << 20
 """Of keys: what is more is asked in several requests, one after the other."""
-VIA_STREAMS = 4
+ANSWER_SECONDS = 10.0
+"""So long the answer for few keys is waited for at a time: a host that hangs may have lost its partitions to others by then."""
+FEW_KEYS = 10_000
+VIA_STREAMS = 2
 """So many scans a proxy is asked for at once, where the owners themselves would be asked for one each."""
 REMEMBERED_LOCATIONS = 256
 
@@ -100,6 +104,7 @@ class StateRouter:
         """The version, and the stored value of one stored key."""
         table = self._table(location)
         run_id = location.run_id
+        deadline = min(deadline, self._clock() + ANSWER_SECONDS)
         is_completed = at.isolation == "completed"
         if is_completed:
             at = self._hosts.not_before(run_id, at)
@@ -141,7 +146,7 @@ class StateRouter:
     ) -> tuple[int, pa.BinaryArray]:
         shares = self._shares(location, keys)
         questions = [LookupQuestion(share, location, family, self._forward) for share in shares]
-        version, values = self._hosts.answers(location.run_id, questions, at, deadline)
+        version, values = self._hosts.answers(location.run_id, questions, at, self._soon(deadline, keys))
         if len(values) == 1:
             return version, values[0]
         places = np.empty(len(keys), np.int64)
@@ -163,7 +168,7 @@ class StateRouter:
             asked = replace(request, run_id=location.run_id, forward=self._forward)
             shares = self._shares(location, part, self._table(location).is_windowed(request.state))
             questions = [KeyRowsQuestion(share, asked) for share in shares]
-            version, answers = self._hosts.answers(location.run_id, questions, at, deadline)
+            version, answers = self._hosts.answers(location.run_id, questions, at, self._soon(deadline, part))
             for share, (schema_of_share, rows) in zip(shares, answers, strict=True):
                 schema = schema or schema_of_share
                 batches.extend(moved(batch, share.rows, begin) for batch in rows)
@@ -216,14 +221,17 @@ class StateRouter:
         request = replace(request, run_id=location.run_id, forward=self._forward)
         is_completed = request.at.isolation == "completed"
         if is_completed:
-            version = self._completed_now(location, shares[0][0], request.at, deadline)
-            request = replace(request, at=At("version", version))
+            request = replace(request, at=self._hosts.not_before(location.run_id, request.at))
+            if len(shares) > 1:
+                version = self._completed_now(request, shares, deadline)
+                self.versions.note(location.run_id, version)
+                request = replace(request, at=At("version", version))
         plan = ScanPlan(
             request=request,
             location=location,
             open_stream=self._open_scan,
             address_of=lambda found, partition: self._scan_shares(found, [partition], in_order)[0][0],
-            relocate=relocate if request.at.isolation == "version" else None,
+            relocate=None if request.at.isolation == "latest" else relocate,
             timeout=self._connections.timeout,
             is_stable=self._table(location).is_stable(request.state),
             clock=self._clock,
@@ -235,6 +243,8 @@ class StateRouter:
             if is_completed:
                 raise self._hosts.lagging(location.run_id, At("completed", request.at.version), error) from error
             raise
+        if is_completed:
+            self.versions.note(location.run_id, batches.version)
         return RoutedAnswer(batches.version, batches.schema, batches)
 
     def _scan_shares(
@@ -245,23 +255,31 @@ class StateRouter:
         if self._via is None:
             return shares
         proxy = self._proxy()
-        groups = [[p for _, mine in shares[i::VIA_STREAMS] for p in mine] for i in range(VIA_STREAMS)]
+        streams = 1 if in_order else VIA_STREAMS
+        groups = [[p for _, mine in shares[i::streams] for p in mine] for i in range(streams)]
         return [(proxy, group) for group in groups if group]
 
-    def _completed_now(self, location: OperatorLocation, address: str, at: At, deadline: float) -> int:
-        """The version of a scan, which all hosts are asked for then."""
-        floor = self._hosts.not_before(location.run_id, at).version
-        if self._local is not None:
-            # Whoever owns what: this host hears of completed versions, too.
-            completed = self._local.await_completed(location.run_id, -1, 0.0)
+    def _completed_now(self, request: Scan, shares: list[tuple[str, list[int]]], deadline: float) -> int:
+        """The version of a scan, which all hosts are asked for then: what one of the owners says.
+
+        Others may not have heard of the run for long.
+        """
+        address, partitions = shares[0]
+        if self._via is not None:
+            # No rows of one partition: its owner answers.
+            beginning = replace(request, partitions=partitions[:1], limit=0)
+            reply, _ = list(self._connections.stream(address, beginning, b"", deadline))[-1]
+            if type(reply) is not End:
+                unexpected(address, reply)
+            completed = reply.version
+        elif self._local is not None and any(owner == self._local_address for owner, _ in shares):
+            completed = self._local.await_completed(request.run_id, 0, 0.0)
         else:
-            reply, _ = self._connections.request(address, Await(location.run_id, -1, 0.0), b"", deadline)
+            reply, _ = self._connections.request(address, Await(request.run_id, 0, 0.0), b"", deadline)
             if type(reply) is not Counted:
                 unexpected(address, reply)
             completed = reply.count
-        version = max(floor, completed)
-        self.versions.note(location.run_id, version)
-        return version
+        return max(request.at.version, completed)
 
     def _open_scan(self, address: str, request: Scan, deadline: float) -> Opened:
         """A stream that has been asked for; of this very process, what begins it."""
@@ -276,6 +294,9 @@ class StateRouter:
         return self._connections.stream(address, request, b"", deadline)
 
     # -- details -------------------------------------------------------------------------------
+
+    def _soon(self, deadline: float, keys: pa.BinaryArray) -> float:
+        return min(deadline, self._clock() + ANSWER_SECONDS) if len(keys) <= FEW_KEYS else deadline
 
     def _proxy(self) -> str:
         assert self._via is not None

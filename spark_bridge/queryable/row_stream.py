@@ -55,8 +55,8 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
                 return
 
 
-def gathered(batches: Iterator[pa.RecordBatch], rows: int = BATCH_ROWS) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of about ``rows`` rows or a megabyte, or of what they are if that is more."""
+def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``, or of what they are if that is more."""
     held: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:
@@ -64,7 +64,7 @@ def gathered(batches: Iterator[pa.RecordBatch], rows: int = BATCH_ROWS) -> Itera
             continue
         held.append(batch)
         num_rows, nbytes = num_rows + batch.num_rows, nbytes + batch.nbytes
-        if num_rows >= rows or nbytes >= BATCH_BYTES:
+        if num_rows >= BATCH_ROWS or nbytes >= BATCH_BYTES:
             yield _one(held)
             held, num_rows, nbytes = [], 0, 0
     if held:

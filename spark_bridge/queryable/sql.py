@@ -7,6 +7,7 @@ all of it to what comes.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import polars as pl
 
+_NO_TABLE = re.compile(r"Table with name|Catalog \".*\" does not exist")
 _database: duckdb.DuckDBPyConnection | None = None
 _database_lock = threading.Lock()
 """An empty DuckDB takes tens of milliseconds to make, so that all statements share one; none of them can change it."""
@@ -78,12 +80,16 @@ def sql(
             relation = connection.sql(statement, **with_params)
         else:
             relation = _on(connection, statement, with_params, tables)
-    except duckdb.CatalogException as error:
+    except (duckdb.CatalogException, duckdb.BinderException) as error:
+        if _NO_TABLE.search(str(error)) is None:
+            _raise_first(snapshot, error)
+            raise
         exist = ", ".join(sorted(s.in_words for s in known)) or "none"
         more = " ".join([*unclear, f"Tables of running queries: {exist}."])
         raise UnknownOperatorError(f"{error}\n{more}") from error
     except duckdb.Error as error:
-        raise snapshot.failure or error from error
+        _raise_first(snapshot, error)
+        raise
     return StateRelation(relation, connection, snapshot)
 
 
@@ -147,14 +153,22 @@ class StateRelation:
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         duckdb = _duckdb()
-        self._snapshot.failure = None
+        self._snapshot.taken_failure()
         try:
             result = getattr(self.relation, method)(*args, **kwargs)
         except duckdb.Error as error:
-            raise self._snapshot.failure or error from error
+            _raise_first(self._snapshot, error)
+            raise
         if isinstance(result, duckdb.DuckDBPyRelation):
             return StateRelation(result, self._connection, self._snapshot)
         return result
+
+
+def _raise_first(snapshot: Snapshot, error: Exception) -> None:
+    """Raise the client's error that DuckDB's comes from, if it comes from one."""
+    failure = snapshot.taken_failure()
+    if failure is not None:
+        raise failure from error
 
 
 def running_states(operator: Mapping[str, Any]) -> list[RunningState]:
@@ -219,7 +233,7 @@ def _connection(duckdb: Any, tables: Mapping[tuple[str, ...], StateDataset]) -> 
         else:
             schema = first
         connection.execute(f"create schema if not exists {schema}")
-        connection.execute(f"create view {schema}.{others[-1]} as from temp.main.__statestore_{number}")
+        connection.execute(f"create or replace view {schema}.{others[-1]} as from temp.main.__statestore_{number}")
     return connection
 
 

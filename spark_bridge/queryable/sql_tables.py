@@ -167,7 +167,7 @@ def quoted(identifier: str) -> str:
 class Snapshot:
     """One statement's view of the state: whatever it reads of a query, it reads at one version.
 
-    That version is fixed with the first rows that are asked for. ``failure`` is the first error of a scan.
+    That version is fixed with the first rows that are asked for.
     """
 
     def __init__(self, client: SqlClient, timeout: float | None = None) -> None:
@@ -175,7 +175,16 @@ class Snapshot:
         self._timeout = timeout
         self._lock = threading.Lock()
         self.versions: dict[str, int] = {}
-        self.failure: Exception | None = None
+        self._failure: Exception | None = None
+
+    def failed(self, error: Exception) -> None:
+        """A scan has failed. The first error is kept, for DuckDB passes on only what it says."""
+        self._failure = self._failure or error
+
+    def taken_failure(self) -> Exception | None:
+        """The first error since this was asked last."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def scan(self, of: RunningState, pushed: Pushed, limit: int | None = None) -> StateRows:
         """Rows at the version of this snapshot."""
@@ -276,9 +285,9 @@ class StateScanner:
 
 @contextmanager
 def _noting(snapshot: Snapshot) -> Iterator[None]:
-    """Keeps the first error of a block for the one who waits for DuckDB, which passes on only what it says."""
+    """Keeps the error that ends a block for the one who waits for DuckDB."""
     try:
         yield
     except Exception as error:
-        snapshot.failure = snapshot.failure or error
+        snapshot.failed(error)
         raise

@@ -87,7 +87,7 @@ class TlsConf:
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         sides = [
             server.wrap_bio(to_server, to_client, server_side=True),
-            client.wrap_bio(to_client, to_server, server_hostname=self.server_name),
+            client.wrap_bio(to_client, to_server),
         ]
         waiting = 0
         while waiting < len(sides):
@@ -191,11 +191,6 @@ class _ClientContext(ssl.SSLContext):
     ) -> ssl.SSLObject:
         """As ``ssl.SSLContext``, which asyncio uses."""
         return super().wrap_bio(incoming, outgoing, server_side, self.server_name or server_hostname, session)
-
-
-def client_context_of(tls: TlsConf | ssl.SSLContext | None) -> ssl.SSLContext | None:
-    """What a client uses of what its user gave: a context of their own as it is."""
-    return tls.client_context() if isinstance(tls, TlsConf) else tls
 
 
 def refusal(address: str, error: ssl.SSLError) -> TlsError | None:

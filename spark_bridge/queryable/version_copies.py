@@ -47,7 +47,7 @@ class VersionCopies:
     def __init__(self, host: Host, clock: Callable[[], float] = time.monotonic) -> None:
         self._host = host
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a stream that nobody has any more may be released by any allocation
         self._loads = threading.Semaphore(LOADS_AT_ONCE)
         self._held: dict[CopyKey, _Copies] = {}
         host.on_run_ended(self.drop)

@@ -77,6 +77,7 @@ class KeyRows(Struct, frozen=True, array_like=True, tag="rows"):
     """The rows that keys have in a state variable of any kind (windows of an aggregate, elements, entries), typed.
 
     The body is the stored grouping keys (without a window). Answered as a ``Scan``; the first column, ``position``, is that of the row's key.
+    ``partitions``: where the windows of windowed keys are looked for, which may be in any; None is all that this host owns.
     """
 
     run_id: str
@@ -85,6 +86,7 @@ class KeyRows(Struct, frozen=True, array_like=True, tag="rows"):
     at: At = At()
     columns: list[str] | None = None
     forward: bool = False
+    partitions: list[Natural] | None = None
 
 
 class Comparison(Struct, frozen=True, array_like=True):

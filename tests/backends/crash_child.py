@@ -3,8 +3,9 @@
 It reads jobs from its input, a line each, and ends every answer with a line ``end``:
 
 ``prepare <provider> <directory>``: makes the versions that ``maintain`` begins with.
-``commit <provider> <directory>``: for k = 0, 1, ... forks a process that commits the very first version in
-``<directory>/<k>``, and dies by ``os._exit`` just before the k-th step of it.
+``commit <provider> <directory> <every>``: says what the steps are of a process that commits the very first version, in
+order; then, for every so-manieth step k, forks such a process in ``<directory>/<k>``, which dies by ``os._exit`` just
+before it; and at last one that lives.
 ``maintain <provider> <directory>``: the same with a commit, maintenance that takes a snapshot and removes
 files, the loading of an older version into a copy, and going back to it; ``<directory>/before`` is copied first.
 ``copies <provider> <directory>``: the same while an older version is read.
@@ -27,7 +28,7 @@ import pyarrow as pa
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
 
-KILLED, DONE, MOST_STEPS = 9, 7, 400
+KILLED, DONE = 9, 7
 SAY = os.write
 CALLS = ("open", "write", "fsync", "link", "unlink", "rename", "mkdir", "rmdir")
 FEW = ("CURRENT", "IDENTITY", "MANIFEST", "engine")
@@ -66,11 +67,13 @@ def provider_in(backend, directory, *, local="local", conf=CONF):
 
 
 def die_before(step):
-    """Make the ``step``-th step from now on the process's last moment."""
+    """Make the ``step``-th step from now on the process's last moment; none if it is None, but say what the steps are."""
     seen, is_committed = 0, False
 
     def reach(name):
         nonlocal seen, is_committed
+        if step is None:
+            SAY(1, f"{name} ".encode())
         if seen == step:
             SAY(1, f"{step} killed before {name}\n".encode())
             os._exit(KILLED)
@@ -171,34 +174,42 @@ def run_fork(call, *args):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run_steps(call, backend, directory):
-    """Say how each fork has ended, once it has."""
+def heard(call, *args):
+    """How a fork has ended, and what it has said."""
     answer = os.dup(1)
-    for step in range(MOST_STEPS):
-        said, into = os.pipe()
-        os.dup2(into, 1)
-        os.close(into)
-        ended = run_fork(call, backend, directory / str(step), step)
-        os.dup2(answer, 1)
-        line = os.read(said, 1000).decode()
-        os.close(said)
-        if ended == KILLED:
-            SAY(1, line.encode())
-            continue
-        SAY(1, f"{line}{step} {'done' if ended == DONE else 'failed'}\n".encode())
-        break
+    said, into = os.pipe()
+    os.dup2(into, 1)
+    os.close(into)
+    ended = run_fork(call, *args)
+    os.dup2(answer, 1)
     os.close(answer)
+    line = os.read(said, 1 << 16).decode()
+    os.close(said)
+    return ended, line
+
+
+def run_steps(call, backend, directory, every):
+    """Say what the steps are, and how each fork has ended, once it has."""
+    ended, said = heard(call, backend, directory / "whole", None)
+    steps = [word for word in said.split() if word != "acknowledged"]
+    SAY(1, f"{' '.join(steps)}\n".encode())
+    assert ended == DONE
+    for step in range(0, len(steps), every):
+        ended, line = heard(call, backend, directory / str(step), step)
+        SAY(1, line.encode() if ended == KILLED else f"{line}{step} not killed\n".encode())
+    ended, line = heard(call, backend, directory / str(len(steps)), len(steps))
+    SAY(1, f"{line}{len(steps)} {'done' if ended == DONE else 'failed'}\n".encode())
 
 
 def main():
     """See the module."""
     pa.array([b""])  # makes Arrow import pandas, once instead of in every fork
     for job in sys.stdin:
-        mode, backend, directory = job.split()
+        mode, backend, directory, *every = job.split()
         if mode in ("prepare", "forever"):
             run_fork(globals()[mode], backend, Path(directory))
         else:
-            run_steps(globals()[mode], backend, Path(directory))
+            run_steps(globals()[mode], backend, Path(directory), *map(int, every))
         SAY(1, b"end\n")
 
 

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from moto.server import ThreadedMotoServer
-
 Fault = str
 """``503``, ``500``, ``drop`` (before the server sees it), ``lose answer`` (after), ``cut`` (the answer), ``slow``."""
 
@@ -49,6 +47,8 @@ class FaultyS3:
 def _handler(state: FaultyS3) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # an answer in two pieces waits for the client's delayed acknowledgement, 40 ms
+        disable_nagle_algorithm = True
 
         def log_message(self, *args: object) -> None:
             return
@@ -103,6 +103,8 @@ def _handler(state: FaultyS3) -> type[BaseHTTPRequestHandler]:
 @contextmanager
 def faulty_s3() -> Iterator[FaultyS3]:
     """A server and its proxy, on free ports."""
+    from moto.server import ThreadedMotoServer  # takes a second
+
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

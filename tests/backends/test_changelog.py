@@ -17,6 +17,7 @@ from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, Sta
 from backends.sealed import seal, unseal
 from backends.sorted_pairs import SortedPairs
 from backends.storage import CheckpointStorage
+from tests.effort import examples
 
 META = ChangelogMeta("run", "op", 1, 4, 3, "attempt", "operators/op/4/1/default/2-x.changelog")
 PAIRS = st.dictionaries(st.binary(max_size=4), st.none() | st.binary(max_size=4), max_size=8)
@@ -32,7 +33,7 @@ def as_dicts(changes):
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.dictionaries(st.sampled_from(["default", "a", "ü"]), PAIRS), st.sampled_from(["none", "lz4", "zstd"]))
 def test_changes_come_back(families, compression):
     data = write_changelog(changes_of(**families), META, compression)
@@ -118,7 +119,7 @@ def test_sealed_records_show_every_damage():
                 unseal(bad, ChangelogMeta, "the-file")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.binary(max_size=2), st.none() | st.binary(max_size=2))),
     PAIRS,

@@ -8,6 +8,7 @@ import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import DamagedFileError, LocalStateDamagedError, MissingFileError, StateStoreError
+from tests.effort import IS_THOROUGH
 
 pytestmark = pytest.mark.long
 
@@ -17,6 +18,10 @@ FEW_KEPT = StateStoreConf(fsync=False, deltas_per_snapshot=3, min_versions_to_re
 LAST = 11
 KINDS = ["manifest", "changelog", "snapshot", "data"]
 DAMAGES = ["flip", "flip again", "cut by one", "cut in half", "emptied", "deleted", "exchanged", "of another partition"]
+# Manifests and changelogs are read by code that all providers share.
+BACKENDS_AND_KINDS = [
+    (b, k) for b in PROVIDERS for k in KINDS if IS_THOROUGH or b == "file" or k in ("snapshot", "data")
+]
 BLOB = random.Random(0).randbytes(100_000)
 
 
@@ -118,8 +123,7 @@ def read_all(backend, directory, conf, *, local=None, versions=range(1, LAST + 1
     return found
 
 
-@pytest.mark.parametrize("backend", PROVIDERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("backend", "kind"), BACKENDS_AND_KINDS)
 @pytest.mark.parametrize("how", DAMAGES)
 def test_no_damage_gives_a_wrong_value(tmp_path, made, backend, kind, how):
     conf = FEW_KEPT
@@ -248,8 +252,7 @@ def test_a_removed_manifest_is_noticed_by_who_has_seen_it(tmp_path, made):
         provider.get_store(LAST)
 
 
-@pytest.mark.parametrize("backend", PROVIDERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("backend", "kind"), BACKENDS_AND_KINDS)
 @pytest.mark.parametrize("how", DAMAGES)
 def test_what_is_held_locally_is_right_whatever_happens_to_the_files(tmp_path, made, backend, kind, how):
     source = made(backend, FEW_KEPT)
@@ -335,6 +338,6 @@ def test_maintenance_does_not_make_damage_worse(tmp_path, made, backend, kind, h
             made_since[last] = {**expected(LAST), b"n": b"%d" % last}
             provider.do_maintenance()
         with opened(backend, tmp_path, FEW_KEPT) as fresh:
-            for version in range(last, last - FEW_KEPT.min_versions_to_retain - 1, -1):
+            for version in {last, last - FEW_KEPT.min_versions_to_retain}:
                 content = made_since.get(version) or expected(version)
                 assert dict(fresh.get_read_store(version).iterator()) == content

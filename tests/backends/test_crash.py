@@ -14,6 +14,7 @@ import pytest
 
 from backends import chain
 from tests.backends.crash_child import CLASSES, CONF, MADE_BEFORE, content_of, make_version, provider_in
+from tests.effort import effort
 
 pytestmark = pytest.mark.long
 
@@ -29,7 +30,7 @@ class Server:
         self.process = None
         self.is_busy = False
 
-    def run(self, mode, backend, directory):
+    def run(self, mode, backend, directory, *every):
         """The lines of the answer, as they come."""
         if self.is_busy:  # a test has failed in the middle of an answer
             self.process.kill()
@@ -39,7 +40,7 @@ class Server:
             pipe = subprocess.PIPE
             self.process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, bufsize=1)
         self.is_busy = True
-        print(mode, backend, directory, file=self.process.stdin)
+        print(mode, backend, directory, *every, file=self.process.stdin)
         for line in self.process.stdout:
             if line == "end\n":
                 self.is_busy = False
@@ -118,10 +119,13 @@ def check_no_litter(provider, directory, oldest):
 
 
 def check_ends(server, mode, backend, tmp_path, acknowledged):
-    """After each death, all is well; returns at which step each process died, and the newest version then found."""
-    ends = []
+    """After each death, all is well; returns the steps there are, and the newest version found after some of them."""
+    ends = {}
     looks, seen = 0, None
-    for number, line in enumerate(server.run(mode, backend, tmp_path)):
+    answer = server.run(mode, backend, tmp_path, effort(3, 1))
+    kinds = next(answer).split()
+    for line in answer:
+        number = int(re.search(r"(\d+) (?:killed|done)", line)[1])
         directory = tmp_path / str(number)
         now = line.startswith("acknowledged"), traces(directory)
         if now != seen:  # a step that changed no file needs no second look
@@ -132,33 +136,32 @@ def check_ends(server, mode, backend, tmp_path, acknowledged):
             check_goes_on(backend, directory, latest, conf=LITTLE_KEPT, local=again, more=more)
             print(number, line)
         seen = now
-        ends.append((line.rsplit(" ", 1)[1], latest))
-    assert ends[-1] == ("done", acknowledged + 1)
-    return ends
+        assert line.endswith(f"killed before {kinds[number]}" if number < len(kinds) else "done")
+        ends[number] = latest
+    assert ends[len(kinds)] == acknowledged + 1
+    return kinds, ends
 
 
-def check_commit(ends, before):
+def check_commit(kinds, ends, before):
     """Changelog and manifest are each written, synced, named, and synced by their directory; then the engine is."""
-    kinds = [kind for kind, _ in ends]
     assert kinds.count("link") == 2 and kinds.count("write") == 2 and kinds.count("fsync") >= 4
     assert kinds.count("apply") == 1
     named = [i for i, kind in enumerate(kinds) if kind == "link"]
-    expected = [before] * (named[1] + 1) + [before + 1] * (len(ends) - named[1] - 1)
-    assert [latest for _, latest in ends] == expected, "the manifest's name is the commit, and nothing undoes it"
+    expected = {step: before if step <= named[1] else before + 1 for step in ends}
+    assert ends == expected, "the manifest's name is the commit, and nothing undoes it"
 
 
 def test_a_process_killed_at_any_step_of_the_first_commit_leaves_nothing_or_the_version(server, tmp_path):
-    check_commit(check_ends(server, "commit", "file", tmp_path, 0), 0)
+    check_commit(*check_ends(server, "commit", "file", tmp_path, 0), 0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, tmp_path, backend):
     assert not list(server.run("prepare", backend, tmp_path / "before"))
-    ends = check_ends(server, "maintain", backend, tmp_path, MADE_BEFORE)
-    kinds = [kind for kind, _ in ends]
+    kinds, ends = check_ends(server, "maintain", backend, tmp_path, MADE_BEFORE)
     last = kinds.index("apply")
-    check_commit(ends[: last + 1], MADE_BEFORE)
-    assert {latest for _, latest in ends[last:]} == {MADE_BEFORE + 1}
+    check_commit(kinds[: last + 1], {step: latest for step, latest in ends.items() if step <= last}, MADE_BEFORE)
+    assert {latest for step, latest in ends.items() if step > last} == {MADE_BEFORE + 1}
     others = {f"{other}.py" for other in BACKENDS if other != backend}
     source = "".join(p.read_text() for p in (ROOT / "backends").glob("*.py") if p.name not in others)
     calls = re.findall(r'fault_points\.reached\((?:"([a-z:]+)")?', source)
@@ -217,7 +220,7 @@ def test_unfinished_files_are_removed_as_well(tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_next_process_removes_copies_that_a_dead_one_has_left(server, tmp_path, backend):
     assert not list(server.run("prepare", backend, tmp_path / "before"))
-    list(server.run("copies", backend, tmp_path))
+    list(server.run("copies", backend, tmp_path, 1))
     assert len(list((tmp_path / "0/local").glob("at-*"))) == 1
     with provider_in(backend, tmp_path / "0") as provider:
         make_version(provider, provider.latest_version() + 1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError, UnsupportedTypeError
 from backends.keys import decode_keys, encode_keys
 from tests.backends.strategies import LADDERS, LEAVES, batches, comparable, hide, kinds, normal, sort_key, values_of
+from tests.effort import examples
 
 
 def encoded(values, kind, group=0):
@@ -20,7 +21,7 @@ def encoded(values, kind, group=0):
     return encode_keys(batch, np.full(len(values), group, np.int32)).to_pylist()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @pytest.mark.parametrize("kind", LEAVES, ids=str)
 @given(data=st.data())
 def test_order_of_bytes_is_order_of_values(kind, data):
@@ -32,7 +33,7 @@ def test_order_of_bytes_is_order_of_values(kind, data):
             assert (sort_key(a) == sort_key(b)) == (key_a == key_b), (a, b)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(kinds(maps=False).flatmap(lambda t: st.tuples(st.just(t), st.lists(values_of(t), min_size=2, max_size=5))))
 def test_order_holds_inside_structs_and_arrays(drawn):
     kind, values = drawn
@@ -41,7 +42,7 @@ def test_order_holds_inside_structs_and_arrays(drawn):
     assert as_values == sorted(as_values)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(batches())
 def test_columns_are_compared_one_after_the_other(batch):
     keys = encode_keys(batch, np.zeros(batch.num_rows, np.int32)).to_pylist()
@@ -86,7 +87,7 @@ def test_arrays_of_many_lengths_come_back():
     assert decoded.to_pylist() == batch.to_pylist()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(batches())
 def test_keys_come_back(batch):
     groups = np.arange(batch.num_rows, dtype=np.int32) * 7

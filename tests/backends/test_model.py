@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from backends import StateStoreConf, StateStoreId
 from backends.exceptions import VersionNotFoundError
+from tests.effort import effort
 
 from .test_provider_behaviour import PROVIDERS
 
@@ -314,7 +315,7 @@ class Model(RuleBasedStateMachine):
 def test_a_model_of_dicts(provider_class):
     model = type(f"{provider_class.backend}Model", (Model,), {"provider_class": provider_class})
     # RocksDB's files take most of its time.
-    examples = {"rocksdb": 5, "file": 15}.get(provider_class.backend, 8)
+    count = {"rocksdb": effort(3, 30), "file": effort(8, 60)}.get(provider_class.backend, 4)
     run_state_machine_as_test(
-        model, settings=settings(deadline=None, derandomize=True, max_examples=examples, stateful_step_count=30)
+        model, settings=settings(deadline=None, derandomize=True, max_examples=count, stateful_step_count=30)
     )

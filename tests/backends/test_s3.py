@@ -2,10 +2,8 @@
 
 import time
 
-import boto3
 import pyarrow as pa
 import pytest
-from moto.s3.models import s3_backends
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import (
@@ -36,6 +34,8 @@ def s3(server):
 
 @pytest.fixture(scope="module")
 def boto(server):
+    import boto3
+
     made = boto3.client(
         "s3",
         endpoint_url=f"http://{server.backend[0]}:{server.backend[1]}",
@@ -84,6 +84,8 @@ def storage(open_storage):
 
 
 def test_listing_goes_on_behind_the_first_thousand(storage, boto):
+    from moto.s3.models import s3_backends
+
     prefix = storage.location.removeprefix("s3://bucket/")
     for i in range(1005):
         s3_backends["123456789012"]["aws"].put_object("bucket", f"{prefix}/many/{i:05d}", b"x")

@@ -21,6 +21,7 @@ from backends.schema import MAX_HISTORY, StateSchema
 from backends.schema_evolution import evolved_schema, problem_of
 from backends.values import decode_values, encode_values
 from tests.backends.strategies import comparable, kinds, values_of
+from tests.effort import examples
 
 KEY = pa.schema([("k", pa.int64())])
 NUMBERS = [pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64()]
@@ -109,7 +110,7 @@ def as_python(value: Any, was: pa.DataType, kind: pa.DataType) -> Any:
     return value.encode() if pa.types.is_string(was) and pa.types.is_binary(kind) else value
 
 
-@settings(deadline=None, max_examples=35)
+@settings(deadline=None, max_examples=examples(35))
 @given(st.data())
 def test_rows_of_every_earlier_schema_are_read_as_the_newest(data: Any) -> None:
     schemas = data.draw(histories())
@@ -283,7 +284,7 @@ def test_a_schema_can_change_as_often_as_rows_can_tell(monkeypatch: pytest.Monke
         StateSchema(KEY, BASIC, (BASIC, ADDED, BASIC))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(histories())
 def test_every_step_of_a_history_can_be_read_from_all_before_it(schemas: list[pa.Schema]) -> None:
     for i, later in enumerate(schemas):
@@ -432,7 +433,7 @@ PROGRAMS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(PROGRAMS)
 def test_no_program_ever_sees_rows_of_a_variable_that_was_deleted(programs: list[dict[str, str]]) -> None:
     made: OperatorSchema | None = None

@@ -11,6 +11,7 @@ from backends import StateStoreConf, StateStoreId, StateStoreProviderId, excepti
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 from backends.schema import StateSchema
 from tests.backends.strategies import batches
+from tests.effort import examples
 
 
 def test_public_names_exist():
@@ -65,7 +66,7 @@ def test_wrong_options_are_refused_with_name_and_value(option, value):
         StateStoreConf(**{option: value})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(batches(maps=True))
 def test_schemas_come_back_from_json(batch):
     schema = StateSchema(pa.schema([("k", pa.int64())]), batch.schema)

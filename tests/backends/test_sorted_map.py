@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from backends import sorted_map, sorted_pairs
 from backends.sorted_map import Run, SortedMap
 from backends.sorted_pairs import SortedPairs, to_bytes_list
+from tests.effort import effort
 
 KEYS = st.sampled_from(
     [b"", b"\x00", b"\x00\x00", b"\x00\xff", b"a", b"a\x00", b"ab", b"\xff", b"\xff\xff"]
@@ -38,7 +39,7 @@ def search(request):
 
 
 def examples(count):
-    return settings(deadline=None, derandomize=True, max_examples=count)
+    return settings(deadline=None, derandomize=True, max_examples=effort(count // 3, count))
 
 
 def binary(values):

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from backends.exceptions import SchemaMismatchError, UnsupportedTypeError
 from backends.values import decode_values, encode_values
 from tests.backends.strategies import LADDERS, batches, comparable, hide
+from tests.effort import examples
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(batches(maps=True))
 def test_values_come_back(batch):
     values = encode_values(batch)
@@ -22,7 +23,7 @@ def test_values_come_back(batch):
     assert comparable(again.to_pylist()) == comparable(batch.to_pylist()[1:] + batch.to_pylist())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(batches(maps=True))
 def test_a_missing_value_is_a_row_of_nulls(batch):
     values = encode_values(batch)
@@ -34,7 +35,7 @@ def test_a_missing_value_is_a_row_of_nulls(batch):
     assert comparable(decoded.to_pylist()) == comparable(expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(batches(maps=True))
 def test_equal_rows_give_equal_bytes(batch):
     """Whatever lies under a null in Arrow's buffers does not matter."""

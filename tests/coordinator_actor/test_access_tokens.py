@@ -168,9 +168,7 @@ def test_whoever_has_no_signed_token_learns_nothing_of_ids(world: World, tokens:
 
 
 def test_hosts_are_told_with_every_heartbeat(world: World, tmp_path: Path) -> None:
-    coordinator = Coordinator(
-        lambda: world.now, CheckpointStorage.open, tokens=world.tokens()
-    )
+    coordinator = Coordinator(lambda: world.now, CheckpointStorage.open, tokens=world.tokens())
     assert coordinator.heartbeat_host("h", "a").revoked_tokens == ()
     coordinator.tokens.issue("a")
     gone = coordinator.tokens.revoke("a").id

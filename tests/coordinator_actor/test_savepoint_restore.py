@@ -39,6 +39,7 @@ from coordinator_actor.savepoint_format import (
 )
 from coordinator_actor.savepoint_restore import restore_savepoint
 from tests.backends.strategies import FIXED, LEAVES, batches
+from tests.effort import examples
 
 from .test_savepoint_files import (
     INTS,
@@ -121,7 +122,7 @@ def test_every_type_comes_back_byte_for_byte(tmp_path: Path, backend: str) -> No
     assert_same(loaded(tmp_path / "new", "op", tmp_path)["default"], pairs)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_schema_comes_back_byte_for_byte(tmp_path: Path, data: st.DataObject) -> None:
     keys = data.draw(batches())

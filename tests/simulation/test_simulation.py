@@ -14,11 +14,12 @@ from backends.exceptions import StorageError
 from coordinator_actor import manifests
 from coordinator_actor.messages import Acknowledged
 from spark_bridge import host
+from tests.effort import effort
 from tests.simulation.scheduler import Violation
 from tests.simulation.world import Result, run
 
-QUICK = range(8)
-LONG = range(1000, 1020, 10)
+QUICK = effort(range(4), range(8))
+LONG = effort(range(1000, 1010, 5), range(1000, 1100, 5))
 
 
 def check(result: Result) -> None:
@@ -34,7 +35,7 @@ def test_a_troubled_world_keeps_the_rules(seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("first", LONG)
 def test_many_troubled_worlds_keep_the_rules(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         check(run(seed))
 
 
@@ -56,7 +57,7 @@ def first_failure(seeds: range) -> Result:
 def test_a_manifest_that_is_not_fenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that has lost the query goes on completing versions."""
     monkeypatch.setattr(manifests.ManifestLog, "check_epoch", lambda self: None)
-    found = first_failure(range(2000, 2040))
+    found = first_failure(range(2013, 2053))
     assert isinstance(found.failure, Violation), found
     assert f"--seed {found.seed}" in str(found) and len(found.last_events) > 10
 

@@ -21,6 +21,7 @@ from spark_bridge.event_time import EventTime
 from spark_bridge.partial_aggregation import PartialTask
 from spark_bridge.state_task import KEY_GROUP_COLUMN
 from spark_bridge.stateful.sorted_runs import Limits
+from tests.effort import examples
 
 from .operator_runs import SECOND, TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
 
@@ -119,7 +120,7 @@ def check(logic: AggregateLogic, model: Model, batches: list[list[tuple[Any, Row
         watermark.advance(row[0] for _, row in rows)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(events, max_size=4),
     st.sampled_from(["update", "append", "complete"]),
@@ -137,7 +138,7 @@ def test_windows_in_every_output_mode_as_in_spark(
     check(logic, Model(mode, lambda key: key[0][1]), rows, partitions, cut)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(events, max_size=4), st.sampled_from(["update", "append", "complete"]), st.sampled_from([1, 3]))
 def test_windows_of_several_lengths_go_by_their_ends(batches: list[list[Row]], mode: str, partitions: int) -> None:
     """As an upstream operator's sessions may be: nothing is known of their lengths."""
@@ -146,14 +147,14 @@ def test_windows_of_several_lengths_go_by_their_ends(batches: list[list[Row]], m
     check(logic, Model(mode, lambda key: key[0][1]), rows, partitions, 2)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(events, max_size=4), st.sampled_from(["update", "append", "complete"]), st.sampled_from([1, 3]))
 def test_event_time_itself_as_a_key(batches: list[list[Row]], mode: str, partitions: int) -> None:
     rows = [[((ts, k), (ts, v)) for k, ts, v in batch] for batch in batches]
     check(logic_of(BY_TIME, mode, EventTime("ts")), Model(mode, lambda key: key[0]), rows, partitions, 3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(events, max_size=4), st.sampled_from(["update", "complete"]), st.sampled_from([1, 3]), st.booleans())
 def test_keys_without_event_time_stay_for_good(
     batches: list[list[Row]], mode: str, partitions: int, small: bool

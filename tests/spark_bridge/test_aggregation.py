@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from spark_bridge.aggregation import Aggregator, Output, result_fields, results
 from spark_bridge.exceptions import SparkBridgeError
+from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 
 TS = pa.timestamp("us", "UTC")
@@ -135,7 +136,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(row, min_size=1, max_size=30), st.lists(st.integers(0, 30), max_size=3), st.booleans())
 def test_aggregates_equal_a_plain_computation_however_rows_are_split(
     rows: list[dict[str, Any]], cuts: list[int], by_pairs: bool

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.aggregation import Aggregator, Output
+from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 
 PAGE = pa.struct([("page", pa.string()), ("n", pa.int64())])
@@ -88,7 +89,7 @@ def expected_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(row, min_size=1, max_size=25), st.lists(st.integers(0, 25), max_size=3), st.booleans())
 def test_lists_equal_sorted_python_lists_however_rows_are_split(
     rows: list[dict[str, Any]], cuts: list[int], by_pairs: bool

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.aggregation import Aggregator, Output
+from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 
 FUNCTIONS = ("var_pop", "var_samp", "stddev_pop", "stddev_samp")
@@ -42,7 +43,7 @@ def expected_of(values: list[float]) -> dict[str, Any]:
 near_a_billion = st.integers(-1000, 1000).map(lambda n: 1e9 + n / 8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.none() | near_a_billion | st.floats(-1e3, 1e3)), min_size=1, max_size=30),
     st.lists(st.integers(0, 30), max_size=3),

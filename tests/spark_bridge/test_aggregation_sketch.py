@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from backends.key_groups import spark_xxhash64
 from spark_bridge.aggregation import Aggregator, Output, results
 from spark_bridge.distinct_sketch import LINEAR_COUNTING_UP_TO, precision_of
+from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 
 
@@ -35,7 +36,7 @@ def linear_count(registers: dict[int, int], precision: int) -> int:
     return round(2**precision * math.log(2**precision / (2**precision - len(registers))))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.none() | st.text("ab", max_size=4)), min_size=1, max_size=60),
     st.lists(st.integers(0, 60), max_size=3),

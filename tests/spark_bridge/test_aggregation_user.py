@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from spark_bridge.aggregate_output import UserAggregate
 from spark_bridge.aggregation import Aggregator, Output, result_fields, results
 from spark_bridge.exceptions import InvalidOperatorError
+from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 
 STATE = pa.schema([("weight", pa.float64()), ("weighted", pa.float64())])
@@ -45,7 +46,7 @@ def batch_of(rows: list[tuple[int, int, int]]) -> pa.RecordBatch:
     return pa.record_batch(columns)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(-9, 9), st.integers(1, 3)), min_size=1, max_size=20),
     st.lists(st.integers(0, 20), max_size=3),

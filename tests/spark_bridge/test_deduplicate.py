@@ -14,6 +14,7 @@ from spark_bridge import deduplicate_task
 from spark_bridge.deduplicate_task import EXPIRY_FAMILY, DeduplicateLogic, deduplicate_schema
 from spark_bridge.event_time import EventTime
 from spark_bridge.stateful.sorted_runs import Limits
+from tests.effort import examples
 
 from .operator_runs import SECOND, TS, OperatorRun, Watermark, batch_of, seconds
 
@@ -99,7 +100,7 @@ def check(run: OperatorRun, model: Model, batches: list[list[Row]], cut: int) ->
         watermark.advance(r[0] for r in rows)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(events, max_size=5),
     st.sampled_from(
@@ -123,7 +124,7 @@ def test_the_first_row_of_each_key_goes_through_as_in_spark(
     check(run_of(*how, partitions, SMALL if small else None), Model(*how), batches, cut)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(events, st.permutations(range(12)), st.integers(0, 5), st.booleans())
 def test_which_row_goes_through_does_not_depend_on_the_order(
     rows: list[Row], order: list[int], cut: int, watermark: bool

@@ -16,6 +16,7 @@ from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty,
 from spark_bridge.row_groups import group_rows
 from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.sorted_runs import Limits
+from tests.effort import examples
 
 KEYS = pa.schema([pa.field("k", pa.string()), pa.field("n", pa.int32())])
 SUMS = pa.schema([pa.field("count", pa.int64()), pa.field("text", pa.string())])
@@ -43,7 +44,7 @@ def keyed(keys: list[tuple[str | None, int]]) -> KeyedRows:
 some_keys = st.lists(st.tuples(st.sampled_from(["a", "bb", "\x00", None]), st.integers(0, 40)), min_size=1, max_size=30)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(some_keys, max_size=5), some_keys, st.sampled_from([1 << 27, 400]))
 def test_each_key_comes_once_with_all_its_rows(
     parts: list[list[tuple[str | None, int]]], without: list[tuple[str | None, int]], memory: int

@@ -36,6 +36,7 @@ from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.sorted_runs import Limits
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.task_input import TaskInput
+from tests.effort import examples
 
 from .operator_runs import TS, OperatorRun, batch_of
 
@@ -162,7 +163,7 @@ def in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     batches=st.lists(
         st.lists(st.tuples(st.sampled_from(USERS), st.integers(-5, 5)), max_size=30), min_size=1, max_size=4

@@ -214,7 +214,7 @@ query = writer.foreachBatch(sink).start()
 settle(query)
 cluster = current_cluster()
 ready = Path(options["ready"])
-ready.with_suffix(".draft").write_text(json.dumps({"address": cluster.addresses()[0], "token": cluster.token}))
+ready.with_suffix(".draft").write_text(json.dumps({"address": cluster.query_addresses()[0], "token": cluster.token}))
 ready.with_suffix(".draft").rename(ready)
 while not Path(options["end"]).exists():
     if query.exception() is not None:

@@ -18,6 +18,7 @@ from backends.key_groups import key_groups
 from backends.keys import encode_keys
 from spark_bridge.column_order import byte_order, lexical_order
 from spark_bridge.row_groups import group_rows, merge_keys
+from tests.effort import examples
 
 WINDOW = pa.struct([("start", pa.timestamp("us", "UTC")), ("end", pa.timestamp("us", "UTC"))])
 TIMES = st.sampled_from([datetime(2024, 1, 1, tzinfo=timezone.utc), datetime(1969, 1, 1, 5, tzinfo=timezone.utc)])
@@ -47,7 +48,7 @@ def key_batches(draw: st.DrawFn) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema([(c, KINDS[c][0]) for c in names]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(key_batches(), st.integers(0, 5))
 def test_rows_are_grouped_as_their_encoded_keys_are(batch: pa.RecordBatch, offset: int) -> None:
     batch = batch.slice(min(offset, batch.num_rows))
@@ -59,7 +60,7 @@ def test_rows_are_grouped_as_their_encoded_keys_are(batch: pa.RecordBatch, offse
     assert encode_keys(found.columns, key_groups(found.columns, 8)).equals(found.keys)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(key_batches(), min_size=1, max_size=1), st.lists(st.integers(0, 25), max_size=3))
 def test_keys_of_several_parts_are_merged_sorted(batches: list[pa.RecordBatch], cuts: list[int]) -> None:
     (batch,) = batches

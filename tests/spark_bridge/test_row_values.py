@@ -20,6 +20,7 @@ from pyspark.sql import Row
 from pyspark.sql import types as T
 
 from spark_bridge.stateful.row_values import RowCodec, row_class
+from tests.effort import examples
 
 POINT = T.StructType().add("x", "long").add("at", T.TimestampType())
 LEAVES: dict[str, tuple[T.DataType, st.SearchStrategy[Any]]] = {
@@ -63,7 +64,7 @@ def struct(**fields: str | T.DataType) -> T.StructType:
     return made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(rows=st.lists(st.tuples(*[st.none() | s for _, s in LEAVES.values()]), max_size=6))
 def test_flat_values_come_back_as_they_were(rows: list[tuple[Any, ...]]) -> None:
     codec = RowCodec(ALL)
@@ -76,7 +77,7 @@ def test_flat_values_come_back_as_they_were(rows: list[tuple[Any, ...]]) -> None
     assert not rows or codec.to_tuples(twice[0].slice(len(rows))) == rows
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     rows=st.lists(
         st.tuples(

@@ -19,6 +19,7 @@ from backends.keys import encode_keys
 from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN
 from spark_bridge.stateful.sorted_runs import Limits, RowSorter, RowStep, with_keys
 from spark_bridge.stateful.spool import Spool
+from tests.effort import examples
 
 KEYS = pa.schema([("k", pa.string())])
 TINY = Limits(memory=6000, step_rows=40, step_bytes=1 << 20, fan_in=3)
@@ -93,7 +94,7 @@ def expected(keys: list[str | None]) -> list[tuple[str | None, list[int]]]:
     return sorted(rows.items(), key=lambda item: encoded([item[0]])[0].as_py())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     keys=st.lists(
         st.sampled_from([None, "", "a", "b", "ab", "a\0", "\uffff", *(f"key{i}" for i in range(30))]), max_size=400
@@ -194,7 +195,7 @@ def test_many_rows_of_one_key_take_little_memory() -> None:
     assert most < 8 << 20, "the rows have 20 MB"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     keys=st.lists(st.sampled_from(["a", "c", "e", "g", "hot"]), max_size=60),
     others=st.sets(st.sampled_from(["", "a", "b", "c", "d", "e", "f", "g", "h", "hot", "z"])),

@@ -22,7 +22,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
-from spark_bridge.exceptions import RequestError, UnknownOperatorError
+from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError, UnknownOperatorError
 
 from .conftest import Stream, settle, wait_until
 
@@ -91,7 +91,7 @@ def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs
         "mean": [None, None, 4.5, 4.5, 7.0],
     }
     assert client.get_many("totals", []).num_rows == 0
-    with pytest.raises(RequestError, match="do not fit"):
+    with pytest.raises(UnknownKeyOrNamespaceError, match="'one'"):
         client.get("totals", "one")
     with pytest.raises(UnknownOperatorError, match="totals"):
         client.get("nobody", 1)
@@ -104,9 +104,10 @@ def test_a_process_without_ray_reads_by_address_and_token(stream: Stream, client
     query = start(aggregate(stream.read(), by="k", operator="outside", n=S.count()), stream)
     settle(query)
     cluster = current_cluster()
-    with QueryableStateClient.connect(address=cluster.addresses()[0], token=cluster.token) as outside:
+    address = cluster.query_addresses()[0]
+    with QueryableStateClient.connect(address=address, token=cluster.token) as outside:
         assert outside.get("outside", 5) == {"n": 1}
-    stranger = QueryableStateClient.connect(address=cluster.addresses()[0], token="wrong", timeout=2)
+    stranger = QueryableStateClient.connect(address=address, token="wrong", timeout=2)
     with stranger, pytest.raises(Exception, match="token"):
         stranger.get("outside", 5)
 
@@ -206,7 +207,7 @@ def test_a_stopped_query_is_unloaded_and_no_longer_answers(stream: Stream, clien
         return any(i["run_id"] == run_id for h in current_cluster().describe_hosts() for i in h["instances"])
 
     wait_until(lambda: not held())
-    with pytest.raises(UnknownOperatorError, match="gone"):
+    with pytest.raises(QueryEndedError, match="gone"):
         client.get("gone", 1)
 
 

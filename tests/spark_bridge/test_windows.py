@@ -17,6 +17,7 @@ from spark_bridge.event_time import between
 from spark_bridge.session_windows import ENDS_FAMILY, SessionLogic, joined_sessions, session_schema
 from spark_bridge.stateful.sorted_runs import Limits
 from spark_bridge.windows import SessionWindow, Window, session_window, window
+from tests.effort import examples
 
 from .operator_runs import TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
 
@@ -101,7 +102,7 @@ def check(run: OperatorRun, model: Model, batches: list[list[Row]], cut: int) ->
         watermark.advance(r[1] for r in rows)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(events, max_size=5),
     st.sampled_from(["update", "append", "complete"]),
@@ -117,7 +118,7 @@ def test_sessions_in_every_output_mode_as_in_spark(
     check(run_of(mode, partitions, limits=SMALL if small else None), Model(mode), rows, cut)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.lists(events, max_size=4), st.sampled_from(["update", "complete"]))
 def test_sessions_without_a_watermark_stay_for_good(batches: list[list[Row]], mode: str) -> None:
     check(run_of(mode, 2, evicts=False), Model(mode, evicts=False), batches, 2)

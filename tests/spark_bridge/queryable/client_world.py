@@ -51,7 +51,7 @@ class Port:
 def proxy_of(host: Any, port: Any, limits: RequestLimits | None = None) -> KvStateClientProxy:
     """The server of a host, which is first asked for when somebody asks it."""
     proxy = KvStateClientProxy(
-        lambda: HostReads(host()),
+        lambda: HostReads(host(), wait_seconds=0.5),
         port,
         ClusterTokens(TOKEN, lambda: ()),
         token=TOKEN,
@@ -70,7 +70,7 @@ class QueryHost:
         self.address = self.proxy.server_address
         info: HostInfo = msgspec.structs.replace(cluster.world.host(i, incarnation), query_address=self.address)
         local = cluster.root / f"local{i}{incarnation}"
-        conf = StateStoreConf(provider="file", fsync=False, min_versions_to_retain=50)
+        conf = StateStoreConf(provider="file", fsync=False, deltas_per_snapshot=1)
         self.host = Host(info, cluster.port, local, conf=conf, open_storage=cluster.world.storage)
         self.host.register()
 
@@ -86,9 +86,17 @@ class QueryHost:
 class Cluster:
     """A query of an aggregate ``totals`` by ``user`` with outputs ``n`` and ``name``, on some hosts."""
 
-    def __init__(self, root: Path, hosts: int = 2, partitions: int = 4, limits: RequestLimits | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        hosts: int = 2,
+        partitions: int = 4,
+        limits: RequestLimits | None = None,
+        **registration: Any,
+    ) -> None:
         self.root = root
         self.limits = limits
+        self.registration = registration
         self.world = World(root)
         self.port: Any = Port(self.world.coordinator(0))
         self.partitions = partitions
@@ -106,7 +114,8 @@ class Cluster:
         """The query starts, or starts again."""
         schemas = operators or {"totals": OperatorSchema.of_rows(TOTALS)}
         specs = tuple(OperatorSpec(name, self.partitions, s.to_json(), backend="file") for name, s in schemas.items())
-        answer = self.c.register_query(self.world.registration(run, self.partitions, operators=specs, key_groups=G))
+        registration = self.world.registration(run, self.partitions, operators=specs, key_groups=G, **self.registration)
+        answer = self.c.register_query(registration)
         assert answer.refusal is None, answer.refusal
         self.run, self.version = run, answer.completed_version
 
@@ -157,6 +166,14 @@ class Cluster:
         for h in self.hosts:
             h.host.heartbeat()
 
+    def remove_old_versions(self) -> None:
+        """Snapshots are taken, and what is not retained goes."""
+        for h in self.hosts:
+            for upload in h.host.do_maintenance():
+                upload.result()
+        self.world.now += 2
+        self.c.maintain()
+
     def client(
         self, *, direct: bool = False, timeout: float = 20.0, hosts: tuple[int, ...] = (0,), **changes: Any
     ) -> Any:
@@ -180,6 +197,7 @@ def served(query: Query) -> Iterator[QueryableStateClient]:
     proxy = proxy_of(lambda: query.host, query.c)
     query.host.info = msgspec.structs.replace(query.host.info, query_address=proxy.server_address)
     query.host.register()
+    query.host.heartbeat()
     client = QueryableStateClient.connect(address=proxy.server_address, token=TOKEN, timeout=10)
     try:
         yield client

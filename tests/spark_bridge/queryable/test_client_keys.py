@@ -15,7 +15,7 @@ import pytest
 
 from backends.key_groups import key_groups
 from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema
+from backends.operator_schema import OperatorSchema, StateVariable
 from backends.schema import StateSchema
 from spark_bridge import state_rows
 from spark_bridge.deduplicate_task import PRESENT
@@ -178,7 +178,7 @@ def test_times_days_and_decimals() -> None:
     ],
 )
 def test_what_cannot_be_a_key_is_an_error_that_says_so(of: KeyCodec, keys: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(UnknownKeyOrNamespaceError, match="totals|one key|no keys|dimensions") as caught:
+    with pytest.raises(UnknownKeyOrNamespaceError, match=r"totals|one key|no keys|dimensions") as caught:
         of.columns(keys)
     for word in words:
         assert word in str(caught.value)
@@ -399,3 +399,16 @@ def test_single_values_are_decoded_as_columns_are() -> None:
     table = view.table(keys, pa.concat_arrays([values.slice(0, 1), pa.nulls(1, pa.binary())]))
     assert table.to_pylist() == [{"user": 1, "n": 3, "user__value": 1.5}, {"user": 2, "n": None, "user__value": None}]
     assert [view.decode_one(v) for v in values.to_pylist()] == [{"n": 3, "user": 1.5}, {"n": 0, "user": None}]
+
+
+def test_what_has_expired_is_not_there() -> None:
+    value = pa.schema([("v", pa.string()), (TTL_COLUMN, pa.int64())])
+    families = {"seen": StateSchema(pa.schema([("user", pa.int64())]), value)}
+    view = view_of("op", OperatorSchema((StateVariable("seen", "value", families, 1000),)), G, None)
+    later = state_views.now_ms() + 60_000
+    rows = pa.record_batch([pa.array(["old", "new", "for good"]), pa.array([5, later, None], pa.int64())], schema=value)
+    values = view.schema.encode_values(rows)
+    table = view.table(view.codec.columns([1, 2, 3]), values)
+    assert table.to_pydict() == {"user": [1, 2, 3], "v": [None, "new", "for good"]}
+    for decode in (view.decode_one, view._one_by_columns):
+        assert [decode(v) for v in values.to_pylist()] == [None, {"v": "new"}, {"v": "for good"}]

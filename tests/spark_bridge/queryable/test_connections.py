@@ -172,6 +172,7 @@ def test_after_a_restart_all_old_connections_are_given_up(connections: KvConnect
         server.shutdown()
         server.start()
         assert get(connections, address, b"k1") == b"v1"
+        assert connections._pools[address]._open == 1
         assert [get(connections, address, b"k%d" % i) for i in range(20)] == [b"v%d" % i for i in range(20)]
         assert server.num_connections == 1
 
@@ -245,6 +246,11 @@ def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections) -
         get(connections, address, b"k1", soon(0.2))
         reads.pause = 0.4
         assert get(connections, address, b"k1", soon(3)) == b"v1"
+        # One that is little longer is waited for with the time-out of the one before, and then again.
+        reads.pause = 0.0
+        get(connections, address, b"k1", soon(0.6))
+        reads.pause = 0.6
+        assert get(connections, address, b"k1", soon(1.0)) == b"v1"
 
 
 def test_nobody_there_and_no_token(connections: KvConnections) -> None:
@@ -364,15 +370,17 @@ def test_connections_that_nobody_needs_are_closed(connections: KvConnections, mo
 def test_a_forked_process_has_connections_of_its_own(connections: KvConnections) -> None:
     with serving() as (server, _):
         address = server.server_address
-        get(connections, address, b"k1")
         pending = connections.begin(address, LOOKUP, pack_one(b"k2"))
+        get(connections, address, b"k1")  # on another connection, which is idle now
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                code = 0 if all(get(connections, address, b"k%d" % i) == b"v%d" % i for i in range(50)) else 2
+                code = 0 if all(get(connections, address, b"k%d" % i) == b"v%d" % i for i in range(200)) else 2
             finally:
                 os._exit(code)
+        for i in range(200, 400):
+            assert get(connections, address, b"k%d" % i) == b"v%d" % i
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert unpack_one(pending.finish()[1]) == b"v2"
         assert get(connections, address, b"k3") == b"v3"

@@ -246,7 +246,7 @@ def test_whatever_is_sent_is_answered_or_refused(server, kind, rounds):
         replies = say(made, KINDS[kind](rng))
         if kind == "wrong tokens":
             assert [type(r) for r in replies] == [Failure]
-    assert figures(made, reads) == before
+    eventually(lambda: figures(made, reads) == before)
     with RawClient(made.server_address) as client:
         reply, body = client.ask(Lookup("run", "totals"), pack_one(b"k1"))
         assert (reply, unpack_one(body)) == (Values(7), b"v1")
@@ -269,7 +269,7 @@ def test_clients_that_vanish_at_any_moment_leave_nothing(server, rounds):
         if rng.random() < 0.5:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()
-    assert figures(made, reads) == before
+    eventually(lambda: figures(made, reads) == before)  # some may not even be accepted yet
 
 
 @pytest.mark.long

@@ -14,8 +14,10 @@ import pyarrow as pa
 import pytest
 import trustme
 
+from spark_bridge.exceptions import StateVersionError
 from spark_bridge.queryable import server_connection
 from spark_bridge.queryable.limits import RequestLimits
+from spark_bridge.queryable.reads import StateAnswer
 from spark_bridge.queryable.server import KvStateServer
 from spark_bridge.queryable.wire import (
     MAX_HEADER_BYTES,
@@ -300,6 +302,11 @@ def test_connections_can_be_encrypted():
         with RawClient(server.server_address, tls=theirs) as client:
             client.say(SCAN)
         eventually(lambda: reads.open_iterators == 0 and server.num_connections == 0)
+        with RawClient(server.server_address, token=None):  # says nothing, not even in the handshake
+            eventually(lambda: server.num_connections == 1)
+            began = time.monotonic()
+            server.shutdown()
+            assert time.monotonic() - began < 3
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -423,6 +430,45 @@ def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
         eventually(lambda: server.num_connections == 0)
 
 
+def test_who_reads_slowly_but_steadily_gets_all(monkeypatch):
+    monkeypatch.setattr("spark_bridge.queryable.framed_socket.SEND_TICK_SECONDS", 0.01)
+    reads = MemoryReads({b"big": random.Random(1).randbytes(20 << 20)}, batches=[rows(0, 15_000, 1000)] * 2)
+    with serving(reads) as (server, _), client_of(server) as client:
+        client.say(LOOKUP, keys(b"big", b"k1"))
+        time.sleep(0.1)
+        assert unpack_bytes(client.hear()[1]).to_pylist() == [reads.values[b"big"], None]
+        client.say(SCAN)
+        bodies = []
+        while isinstance((heard := client.hear())[0], Batch):
+            bodies.append(heard[1])
+            time.sleep(0.03)
+        assert pa.ipc.open_stream(b"".join(bodies)).read_all().equals(pa.Table.from_batches(reads.batches))
+
+
+def test_what_is_no_generator_is_closed_too():
+    class Batches:
+        closed = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            raise StateVersionError("no longer held")
+
+        def close(self):
+            self.closed += 1
+
+    class Reads(MemoryReads):
+        given = Batches()
+
+        def scan(self, request):
+            return StateAnswer(7, ROWS, self.given)
+
+    with serving(Reads()) as (server, reads), client_of(server) as client:
+        failed_with(client.stream(SCAN)[1], "StateVersionError")
+        assert reads.given.closed == 1
+
+
 def test_a_scan_that_takes_too_long_says_so():
     reads = MemoryReads(batches=[rows(0, 1)] * 50)
     reads.pause = 0.02
@@ -539,6 +585,12 @@ def test_waiting_for_a_version_takes_no_turn(monkeypatch):
         for one in waiting:
             assert one.hear()[0] == Counted(8, 8)
             one.close()
+
+
+def test_nobody_waits_for_a_version_for_ever(monkeypatch):
+    monkeypatch.setattr(server_connection, "MAX_AWAIT_SECONDS", 0.1)
+    with serving() as (server, _), client_of(server) as client:
+        assert client.ask(Await("run", 7, 1e300))[0] == Counted(7, 7)
 
 
 def test_many_clients_at_once():

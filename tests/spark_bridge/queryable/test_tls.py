@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import ssl
 import time
@@ -10,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from trustme import CA, LeafCert
 
 from backends.storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.messages import HostInfo
-from spark_bridge import state_task
+from coordinator_actor.messages import HostInfo, OperatorFigures
+from spark_bridge import flight_client, state_task, task_client
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, TlsError
 from spark_bridge.flight_client import HostClient
 from spark_bridge.flight_server import HostFlightServer
@@ -24,9 +26,12 @@ from spark_bridge.host import Host
 from spark_bridge.queryable.access import ClusterTokens
 from spark_bridge.queryable.connections import KvConnection
 from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.tls import TlsConf, client_context_of
+from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.queryable.wire import Describe
+from spark_bridge.task_client import Endpoints, TaskStore
+from tests.coordinator_actor.test_coordinator import World
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
+from tests.spark_bridge.test_host import make_host, reg, task
 
 SECRET = "5ec4e7" * 8
 
@@ -86,7 +91,7 @@ def flight_server(tls: TlsConf | None, root: Path) -> Iterator[str]:
 
 def ask_query(address: str, tls: TlsConf | None, token: str = SECRET) -> Any:
     deadline = time.monotonic() + 10
-    connection = KvConnection(address, token, client_context_of(tls), deadline)
+    connection = KvConnection(address, token, None if tls is None else tls.client_context(), deadline)
     connection.send(Describe(), b"", deadline)
     answer, _ = connection.receive(deadline)
     connection.close()
@@ -182,6 +187,36 @@ def test_old_versions_of_tls_are_refused(files: Files) -> None:
     server = TlsConf(files.ca, **files.by_ip).server_context()
     client = TlsConf(files.ca).client_context()
     assert server.minimum_version == client.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+def test_a_task_commits_over_mutual_tls(files: Files, tmp_path: Path) -> None:
+    mutual = TlsConf(files.ca, **files.by_ip, client_auth=True)
+    world = World(tmp_path)
+    coordinator = world.coordinator(0)
+    host = make_host(world, coordinator, 0, tmp_path, "a")
+    server = HostFlightServer(lambda: host, "127.0.0.1", SECRET, lambda method, args: None, tls=mutual)
+    assert coordinator.register_query(reg(world)).refusal is None
+    endpoints = Endpoints((server.address,), SECRET, "", 10.0, mutual)
+    try:
+        store = TaskStore(task(0, 0), 2, endpoints)
+        store.stage(pa.array([b"\0\0key"]), pa.array([b"value"]))
+        store.commit(OperatorFigures())
+        TaskStore(task(0, 1), 2, endpoints).commit(OperatorFigures())
+        world.commit_spark(0)
+        again = TaskStore(task(1, 0), 2, endpoints)
+        assert again.get_many(pa.array([b"\0\0key"])).to_pylist() == [b"value"]
+        forget(server.address)
+        with pytest.raises(TlsError, match="which certificates to trust"):
+            TaskStore(task(1, 1), 2, dataclasses.replace(endpoints, tls=None)).open()
+    finally:
+        forget(server.address)
+        server.shutdown()
+
+
+def forget(address: str) -> None:
+    """What tasks of this process remember of hosts."""
+    task_client._owners.clear()
+    flight_client.forget_client(address, SECRET)
 
 
 # -- files and settings ------------------------------------------------------------------------

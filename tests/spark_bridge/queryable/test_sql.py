@@ -291,6 +291,18 @@ def test_values_that_json_cannot_say_stay() -> None:
     assert as_json(pa.scalar([1])) is None
 
 
+def test_conditions_may_begin_with_the_value() -> None:
+    three, flights = pc.scalar(3), pc.field("flights")
+    for expression, where in (
+        (pc.less(three, flights), Comparison("flights", ">", [3])),
+        (pc.less_equal(three, flights), Comparison("flights", ">=", [3])),
+        (pc.greater(three, flights), Comparison("flights", "<", [3])),
+        (pc.greater_equal(three, flights), Comparison("flights", "<=", [3])),
+        (pc.equal(three, flights), Comparison("flights", "=", [3])),
+    ):
+        assert push(expression, None, FLIGHTS.schema, []).where == [where]
+
+
 # -- what is pushed ------------------------------------------------------------------------------
 
 
@@ -569,6 +581,7 @@ def several() -> Memory:
             "select a.k, b.k, c.k, d.k from clicks.web.pages a, clicks.users b, web.sessions c, q2.users d",
             [(0, 2, 1, 3)],
         ),
+        ("select a.k, b.k from web.Pages a, Web.pages b, CLICKS.users c, clicks.users d", [(0, 0)]),
         ("with users as (select 9 as k) select k from users", [(9,)]),
         ("select web.k from web.pages as web", [(0,)]),
     ],
@@ -588,6 +601,14 @@ def test_unclear_and_unknown_names_say_what_there_is() -> None:
         sql(several(), "select * from web")
     with pytest.raises(UnknownOperatorError, match=r"(?s)planes.*Tables of running queries: q1\.aircraft, q1\.users\."):
         sql(memory(), "select * from planes")
+
+
+@pytest.mark.parametrize("name", ["nothing", "nothing.users", "nothing.web.pages", "web.nothing", "clicks.web.nothing"])
+def test_unknown_names_of_several_parts(name: str) -> None:
+    with pytest.raises(
+        UnknownOperatorError, match=r"(?s)does not exist.*Tables of running queries: .*clicks\.web\.pages"
+    ):
+        sql(several(), f"from {name}")
 
 
 def test_only_operators_that_are_named_are_opened() -> None:
@@ -658,6 +679,8 @@ def test_errors_of_sql_are_duckdbs() -> None:
         sql(memory(), "select from where")
     with pytest.raises(duckdb.BinderException):
         sql(memory(), "select nothing from users")
+    with pytest.raises(duckdb.CatalogException):
+        sql(memory(), "select nothing(user) from users")
     with pytest.raises(duckdb.Error):
         sql(memory(), "select error('x') from users").fetchall()
 

@@ -1,0 +1,126 @@
+"""A model on Ray Serve that reads its features from a running stream: how unusual is this purchase, for this user, now?
+
+    python examples/serve_features.py [directory]
+
+The stream keeps mean and deviation of each user's purchases; the model asks for those of the users at hand, in the cluster that both run
+in. Nothing is copied to a feature store, and a score follows what Spark has committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from fastapi import FastAPI
+from pydantic import BaseModel
+from ray import serve
+
+from spark_bridge import AsyncQueryableStateClient, aggregate, init_spark, stop_spark
+from spark_bridge import functions as S
+
+USERS, ROWS = 1_000, 50_000
+app = FastAPI(title="Unusual purchases")
+
+
+class Purchase(BaseModel):
+    """What is to be scored."""
+
+    user: int
+    amount: float
+
+
+# Looking things up takes next to no CPU: the executors may have them.
+@serve.deployment(num_replicas=1, max_ongoing_requests=200, ray_actor_options={"num_cpus": 0})
+@serve.ingress(app)
+class Unusual:
+    """Scores purchases by how many standard deviations they are from what the user usually spends."""
+
+    async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
+        # One for all requests: what they ask for at the same time goes to the hosts together.
+        self.client = await AsyncQueryableStateClient.connect()
+
+    @app.post("/score")
+    async def score(self, purchases: list[Purchase]) -> list[dict[str, Any]]:
+        """The score of each purchase; null for a user about whom not enough is known."""
+        features = await asyncio.gather(*(self.client.get("spending", purchase.user) for purchase in purchases))
+        return [
+            {"user": p.user, "amount": p.amount, "score": score_of(p.amount, f), "purchases": f["n"] if f else 0}
+            for p, f in zip(purchases, features, strict=True)
+        ]
+
+
+def score_of(amount: float, features: dict[str, Any] | None) -> float | None:
+    """The model, such as it is."""
+    if features is None or not features["deviation"]:
+        return None
+    return float(round((amount - features["mean"]) / features["deviation"], 2))
+
+
+def write_purchases(directory: Path, usual: float) -> None:
+    """Add a file of purchases around an amount."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng()
+    amount = rng.normal(usual, 5, ROWS).round(2)
+    purchases = pd.DataFrame({"user": rng.integers(0, USERS, ROWS), "amount": amount})
+    purchases.to_parquet(directory / f"purchases-{time.time_ns()}.parquet", index=False)
+
+
+def ask(*purchases: dict[str, float]) -> None:
+    """What any program would do, wherever it runs."""
+    request = urllib.request.Request(
+        "http://127.0.0.1:8000/score", json.dumps(purchases).encode(), {"Content-Type": "application/json"}
+    )
+    begun = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        scores = json.load(answer)
+    print(f"{(time.perf_counter() - begun) * 1000:.1f} ms", *scores, sep="\n  ")
+
+
+def main(directory: Path) -> None:
+    """Stream the purchases into features per user, and score by them while the stream goes on."""
+    write_purchases(directory / "purchases", usual=50)
+    spark = init_spark("features", num_executors=2, executor_cores=1, executor_memory="1g")
+    try:
+        purchases = spark.readStream.schema("user long, amount double").parquet(str(directory / "purchases"))
+        features = aggregate(
+            purchases,
+            by="user",
+            operator="spending",
+            n=S.count(),
+            mean=S.mean("amount"),
+            deviation=S.stddev("amount"),
+        )
+        query = (
+            features.writeStream.outputMode("append")
+            .option("checkpointLocation", str(directory / "checkpoint"))
+            .format("noop")
+            .start()
+        )
+        query.processAllAvailable()
+        serve.run(Unusual.bind())  # type: ignore[attr-defined]
+
+        at_hand = [{"user": 42, "amount": 52.0}, {"user": 42, "amount": 99.0}, {"user": 99_999, "amount": 1.0}]
+        ask(*at_hand)
+        write_purchases(directory / "purchases", usual=90)
+        query.processAllAvailable()
+        ask(*at_hand)  # 99 is not so unusual any more
+        query.stop()
+    finally:
+        serve.shutdown()
+        stop_spark()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]).absolute())
+    else:
+        with tempfile.TemporaryDirectory(prefix="features-") as temporary:
+            main(Path(temporary))

@@ -1,0 +1,668 @@
+"""The state over HTTP: routes, values, errors, limits and access, on a client in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import datetime as dt
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deploy.state_http import values
+from deploy.state_http.access import token_of
+from deploy.state_http.app import ARROW, create_app
+from deploy.state_http.limits import HttpLimits
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    HostUnavailableError,
+    QueryEndedError,
+    QueryTimeoutError,
+    RequestError,
+    RequestLimitError,
+    StateVersionError,
+    TooManyRequestsError,
+    UnknownKeyOrNamespaceError,
+    UnknownKvStateIdError,
+    UnknownOperatorError,
+)
+from tests.deploy.memory_client import TOKEN, TOTALS, UTC, MemoryClient, Tokens
+
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+PROBLEM = "application/problem+json"
+
+
+def connected(client: MemoryClient) -> Callable[[], Any]:
+    async def connect() -> Any:
+        return client
+
+    return connect
+
+
+@pytest.fixture
+def memory() -> MemoryClient:
+    return MemoryClient()
+
+
+@pytest.fixture
+def http(memory: MemoryClient) -> Iterator[TestClient]:
+    limits = HttpLimits(max_body_bytes=100_000, max_keys=100, max_rows=20_000, max_scans=2, scan_seconds=5.0)
+    with TestClient(
+        create_app(connected(memory), Tokens(), limits), headers=BEARER, raise_server_exceptions=False
+    ) as made:
+        yield made
+
+
+# -- routes --------------------------------------------------------------------------------------
+
+
+def test_operators_and_one_of_them(http: TestClient) -> None:
+    found = http.get("/v1/operators").json()["operators"]
+    assert [o["operator"] for o in found] == ["totals", "users", "per_minute", "by_window"]
+    assert http.get("/v1/operators/totals").json()["hosts"] == []
+    missing = http.get("/v1/operators/nothing")
+    assert (missing.status_code, missing.headers["content-type"]) == (404, PROBLEM)
+    assert missing.json()["error"] == "UnknownOperatorError"
+
+
+def test_a_key_of_several_columns_and_values_of_all_types(http: TestClient, memory: MemoryClient) -> None:
+    answer = http.get("/v1/operators/totals/keys/de,1", params={"query": "clicks", "state": "default"})
+    assert answer.json() == {
+        "operator": "totals",
+        "key": ["de", 1],
+        "value": {
+            "n": 1,
+            "mean": 1.5,
+            "spent": "1.20",
+            "last": "2024-03-09T23:00:00.000007Z",
+            "day": "2024-03-09",
+            "code": base64.b64encode(b"\x00\xff").decode(),
+            "tags": ["x", None],
+            "pages": {"a": 1},
+            "by_id": [{"key": 7, "value": "x"}],
+        },
+    }
+    assert memory.asked[-1][:5] == ("get", "totals", ("de", 1), "clicks", "default")
+    assert http.get("/v1/operators/totals/keys/de,2").json()["value"]["n"] == str(2**53)
+    assert http.get("/v1/operators/totals/keys/de,2").json()["value"]["mean"] == "NaN"
+    assert http.get("/v1/operators/totals/keys/fr,1").json()["value"]["mean"] == "Infinity"
+    assert http.get(f'/v1/operators/totals/keys/"a,""b",{2**62}').json()["key"] == ['a,"b', str(2**62)]
+
+
+def test_a_key_that_is_not_there_is_404_and_one_that_cannot_be_400(http: TestClient) -> None:
+    missing = http.get("/v1/operators/users/keys/10000")
+    assert (missing.status_code, missing.json()["error"]) == (404, "MissingKey")
+    for path in (
+        "users/keys/x",
+        "users/keys/1.5",
+        "users/keys/",
+        "totals/keys/de",
+        "totals/keys/de,1,2",
+        'totals/keys/"de,1',
+        'totals/keys/"de"x,1',
+    ):
+        wrong = http.get(f"/v1/operators/{path}")
+        assert (wrong.status_code, wrong.json()["error"]) == (400, "UnknownKeyOrNamespaceError"), path
+    assert http.get("/v1/operators/nothing/keys/1").status_code == 404
+
+
+def test_windows(http: TestClient, memory: MemoryClient) -> None:
+    start, end = dt.datetime(2024, 3, 9, 23, tzinfo=UTC), dt.datetime(2024, 3, 10, tzinfo=UTC)
+    assert http.get("/v1/operators/per_minute/keys/42?window=2024-03-09T23:00:00Z").json()["value"] == {"n": 3}
+    assert memory.asked[-1][2] == 42
+    assert memory.asked[-1][5]["window"] == start
+    http.get("/v1/operators/per_minute/keys/42", params={"window": "2024-03-10T00:00:00+01:00/2024-03-10T00:00:00"})
+    assert memory.asked[-1][5]["window"] == (start, end)
+    http.get("/v1/operators/by_window/keys/2024-03-09T23:00:00Z")
+    assert memory.asked[-1][2] == start
+    assert http.get("/v1/operators/per_minute/keys/42?window=soon").status_code == 400
+    bounds = {"start": "2024-03-09T23:00:00Z", "end": "2024-03-10T00:00:00Z"}
+    http.post("/v1/operators/per_minute/lookup", json={"keys": [[42, bounds]]})
+    assert memory.asked[-1][2] == [(42, {"start": start, "end": end})]
+
+
+def test_isolation_and_version(http: TestClient, memory: MemoryClient) -> None:
+    http.get("/v1/operators/users/keys/1?isolation=latest")
+    assert memory.asked[-1][5]["isolation"] == "latest"
+    http.get("/v1/operators/users/keys/1?version=3")
+    assert memory.asked[-1][5]["version"] == 3
+    for wrong in ("isolation=none", "version=-1", "version=x"):
+        answer = http.get(f"/v1/operators/users/keys/1?{wrong}")
+        assert (answer.status_code, answer.json()["error"]) == (400, "RequestError")
+
+
+def test_many_keys(http: TestClient, memory: MemoryClient) -> None:
+    answer = http.post(
+        "/v1/operators/totals/lookup", json={"keys": [["de", 1], {"user": "2", "country": "de"}, ["xx", 3]]}
+    )
+    rows = answer.json()["rows"]
+    assert [(r["country"], r["user"], r["n"]) for r in rows] == [("de", 1, 1), ("de", 2, str(2**53)), ("xx", 3, None)]
+    assert http.post("/v1/operators/users/lookup", json={"keys": [1, "2", [3]]}).json()["rows"][2] == {
+        "user": 3,
+        "name": "user 3",
+    }
+    assert http.post("/v1/operators/users/lookup", json={"keys": []}).json()["rows"] == []
+    arrow = http.post("/v1/operators/totals/lookup", json={"keys": [["de", 1]]}, headers={"Accept": ARROW})
+    assert arrow.headers["content-type"] == ARROW
+    with pa.ipc.open_stream(arrow.content) as reader:
+        assert reader.read_all().equals(TOTALS.slice(0, 1))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"keys": 3},
+        {"keys": [1], "unknown": 2},
+        {"keys": [[1, 2]]},
+        {"keys": [True]},
+        {"keys": [1.5]},
+        {"keys": [{"x": 1}]},
+        {"keys": [1], "version": -1},
+        {"keys": [1], "window": "soon"},
+        [],
+        None,
+    ],
+)
+def test_lookups_that_cannot_be(http: TestClient, body: Any) -> None:
+    answer = http.post("/v1/operators/users/lookup", json=body)
+    assert (answer.status_code, answer.headers["content-type"]) == (400, PROBLEM)
+
+
+def test_a_scan_streams_lines(http: TestClient, memory: MemoryClient) -> None:
+    body = {
+        "prefix": "d",
+        "where": [{"column": "n", "comparison": ">", "value": 0}, {"column": "n", "comparison": "is not null"}],
+        "columns": ["user"],
+    }
+    answer = http.post("/v1/operators/totals/scan", json=body)
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    assert answer.headers["x-statestore-version"] == "7"
+    assert [json.loads(line) for line in answer.text.splitlines()] == [
+        {"user": 1},
+        {"user": 2},
+        {"user": 1},
+        {"user": str(2**62)},
+    ]
+    options = memory.asked[-1][4]
+    assert (options["prefix"], options["where"]) == ("d", [("n", ">", 0), ("n", "is not null")])
+    http.post("/v1/operators/totals/scan", json={"start": ["de", "1"], "end": ["de"], "limit": 2})
+    assert (memory.asked[-1][3], memory.asked[-1][4]["start"], memory.asked[-1][4]["end"]) == (2, ("de", 1), ("de",))
+    everything = http.post("/v1/operators/users/scan", json={})
+    assert [json.loads(line)["user"] for line in everything.text.splitlines()] == list(range(10_000))
+    assert memory.open_scans == 0
+
+
+def test_a_scan_as_arrow(http: TestClient) -> None:
+    answer = http.post("/v1/operators/totals/scan", json={}, headers={"Accept": f"{ARROW}, */*"})
+    with pa.ipc.open_stream(answer.content) as reader:
+        assert str(reader.read_all().to_pylist()) == str(TOTALS.to_pylist())
+    empty = http.post("/v1/operators/totals/scan", json={"limit": 0}, headers={"Accept": ARROW})
+    with pa.ipc.open_stream(empty.content) as reader:
+        assert reader.read_all().schema.equals(TOTALS.schema)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"where": [{"column": "n", "comparison": "~", "value": 1}]},
+        {"where": [{"column": "n", "comparison": "in", "value": 1}]},
+        {"where": [{"column": "n", "comparison": "="}]},
+        {"where": [{"column": "n", "comparison": "is null", "value": 1}]},
+        {"where": [{"column": "n", "comparison": "=", "value": {"a": 1}}]},
+        {"start": ["de", 1, 2]},
+        {"start": ["de", "x"]},
+        {"limit": -1},
+        {"unknown": 1},
+    ],
+)
+def test_scans_that_cannot_be(http: TestClient, memory: MemoryClient, body: dict[str, Any]) -> None:
+    assert http.post("/v1/operators/totals/scan", json=body).status_code == 400
+    assert memory.open_scans == 0
+
+
+def test_concurrent_keys_reach_the_client_together(memory: MemoryClient) -> None:
+    memory.pause = 0.05
+    app = create_app(connected(memory), Tokens())
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
+            answers = await asyncio.gather(*(client.get(f"/v1/operators/users/keys/{n}") for n in range(50)))
+            assert [a.json()["value"]["name"] for a in answers] == [f"user {n}" for n in range(50)]
+
+    asyncio.run(ask())
+    assert memory.most_gathered == 50
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UnknownOperatorError("what there is"), 404),
+        (UnknownKvStateIdError("what there is"), 404),
+        (QueryEndedError("when"), 409),
+        (StateVersionError("versions"), 409),
+        (UnknownKeyOrNamespaceError("types"), 400),
+        (RequestError("how"), 400),
+        (RequestLimitError("limit"), 413),
+        (TooManyRequestsError("later"), 429),
+        (HostUnavailableError("nobody"), 503),
+        (AccessDeniedError("its own token"), 503),
+        (QueryTimeoutError("late"), 504),
+        (ZeroDivisionError("the password is 1234"), 500),
+    ],
+)
+def test_errors_of_the_client(http: TestClient, memory: MemoryClient, error: Exception, status: int) -> None:
+    memory.failure = error
+    for answer in (
+        http.get("/v1/operators/users/keys/1"),
+        http.post("/v1/operators/users/lookup", json={"keys": [1]}),
+        http.post("/v1/operators/users/scan", json={}),
+    ):
+        assert (answer.status_code, answer.headers["content-type"]) == (status, PROBLEM)
+        body = answer.json()
+        assert (body["status"], "1234" in answer.text) == (status, False)
+        assert ("Retry-After" in answer.headers) == (status in (429, 503))
+        if status != 500:
+            assert (body["error"], body["detail"]) == (type(error).__name__, str(error))
+
+
+def test_an_error_in_the_middle_of_a_scan_cuts_the_answer(memory: MemoryClient) -> None:
+    memory.failure, memory.fail_after = QueryTimeoutError("a host is gone"), 2
+    app = create_app(connected(memory), Tokens())
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", json.dumps({}).encode())
+    lines = b"".join(pieces).splitlines()
+    assert len(lines) == 2001
+    assert json.loads(lines[-1])["problem"]["detail"] == "a host is gone"
+    assert not ended
+    assert memory.open_scans == 0
+
+
+def test_unknown_paths_and_methods(http: TestClient) -> None:
+    for answer, status in (
+        (http.get("/v2"), 404),
+        (http.delete("/v1/operators"), 405),
+        (http.get("/docs"), 404),
+        (http.get("/redoc"), 404),
+    ):
+        assert (answer.status_code, answer.headers["content-type"]) == (status, PROBLEM)
+
+
+def test_no_client_yet_is_503_and_all_wait_for_the_same_attempt(memory: MemoryClient) -> None:
+    attempts = 0
+    is_there = False
+
+    async def connect() -> Any:
+        nonlocal attempts
+        attempts += 1
+        await asyncio.sleep(0.1)
+        if not is_there:
+            raise HostUnavailableError("There is no coordinator yet.")
+        return memory
+
+    async def ask() -> list[int]:
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", headers=BEARER) as client:
+            return [a.status_code for a in await asyncio.gather(*(client.get("/v1/operators") for _ in range(5)))]
+
+    transport = httpx.ASGITransport(create_app(connect, Tokens()))
+    assert (asyncio.run(ask()), attempts) == ([503] * 5, 1)
+    is_there = True
+    assert (asyncio.run(ask()), attempts) == ([200] * 5, 2)
+
+
+# -- access --------------------------------------------------------------------------------------
+
+PATHS = [
+    ("GET", "/"),
+    ("GET", "/openapi.json"),
+    ("GET", "/docs"),
+    ("GET", "/v1/operators"),
+    ("GET", "/v1/operators/users"),
+    ("GET", "/v1/operators/users/keys/1"),
+    ("POST", "/v1/operators/users/lookup"),
+    ("POST", "/v1/operators/users/scan"),
+    ("GET", "/nothing"),
+    ("OPTIONS", "/v1/operators"),
+    ("HEAD", "/"),
+]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer"},
+        {"Authorization": f"Digest {TOKEN}"},
+        {"Authorization": "Basic !"},
+        {"Authorization": TOKEN},
+    ],
+)
+@pytest.mark.parametrize(("method", "path"), PATHS)
+def test_no_token_no_answer(memory: MemoryClient, method: str, path: str, headers: dict[str, str]) -> None:
+    with TestClient(create_app(connected(memory), Tokens())) as http:
+        answer = http.request(method, path, headers=headers)
+    assert (answer.status_code, answer.headers["content-type"]) == (401, PROBLEM)
+    assert answer.headers["www-authenticate"].startswith("Basic ")
+    assert memory.asked == []
+
+
+def test_basic_access_with_the_token_as_password(memory: MemoryClient) -> None:
+    with TestClient(create_app(connected(memory), Tokens())) as http:
+        assert http.get("/v1/operators", auth=("anybody", TOKEN)).status_code == 200
+        assert http.get("/v1/operators", auth=(TOKEN, "")).status_code == 401
+        two = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer other")]
+        assert http.get("/v1/operators", headers=two).status_code == 401
+
+
+def test_a_token_that_is_revoked_is_refused_at_once(memory: MemoryClient) -> None:
+    tokens = Tokens()
+    with TestClient(create_app(connected(memory), tokens), headers=BEARER) as http:
+        assert http.get("/v1/operators").status_code == 200
+        tokens.valid.clear()
+        assert http.get("/v1/operators").status_code == 401
+
+
+def test_the_token_of_a_header() -> None:
+    assert token_of("bearer  abc ") == "abc"
+    assert token_of("BASIC " + base64.b64encode(b"user:a:b").decode()) == "a:b"
+    assert token_of("") == ""
+    for wrong in ("abc", "Basic é", "Basic " + "A" * 5000, "Bearer " + "a" * 5000):
+        with pytest.raises(AccessDeniedError):
+            token_of(wrong)
+
+
+# -- the page and the description ----------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_else(http: TestClient) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert page.headers["cache-control"] == "no-store"
+    assert "http://" not in page.text and "https://" not in page.text and "src=" not in page.text
+    assert '<base href="/">' in page.text
+
+
+def test_the_page_below_a_prefix(memory: MemoryClient) -> None:
+    with TestClient(create_app(connected(memory), Tokens()), headers=BEARER, root_path='/state"<') as http:
+        assert '<base href="/state&quot;&lt;/">' in http.get("/").text
+
+
+def test_the_description(http: TestClient) -> None:
+    described = http.get("/openapi.json").json()
+    assert set(described["paths"]) == {
+        "/v1/operators",
+        "/v1/operators/{operator}",
+        "/v1/operators/{operator}/keys/{key}",
+        "/v1/operators/{operator}/lookup",
+        "/v1/operators/{operator}/scan",
+    }
+    schemas = described["components"]["schemas"]
+    assert {"Problem", "LookupRequest", "LookupAnswer", "ScanRequest", "KeyAnswer"} <= set(schemas)
+    assert {"HTTPBearer", "HTTPBasic"} <= set(described["components"]["securitySchemes"])
+    text = json.dumps(described)
+    refs = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert refs <= set(schemas)
+    for path in described["paths"].values():
+        for operation in path.values():
+            assert {"200", "400", "401", "404", "409", "413", "429", "503", "504"} == set(operation["responses"])
+            assert operation["security"] and operation["summary"]
+
+
+# -- limits --------------------------------------------------------------------------------------
+
+
+def test_limits(http: TestClient, memory: MemoryClient) -> None:
+    def status(path: str, **kwargs: Any) -> tuple[int, str]:
+        answer = http.post(f"/v1/operators/users/{path}", **kwargs)
+        return answer.status_code, answer.json()["error"]
+
+    assert status("lookup", json={"keys": list(range(101))}) == (413, "RequestLimitError")
+    assert status("lookup", content=b" " * 100_001) == (413, "RequestLimitError")
+    assert status("lookup", content=(b" " * 10_000 for _ in range(11))) == (413, "RequestLimitError")
+    assert status("scan", json={"limit": 20_001}) == (413, "RequestLimitError")
+    assert http.post("/v1/operators/users/scan", json={"limit": 20_000}).status_code == 200
+    assert memory.open_scans == 0
+
+
+def test_more_rows_than_allowed_end_a_scan(memory: MemoryClient) -> None:
+    app = create_app(connected(memory), Tokens(), HttpLimits(max_rows=1500))
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}")
+    lines = b"".join(pieces).splitlines()
+    assert json.loads(lines[-1])["problem"]["status"] == 413
+    assert not ended
+    assert len(lines) <= 1501
+
+
+def test_scans_end_after_their_time(memory: MemoryClient) -> None:
+    memory.pause = 0.2
+    app = create_app(connected(memory), Tokens(), HttpLimits(scan_seconds=0.5))
+    begun = time.monotonic()
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}")
+    assert json.loads(b"".join(pieces).splitlines()[-1])["problem"]["status"] == 504
+    assert not ended
+    assert time.monotonic() - begun < 3
+    assert memory.open_scans == 0
+
+
+def test_too_many_at_once(memory: MemoryClient) -> None:
+    memory.pause = 0.2
+    app = create_app(connected(memory), Tokens(), HttpLimits(max_requests=5, max_scans=2))
+
+    async def ask() -> tuple[list[int], list[int]]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
+            await client.get("/v1/operators/users/keys/1")
+            keys = await asyncio.gather(*(client.get(f"/v1/operators/users/keys/{n}") for n in range(8)))
+            scans = await asyncio.gather(
+                *(client.post("/v1/operators/users/scan", json={"limit": 1}) for _ in range(4))
+            )
+            return sorted(a.status_code for a in keys), sorted(a.status_code for a in scans)
+
+    keys, scans = asyncio.run(ask())
+    assert keys == [200] * 5 + [429] * 3
+    assert scans == [200] * 2 + [429] * 2
+    assert asyncio.run(ask()) == (keys, scans)
+
+
+def test_a_caller_that_leaves_ends_its_scan(memory: MemoryClient) -> None:
+    memory.pause = 0.05
+    app = create_app(connected(memory), Tokens())
+    pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}", leave_after=2)
+    assert len(pieces) < 6 and not ended
+    assert memory.open_scans == 0
+
+
+def raw(app: Any, method: str, path: str, body: bytes, leave_after: int | None = None) -> tuple[list[bytes], bool]:
+    """The pieces of an answer, and whether it came to its end; what the application raises is for the server to log."""
+    pieces: list[bytes] = []
+    ended = False
+
+    async def call() -> None:
+        gone = asyncio.Event()
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> dict[str, Any]:
+            message = next(messages, None)
+            if message is None:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            return message
+
+        async def send(message: Any) -> None:
+            nonlocal ended
+            if message["type"] == "http.response.body":
+                if message.get("body"):
+                    pieces.append(message["body"])
+                ended = not message.get("more_body", False)
+            if leave_after is not None and len(pieces) >= leave_after:
+                gone.set()
+
+        headers = [
+            (b"authorization", f"Bearer {TOKEN}".encode()),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+        }
+        try:
+            await app(scope, receive, send)
+        finally:
+            await asyncio.sleep(0.05)  # what a caller who has left leaves to be done
+
+    try:
+        asyncio.run(call())
+    except Exception:  # noqa: BLE001 - a server logs it, whatever it is
+        assert not ended
+    return pieces, ended
+
+
+# -- values --------------------------------------------------------------------------------------
+
+KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
+    (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
+    (pa.int16(), st.integers(-(2**15), 2**15 - 1)),
+    (pa.float64(), st.floats(allow_nan=False)),
+    (pa.string(), st.text()),
+    (pa.binary(), st.binary()),
+    (pa.bool_(), st.booleans()),
+    (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(UTC))),
+    (pa.date32(), st.dates()),
+    (pa.decimal128(20, 3), st.decimals(-(10**15), 10**15, places=3)),
+    (pa.list_(pa.int64()), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3)),
+    (
+        pa.struct([("a", pa.string()), ("b", pa.int64())]),
+        st.fixed_dictionaries({"a": st.text(), "b": st.none() | st.integers(-(2**60), 2**60)}),
+    ),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_values_go_through_json_and_back(data: st.DataObject) -> None:
+    kind, strategy = data.draw(st.sampled_from(KINDS))
+    value = data.draw(strategy)
+    through = json.loads(values.encoded(values.to_json(value)))
+    assert values.from_json(through, kind, "it") == value
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(), min_size=2, max_size=4))
+def test_keys_in_a_path_go_through_quotes(parts: list[str]) -> None:
+    schema = pa.schema([(str(i), pa.string()) for i in range(len(parts))])
+    text = ",".join('"' + part.replace('"', '""') + '"' for part in parts)
+    assert values.key_of_text(text, schema) == tuple(parts)
+    plain = [part.replace(",", "").replace('"', "") for part in parts]
+    assert values.key_of_text(",".join(plain), schema) == tuple(plain)
+
+
+def test_what_comes_as_columns_is_as_value_by_value() -> None:
+    rows = values.rows_to_json(TOTALS)
+    by_value = [{k: values.to_json(v) for k, v in row.items()} for row in TOTALS.to_pylist()]
+    assert rows == by_value
+    assert rows[0]["n"] == 1 and rows[1]["n"] == str(2**53)
+    assert math.isfinite(values.rows_to_json(TOTALS.slice(0, 1))[0]["mean"])
+    with pytest.raises(TypeError):
+        values.to_json(object())
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda c: st.lists(c) | st.dictionaries(st.text(), c),
+        max_leaves=5,
+    ),
+    st.sampled_from([k for k, _ in KINDS]),
+)
+def test_any_json_is_a_value_or_said_to_be_none(value: Any, kind: pa.DataType) -> None:
+    try:
+        made = values.from_json(value, kind, "it")
+    except UnknownKeyOrNamespaceError as error:
+        assert str(error).startswith("it: ")
+    else:
+        assert made is None or isinstance(made, int | float | str | bytes | bool | dt.date | Decimal | list | dict)
+
+
+# -- fuzz ----------------------------------------------------------------------------------------
+
+
+def test_random_requests_crash_nothing(http: TestClient, memory: MemoryClient) -> None:
+    rng = random.Random(5)
+    threads = threading.active_count()
+    paths = [
+        "/v1/operators/users/lookup",
+        "/v1/operators/totals/scan",
+        "/v1/operators/users/keys/",
+        "/v1/operators/",
+        "/",
+    ]
+    good = [b'{"keys": [1]}', b'{"limit": 5}', b'{"where": [{"column": "n", "comparison": "=", "value": 1}]}']
+    for _ in range(400):
+        body = bytearray(rng.choice(good)) if rng.random() < 0.6 else bytearray(rng.randbytes(rng.randrange(300)))
+        for _ in range(rng.randrange(4)):
+            if body:
+                body[rng.randrange(len(body))] = rng.randrange(256)
+        path = rng.choice(paths) + "".join(f"%{rng.randrange(256):02X}" for _ in range(rng.randrange(6)))
+        query = (
+            "?"
+            + "&".join(
+                f"{k}=%{rng.randrange(256):02X}"
+                for k in rng.sample(["window", "version", "isolation", "query", "state"], 2)
+            )
+            if rng.random() < 0.3
+            else ""
+        )
+        headers = {
+            "Content-Type": rng.choice(
+                ["application/json", "text/plain", "multipart/form-data", "application/x-www-form-urlencoded"]
+            )
+        }
+        if rng.random() < 0.2:
+            headers["Accept"] = ARROW
+        answer = http.request(rng.choice(["GET", "POST", "PUT"]), path + query, content=bytes(body), headers=headers)
+        assert answer.status_code in (200, 400, 404, 405, 413, 307), (path, query, bytes(body), answer.text)
+        if answer.status_code >= 400:
+            assert answer.json()["status"] == answer.status_code
+    deep = b'{"keys": [' + b"[" * 20_000 + b"]" * 20_000 + b"]}"
+    assert (
+        http.post("/v1/operators/users/lookup", content=deep, headers={"Content-Type": "application/json"}).status_code
+        == 400
+    )
+    assert (
+        http.post(
+            "/v1/operators/users/lookup",
+            content=b'{"keys": [' + b"9" * 50_000 + b"]}",
+            headers={"Content-Type": "application/json"},
+        ).status_code
+        == 400
+    )
+    assert memory.open_scans == 0
+    assert threading.active_count() <= threads + 40
+    assert http.get("/v1/operators/users/keys/1").status_code == 200

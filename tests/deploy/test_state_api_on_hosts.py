@@ -1,0 +1,273 @@
+"""The state over HTTP, from real hosts by the real client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+from fastapi.testclient import TestClient
+
+from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
+from deploy.state_http.app import ARROW, create_app
+from deploy.state_http.coordinator_tokens import STALE_SECONDS, CoordinatorTokens
+from deploy.state_http.limits import HttpLimits
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.queryable.async_client import AsyncQueryableStateClient
+from tests.spark_bridge.queryable.client_world import Cluster, served
+from tests.spark_bridge.queryable.test_client import ROWS, windowed
+from tests.spark_bridge.state_flows import Flow
+
+SECRET = "the-cluster's"
+
+
+class Coordinator:
+    """As far as tokens go."""
+
+    def __init__(self) -> None:
+        self.tokens = AccessTokens(SECRET, MemoryTokenStore(), lambda: 1e9)
+        self.is_away = False
+
+    def __call__(self, method: str) -> Any:
+        if self.is_away:
+            raise HostUnavailableError("The coordinator does not answer.")
+        return {"token": lambda: SECRET, "list_tokens": self.tokens.list}[method]()
+
+
+@contextmanager
+def answering(client: Any, limits: HttpLimits | None = None) -> Iterator[TestClient]:
+    tokens = CoordinatorTokens(Coordinator())
+    made = AsyncQueryableStateClient(client)
+
+    async def connect() -> AsyncQueryableStateClient:
+        return made
+
+    app = create_app(connect, tokens, limits, tokens.kept_up)
+    with TestClient(app, headers={"Authorization": f"Bearer {SECRET}"}) as http:
+        tokens.ask()
+        yield http
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Users 0 to 4,999 with n of ten times that."""
+    made = Cluster(tmp_path_factory.mktemp("http"))
+    users: dict[Any, Any] = {i: (10 * i, f"user {i}" if i % 3 else None) for i in range(5_000)}
+    made.batch(users)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def http(cluster: Cluster) -> Iterator[TestClient]:
+    with answering(cluster.client()) as made:
+        yield made
+
+
+def test_all_routes(http: TestClient) -> None:
+    (operator,) = http.get("/v1/operators").json()["operators"]
+    assert (operator["operator"], operator["completed_version"]) == ("totals", 1)
+    assert http.get("/v1/operators/totals").json()["query_id"] == "q"
+    assert http.get("/v1/operators/totals/keys/41").json() == {
+        "operator": "totals",
+        "key": 41,
+        "value": {"n": 410, "name": "user 41"},
+    }
+    assert http.get("/v1/operators/totals/keys/42?version=1&state=default&query=q").json()["value"]["n"] == 420
+    rows = http.post("/v1/operators/totals/lookup", json={"keys": [3, 99_999, 1]}).json()["rows"]
+    assert rows == [
+        {"user": 3, "n": 30, "name": None},
+        {"user": 99_999, "n": None, "name": None},
+        {"user": 1, "n": 10, "name": "user 1"},
+    ]
+    found = http.post(
+        "/v1/operators/totals/scan",
+        json={"where": [{"column": "n", "comparison": ">=", "value": 49_970}], "columns": ["user"]},
+    )
+    assert sorted(json.loads(line)["user"] for line in found.text.splitlines()) == [4997, 4998, 4999]
+    assert found.headers["x-statestore-version"] == "1"
+    ranged = http.post("/v1/operators/totals/scan", json={"start": [10], "end": [13]})
+    assert sorted(json.loads(line)["user"] for line in ranged.text.splitlines()) == [10, 11, 12]
+    everything = http.post("/v1/operators/totals/scan", json={}, headers={"Accept": ARROW})
+    with pa.ipc.open_stream(everything.content) as reader:
+        assert sorted(reader.read_all()["user"].to_pylist()) == list(range(5_000))
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "error"),
+    [
+        ("nothing", 404, "UnknownOperatorError"),
+        ("totals?query=nothing", 404, "UnknownOperatorError"),
+        ("totals/keys/99999", 404, "MissingKey"),
+        ("totals/keys/x", 400, "UnknownKeyOrNamespaceError"),
+        ("totals/keys/1?state=nothing", 404, "UnknownKvStateIdError"),
+        ("totals/keys/1?version=99", 409, "StateVersionError"),
+        ("totals/keys/1?window=2024-01-01", 400, "RequestError"),
+    ],
+)
+def test_errors_say_what_there_is(http: TestClient, path: str, status: int, error: str) -> None:
+    answer = http.get(f"/v1/operators/{path}")
+    assert (answer.status_code, answer.json()["error"]) == (status, error), answer.text
+
+
+def test_wrong_scans(http: TestClient) -> None:
+    for body in (
+        {"columns": ["nothing"]},
+        {"where": [{"column": "nothing", "comparison": "=", "value": 1}]},
+        {"where": [{"column": "n", "comparison": "=", "value": "x"}]},
+    ):
+        answer = http.post("/v1/operators/totals/scan", json=body)
+        assert answer.status_code == 400, answer.text
+
+
+def test_concurrent_callers(cluster: Cluster) -> None:
+    made = AsyncQueryableStateClient(cluster.client())
+    tokens = CoordinatorTokens(Coordinator())
+    tokens.ask()
+
+    async def connect() -> AsyncQueryableStateClient:
+        return made
+
+    async def ask() -> list[int]:
+        transport = httpx.ASGITransport(create_app(connect, tokens))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x", auth=("", SECRET)) as client:
+            answers = await asyncio.gather(*(client.get(f"/v1/operators/totals/keys/{n}") for n in range(90)))
+            return [a.json()["value"]["n"] for a in answers]
+
+    assert asyncio.run(ask()) == [10 * n for n in range(90)]
+
+
+def test_windows(tmp_path: Path) -> None:
+    query = windowed(tmp_path, ("window", "user"), ("user", "window"), ROWS)
+    with served(query) as client, answering(client) as http:
+        path = "/v1/operators/op/keys/1"
+        every = http.get(path).json()["value"]
+        assert [row["n"] for row in every] == [10, 11]
+        first = every[0]["window"]
+        assert first["start"].endswith("Z")
+        assert http.get(path, params={"window": first["start"]}).json()["value"] == {"n": 10}
+        assert http.get(path, params={"window": f"{first['start']}/{first['end']}"}).json()["value"] == {"n": 10}
+        assert http.get("/v1/operators/op/keys/9").status_code == 404
+        rows = http.post("/v1/operators/op/lookup", json={"keys": [1, 2, 3]}).json()["rows"]
+        assert [r["windows"] and [w["n"] for w in r["windows"]] for r in rows] == [[10, 11], [21], None]
+        rows = http.post("/v1/operators/op/lookup", json={"keys": [[1, first], [2, first]]}).json()["rows"]
+        assert [r["n"] for r in rows] == [10, None]
+        rows = http.post("/v1/operators/op/lookup", json={"keys": [1, 2], "window": first["start"]}).json()["rows"]
+        assert [r["n"] for r in rows] == [10, None]
+    query.close()
+
+
+def test_processors_variables(tmp_path: Path) -> None:
+    def fill(of: Any) -> None:
+        of.total.update((3, "u3"))
+        of.visits.appendList([("/", 1), (None, 2)])
+        of.pages.updateValue(("/a", "x"), (1, ("text",)))
+        of.timers.registerTimer(5000)
+
+    flow = Flow(tmp_path)
+    flow.batch({("a", 1): fill})
+    with served(flow) as client, answering(client) as http:
+
+        def value(state: str) -> Any:
+            return http.get("/v1/operators/op/keys/a,1", params={"state": state}).json()["value"]
+
+        assert value("total") == {"n": 3, "user": "u3"}
+        assert value("visits") == [{"page": "/", "at": 1}, {"page": None, "at": 2}]
+        assert value("pages") == [{"key": ["/a", "x"], "value": {"n": 1, "note": {"text": "text"}}}]
+        assert value("timers") == [5000]
+        assert http.get("/v1/operators/op/keys/a,1").status_code == 404  # which of the variables is not said
+        rows = http.post(
+            "/v1/operators/op/lookup", json={"keys": [["a", 1], {"user": "b", "shard": 1}], "state": "visits"}
+        ).json()["rows"]
+        assert [r["list_value"] for r in rows] == [[{"page": "/", "at": 1}, {"page": None, "at": 2}], None]
+        lines = http.post("/v1/operators/op/scan", json={"state": "pages", "prefix": "a"}).text.splitlines()
+        assert len(lines) == 1
+    flow.close()
+
+
+def test_a_host_that_dies_is_a_problem_and_no_hang(tmp_path: Path) -> None:
+    made = Cluster(tmp_path)
+    made.batch({i: (i, "x") for i in range(1000)})
+    try:
+        with answering(made.client(), HttpLimits(timeout=1.0)) as http:
+            assert http.get("/v1/operators/totals/keys/1").status_code == 200
+            for host in made.hosts:
+                host.kill()
+            assert http.get("/v1/operators/totals/keys/1").status_code in (503, 504)
+            assert http.post("/v1/operators/totals/scan", json={}).status_code in (503, 504)
+    finally:
+        made.close()
+
+
+def test_scans_leave_no_threads(http: TestClient) -> None:
+    before = threading.active_count()
+    for _ in range(20):
+        assert http.post("/v1/operators/totals/scan", json={"limit": 3}).status_code == 200
+    assert threading.active_count() < before + 10
+
+
+# -- tokens of the coordinator -------------------------------------------------------------------
+
+
+def test_tokens_are_those_of_the_coordinator() -> None:
+    now = [0.0]
+    coordinator = Coordinator()
+    tokens = CoordinatorTokens(coordinator, lambda: now[0])
+    token = coordinator.tokens.issue("browser")
+    made = create_app(_nobody, tokens)
+
+    def status(given: str) -> Any:
+        with TestClient(made) as http:
+            return http.get("/openapi.json", headers={"Authorization": f"Bearer {given}"}).status_code
+
+    assert (status(token), status("")) == (503, 401)
+    tokens.ask()
+    assert (status(token), status(SECRET), status("wrong"), status(token + "0")) == (200, 200, 401, 401)
+    coordinator.tokens.revoke("browser")
+    assert status(token) == 200
+    tokens.ask()
+    assert status(token) == 401
+    other = coordinator.tokens.issue("other")
+    coordinator.is_away = True
+    with pytest.raises(HostUnavailableError):
+        tokens.ask()
+    assert status(other) == 200
+    now[0] += STALE_SECONDS + 1
+    assert status(other) == 503
+
+
+def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.state_http.coordinator_tokens.REVOCATION_SECONDS", 0.02)
+    coordinator = Coordinator()
+    coordinator.is_away = True
+    tokens = CoordinatorTokens(coordinator)
+    token = coordinator.tokens.issue("browser")
+
+    def status(http: TestClient) -> Any:
+        return http.get("/openapi.json", headers={"Authorization": f"Bearer {token}"}).status_code
+
+    with TestClient(create_app(_nobody, tokens, lifespan=tokens.kept_up)) as http:
+        assert status(http) == 503
+        coordinator.is_away = False
+        _await(lambda: status(http) == 200)
+        coordinator.tokens.revoke("browser")
+        _await(lambda: status(http) == 401)
+
+
+async def _nobody() -> Any:
+    raise HostUnavailableError("There is nobody.")
+
+
+def _await(holds: Any) -> None:
+    for _ in range(250):
+        if holds():
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("not within 5 s")

@@ -1,0 +1,124 @@
+"""The state over HTTP on real Ray Serve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deploy.memory_client import TOKEN
+
+COORDINATOR = "of-state-api"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Serve with the application at ``/state``, and at ``/memory`` one whose scans fail in the middle."""
+    import ray
+    from ray import serve
+
+    from coordinator_actor.actor import get_or_create_coordinator
+    from deploy.state_api import Settings, build_app
+
+    ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        namespace="statestore",
+        log_to_driver=False,
+        logging_level="WARNING",
+        include_dashboard=False,
+        _temp_dir=ray_dir,
+        object_store_memory=100 << 20,
+    )
+    try:
+        get_or_create_coordinator(name=COORDINATOR)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        settings = Settings.model_validate({"coordinator_name": COORDINATOR, "limits": {"max_body_bytes": 1000}})
+        serve.run(build_app(settings), name="state", route_prefix="/state")
+        serve.run(failing(), name="memory", route_prefix="/memory")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+def failing() -> Any:
+    from fastapi import FastAPI
+    from ray import serve
+
+    def http() -> FastAPI:
+        from deploy.state_http.app import create_app
+        from spark_bridge.exceptions import QueryTimeoutError
+        from tests.deploy.memory_client import MemoryClient, Tokens
+
+        async def connect() -> Any:
+            return MemoryClient(failure=QueryTimeoutError("a host is gone"), fail_after=2)
+
+        return create_app(connect, Tokens())
+
+    return serve.deployment(serve.ingress(http)(), name="Failing", ray_actor_options={"num_cpus": 0}).bind()
+
+
+def coordinator(method: str, *args: object) -> Any:
+    import ray
+
+    actor = ray.get_actor(COORDINATOR, namespace="statestore")
+    return ray.get(getattr(actor, method).remote(*args), timeout=60)
+
+
+def wait_until(holds: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.1)
+
+
+@pytest.mark.ray
+def test_the_application_on_serve(address: str) -> None:
+    token = coordinator("issue_token", "browser")
+    with httpx.Client(base_url=f"{address}/state", auth=("", token), timeout=30) as http:
+        wait_until(lambda: http.get("/v1/operators").status_code == 200, 20)
+        for path in ("/", "/openapi.json", "/v1/operators", "/nothing"):
+            assert http.get(path, auth=("", "wrong")).status_code == 401
+            assert http.get(path, auth=None).status_code == 401
+        assert http.get("/v1/operators").json() == {"operators": []}
+        page = http.get("/")
+        assert '<base href="/state/">' in page.text and page.headers["content-type"].startswith("text/html")
+        assert "/v1/operators/{operator}/scan" in http.get("/openapi.json").json()["paths"]
+        for answer in (
+            http.get("/v1/operators/nothing/keys/1"),
+            http.post("/v1/operators/nothing/lookup", json={"keys": [1]}),
+            http.post("/v1/operators/nothing/scan", json={}),
+        ):
+            assert (answer.status_code, answer.json()["error"]) == (404, "UnknownOperatorError")
+        assert http.post("/v1/operators/nothing/lookup", content=b"x" * 1001).status_code == 413
+        coordinator("revoke_token", "browser")
+        wait_until(lambda: http.get("/v1/operators").status_code == 401, 10)
+
+
+@pytest.mark.ray
+def test_a_scan_that_fails_is_cut_short_on_the_wire(address: str) -> None:
+    with httpx.Client(base_url=f"{address}/memory", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as http:
+        received = b""
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            http.stream("POST", "/v1/operators/users/scan", json={}) as answer,
+        ):
+            assert (answer.status_code, answer.headers["x-statestore-version"]) == (200, "7")
+            for piece in answer.iter_bytes():
+                received += piece
+        lines = received.splitlines()
+        assert json.loads(lines[-1])["problem"]["detail"] == "a host is gone"
+        assert json.loads(lines[0]) == {"user": 0, "name": "user 0"}
+        assert http.get("/v1/operators").status_code == 200

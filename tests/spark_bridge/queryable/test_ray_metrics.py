@@ -1,0 +1,62 @@
+"""What a host publishes of its requests, by Ray's own classes (which need no cluster to be filled)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spark_bridge.queryable import ray_metrics
+from spark_bridge.queryable.request_statistics import RequestStatistics
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    found: list[tuple[Any, ...]] = []
+
+    class Counted(ray_metrics.Counter):
+        def inc(self, value=1.0, tags=None):
+            super().inc(value, tags)
+            found.append((self.info["name"], value, tags))
+
+    class Shown(ray_metrics.Gauge):
+        def set(self, value, tags=None):
+            super().set(value, tags)
+            found.append((self.info["name"], value, tags))
+
+    monkeypatch.setattr(ray_metrics, "Counter", Counted)
+    monkeypatch.setattr(ray_metrics, "Gauge", Shown)
+    return found
+
+
+def test_requests_failures_and_latencies_are_published_once(recorded):
+    statistics = RequestStatistics()
+    publish = ray_metrics.request_metrics(statistics, "statestore", "host-1")
+    publish()
+    assert recorded == []
+    for _ in range(99):
+        statistics.observe("totals", "lookup", 0.001)
+    statistics.observe("totals", "lookup", 0.2, failed=True)
+    publish()
+    tags = {"namespace": "statestore", "host": "host-1", "operator": "totals", "verb": "lookup"}
+    assert recorded[:2] == [("statestore_requests_total", 100, tags), ("statestore_request_failures_total", 1, tags)]
+    latencies = {t["quantile"]: value for name, value, t in recorded[2:] if name == "statestore_request_latency_ms"}
+    assert latencies == {
+        "0.5": pytest.approx(1.0, rel=0.07),
+        "0.9": pytest.approx(1.0, rel=0.07),
+        "0.99": pytest.approx(1.0, rel=0.07),
+        "1": pytest.approx(200.0),
+    }
+
+
+def test_latencies_of_requests_that_have_ended_do_not_stay(recorded):
+    statistics = RequestStatistics()
+    publish = ray_metrics.request_metrics(statistics, "statestore", "host-1")
+    statistics.observe("totals", "lookup", 0.001)
+    publish()
+    recorded.clear()
+    publish()
+    assert [(name, value) for name, value, _ in recorded] == [("statestore_request_latency_ms", 0.0)] * 4
+    recorded.clear()
+    publish()
+    assert recorded == []

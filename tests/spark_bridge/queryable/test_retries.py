@@ -1,0 +1,133 @@
+"""Which failures are tried again, how long, and what is said in the end."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from coordinator_actor.exceptions import RetiredRunError, StaleOwnerError, UnknownHostError, UnknownRunError
+from spark_bridge.errors_by_name import rebuilt_error
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    ConnectionClosedError,
+    HostUnavailableError,
+    NotOwnerError,
+    QueryEndedError,
+    QueryTimeoutError,
+    RequestError,
+    SparkBridgeError,
+    StateVersionError,
+    TooManyRequestsError,
+    UnknownOperatorError,
+)
+from spark_bridge.queryable.retries import LONGEST_DELAY, Attempts, retrying, should_locate
+
+HELPED = (
+    NotOwnerError,
+    RetiredRunError,
+    UnknownRunError,
+    StaleOwnerError,
+    UnknownHostError,
+    ConnectionClosedError,
+    HostUnavailableError,
+    ConnectionResetError,
+)
+FINAL = (AccessDeniedError, RequestError, StateVersionError, ValueError, QueryTimeoutError)
+
+
+class Time:
+    """A clock that only moves while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def attempts(clock: Time, seconds: float = 10.0, **changes: Any) -> Attempts:
+    return Attempts("get('op', 42)", clock() + seconds, clock=clock, rng=lambda: 1.0, **changes)
+
+
+@pytest.mark.parametrize("kind", [*HELPED, TooManyRequestsError])
+def test_what_may_pass_is_tried_again(kind: type[Exception]) -> None:
+    clock, relocated = Time(), []
+    failures = [kind("no"), kind("no"), kind("no")]
+
+    def call() -> str:
+        if failures:
+            raise failures.pop()
+        return "answer"
+
+    assert retrying(call, attempts(clock), relocate=relocated.append, sleep=clock.sleep) == "answer"
+    assert len(relocated) == (0 if kind is TooManyRequestsError else 3), "who is busy has not moved"
+    assert should_locate(kind("no")) == (kind is not TooManyRequestsError)
+    assert clock.slept == [0.02, 0.04, 0.08]
+
+
+@pytest.mark.parametrize("kind", FINAL)
+def test_what_does_not_pass_is_raised_at_once(kind: type[Exception]) -> None:
+    clock = Time()
+
+    def call() -> None:
+        raise kind("no")
+
+    with pytest.raises(kind, match="no"):
+        retrying(call, attempts(clock), sleep=clock.sleep)
+    assert not clock.slept
+    assert not should_locate(kind("no"))
+
+
+@pytest.mark.parametrize("kind", [QueryEndedError, UnknownOperatorError])
+def test_a_query_that_ended_is_waited_for_by_those_who_have_had_answers(kind: type[Exception]) -> None:
+    clock = Time()
+
+    def call() -> None:
+        raise kind("over")
+
+    with pytest.raises(kind, match="over"):
+        retrying(call, attempts(clock), sleep=clock.sleep)
+    with pytest.raises(QueryTimeoutError, match=f"{kind.__name__}: over"):
+        retrying(call, attempts(clock, had_answer=True), sleep=clock.sleep)
+    assert clock.slept
+
+
+def test_in_the_end_it_is_said_what_was_asked_how_long_and_what_failed_last() -> None:
+    clock = Time()
+
+    def call() -> None:
+        raise HostUnavailableError("10.0.0.1:7 does not answer")
+
+    with pytest.raises(QueryTimeoutError) as raised:
+        retrying(call, attempts(clock, 3.0), sleep=clock.sleep)
+    assert str(raised.value).startswith("get('op', 42) was not answered within 3.0 s, in ")
+    assert "last failure: HostUnavailableError: 10.0.0.1:7 does not answer" in str(raised.value)
+    assert isinstance(raised.value.__cause__, HostUnavailableError)
+    assert clock.now <= 103.0
+    assert max(clock.slept) == LONGEST_DELAY
+    assert all(a <= b for a, b in pairwise(clock.slept))
+
+
+def test_delays_are_random_by_half() -> None:
+    clock = Time()
+    few = Attempts("x", clock() + 9, clock=clock, rng=lambda: 0.0)
+    assert few.delay(NotOwnerError("no")) == 0.01
+    assert len({Attempts("x", clock() + 9, clock=clock).delay(NotOwnerError("no")) for _ in range(20)}) > 10
+
+
+def test_errors_are_what_they_were_before_they_crossed_the_network() -> None:
+    for kind in (NotOwnerError, RetiredRunError, StateVersionError):
+        rebuilt = rebuilt_error(kind.__name__, "it says this")
+        assert (type(rebuilt), str(rebuilt)) == (kind, "it says this")
+    ended = rebuilt_error("QueryEndedError", "over")
+    assert type(ended) is QueryEndedError, "ours, whoever raised it"
+    for name in ("KeyError", "os", "rebuilt_error", "__builtins__", "annotations"):
+        unknown = rebuilt_error(name, "m")
+        assert (type(unknown), str(unknown)) == (SparkBridgeError, f"{name}: m")

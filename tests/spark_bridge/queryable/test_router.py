@@ -1,0 +1,742 @@
+"""Routing over real hosts: whatever is asked of whomever, one answer of one version, and each row once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from msgspec.structs import replace
+
+from backends.key_groups import key_groups
+from backends.keys import encode_keys
+from backends.operator_schema import OperatorSchema, StateVariable
+from backends.schema import StateSchema
+from coordinator_actor.exceptions import RetiredRunError
+from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
+from spark_bridge.exceptions import (
+    ConnectionClosedError,
+    HostUnavailableError,
+    NotOwnerError,
+    QueryTimeoutError,
+    RequestError,
+    StateVersionError,
+    UnknownKeyOrNamespaceError,
+    UnknownKvStateKeyGroupLocationError,
+)
+from spark_bridge.queryable import router as router_module
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.limits import RequestLimits
+from spark_bridge.queryable.reads import StateAnswer
+from spark_bridge.queryable.router import StateRouter
+from spark_bridge.queryable.routing_table import is_stable
+from spark_bridge.queryable.server import KvStateServer
+from spark_bridge.queryable.wire import At, KeyRows, Lookup, Scan
+from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
+from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, eventually
+from tests.spark_bridge.queryable.relays import Relay
+
+FAMILY = "default"
+COMPLETED = At()
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def stored(users: Sequence[int]) -> pa.BinaryArray:
+    columns = pa.record_batch([pa.array(users, pa.int64())], schema=KEYS)
+    return encode_keys(columns, key_groups(columns, G))
+
+
+def numbers(values: pa.BinaryArray) -> list[int | None]:
+    """What the first column of stored values says."""
+    n = TOTALS.decode_values(values).column(0)
+    return [x if there else None for x, there in zip(n.to_pylist(), values.is_valid().to_pylist(), strict=True)]
+
+
+@pytest.fixture
+def connections() -> Iterator[KvConnections]:
+    with KvConnections(TOKEN, timeout=5.0) as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, hosts=2, partitions=5)
+    made.batch({user: (user, "a") for user in range(1000)})
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["direct", "via"])
+def router(request: pytest.FixtureRequest, cluster: Cluster, connections: KvConnections) -> StateRouter:
+    return StateRouter(connections, via=cluster.hosts[0].address if request.param == "via" else None)
+
+
+def located(cluster: Cluster) -> OperatorLocation:
+    location: OperatorLocation = cluster.c.locate("totals")
+    return location
+
+
+def owned_by(cluster: Cluster, host: int) -> list[int]:
+    """Users whose partition the host owns."""
+    columns = pa.record_batch([pa.array(range(1000), pa.int64())], schema=KEYS)
+    partitions = key_groups(columns, G).astype(np.int64) * cluster.partitions // G
+    owners = located(cluster).owners
+    return [u for u in range(1000) if owners[partitions[u]].host_id == f"h{host}"]
+
+
+def asked(cluster: Cluster, verb: str) -> list[int]:
+    """How many such requests each host has had."""
+    snapshots = [h.proxy.statistics.snapshot("totals") for h in cluster.hosts]
+    return [s.get("totals", {}).get(verb, {}).get("requests", 0) for s in snapshots]
+
+
+# -- keys --------------------------------------------------------------------------------------
+
+
+def test_keys_in_any_order_several_times_and_unknown_ones(cluster: Cluster, router: StateRouter) -> None:
+    rng = random.Random(1)
+    location = located(cluster)
+    for n in (1, 2, 10, 1500):
+        users = [rng.randrange(1200) for _ in range(n)]
+        version, values = router.lookup(location, FAMILY, stored(users), COMPLETED, soon())
+        assert (version, numbers(values)) == (1, [u if u < 1000 else None for u in users])
+    assert router.lookup(location, FAMILY, stored([]), COMPLETED, soon()) == (1, pa.array([], pa.binary()))
+    for user in (0, 1, 999, 1000, -5):
+        version, value = router.lookup_one(location, FAMILY, stored([user])[0].as_py(), COMPLETED, soon())
+        assert (version, value is None) == (1, not 0 <= user < 1000)
+        assert value is None or numbers(pa.array([value])) == [user]
+
+
+def test_more_keys_than_a_request_may_have(
+    cluster: Cluster, router: StateRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = list(range(1100, -1, -1))
+    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 100)
+    version, values = router.lookup(located(cluster), FAMILY, stored(users), COMPLETED, soon())
+    assert (version, numbers(values)) == (1, [u if u < 1000 else None for u in users])
+    monkeypatch.setattr(router_module, "BYTES_PER_REQUEST", 500)
+    request = KeyRows("", "totals")
+    answer = router.key_rows(located(cluster), request, stored(users[:500]), soon())
+    rows = pa.Table.from_batches(list(answer.batches), answer.schema).sort_by("position")
+    assert rows.column("user").to_pylist() == [u for u in users[:500] if u < 1000]
+    assert [users[p] for p in rows.column("position").to_pylist()] == rows.column("user").to_pylist()
+
+
+def test_rows_of_keys_name_the_position_among_all_keys(cluster: Cluster, router: StateRouter) -> None:
+    users = [5, 2000, 7, 5, 999]
+    answer = router.key_rows(located(cluster), KeyRows("", "totals", columns=["n"]), stored(users), soon())
+    rows = pa.Table.from_batches(list(answer.batches), answer.schema).sort_by("position")
+    assert answer.version == 1
+    assert rows.select(["position", "n"]).to_pylist() == [
+        {"position": i, "n": u} for i, u in enumerate(users) if u < 1000
+    ]
+    answer = router.key_rows(located(cluster), KeyRows("", "totals"), stored([]), soon())
+    assert (list(answer.batches), answer.schema.names[0]) == ([], "position")
+
+
+def test_what_is_no_stored_key(cluster: Cluster, connections: KvConnections) -> None:
+    router = StateRouter(connections)
+    location = located(cluster)
+    for wrong in (b"", b"\x00", b"\xff\xff123"):
+        with pytest.raises(UnknownKeyOrNamespaceError, match="begins with none of the 64 key groups"):
+            router.lookup_one(location, FAMILY, wrong, COMPLETED, soon())
+        with pytest.raises(UnknownKeyOrNamespaceError, match="begins with none of the 64 key groups"):
+            router.lookup(location, FAMILY, pa.array([*stored([1]).to_pylist(), wrong]), COMPLETED, soon())
+    with pytest.raises(RequestError, match="1 of 2 stored keys are null"):
+        router.lookup(location, FAMILY, pa.array([b"\x00\x00", None]), COMPLETED, soon())
+
+
+def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "ANSWER_SECONDS", 0.05)
+    hanging = MemoryReads()
+    hanging.pause = 0.5
+    memory = Memory([hanging])
+    router = StateRouter(connections)
+    started = time.monotonic()
+    try:
+        with pytest.raises(HostUnavailableError, match="in time"):
+            router.lookup_one(memory.location, FAMILY, stored([1])[0].as_py(), COMPLETED, soon())
+        with pytest.raises(HostUnavailableError, match="in time"):
+            router.lookup(memory.location, FAMILY, stored([1, 2]), COMPLETED, soon())
+        assert time.monotonic() - started < 0.4
+    finally:
+        memory.close()
+
+
+def test_windows_of_a_key_are_asked_of_all_hosts(connections: KvConnections) -> None:
+    window = pa.struct([("start", pa.timestamp("us")), ("end", pa.timestamp("us"))])
+    windowed = OperatorSchema.of_rows(StateSchema(pa.schema([("window", window), *KEYS]), TOTALS.value))
+    reads = [Lagging([1]) for _ in range(3)]
+    memory = Memory(reads)
+    router = StateRouter(connections)
+    try:
+        keys = stored([42])
+        router.key_rows(memory.location, KeyRows("", "totals"), keys, soon())
+        assert sum(r.questions for r in reads) == 1
+        spec = replace(memory.location.operator, schema=windowed.to_json())
+        location = replace(memory.location, operator=spec)
+        answer = router.key_rows(location, KeyRows("", "totals"), keys, soon())
+        assert sum(b.num_rows for b in answer.batches) == 3
+        assert sum(r.questions for r in reads) == 1 + 3
+        router.lookup(location, FAMILY, keys, COMPLETED, soon())  # with a window, so that the key has a group
+        assert sum(r.questions for r in reads) == 1 + 3 + 1
+    finally:
+        memory.close()
+
+
+def test_rows_that_may_expire_are_known_by_the_schema() -> None:
+    families = {"v": TOTALS}
+    expiring = OperatorSchema(
+        variables=(StateVariable("v", "value", families, ttl_ms=1000), StateVariable("w", "value", {"w": TOTALS}))
+    )
+    schema = expiring.to_json()
+    assert [is_stable(schema, state) for state in ("v", "w")] == [False, True]
+    assert is_stable(OperatorSchema.of_rows(TOTALS).to_json(), None)
+    assert not is_stable("", None)
+
+
+# -- one version -------------------------------------------------------------------------------
+
+
+def test_hosts_that_hear_of_a_version_at_different_times_give_one_answer(
+    cluster: Cluster, router: StateRouter, connections: KvConnections
+) -> None:
+    location = located(cluster)
+    users = list(range(1000))
+    for version in range(2, 8):
+        cluster.batch(dict.fromkeys(users, (version, "b")), complete=False)
+        ahead = cluster.hosts[version % 2]
+        cluster.c.batch_committed(cluster.run, version - 1)
+        ahead.host.heartbeat()  # the other one has not heard of it
+        found, values = router.lookup(location, FAMILY, stored(users), COMPLETED, soon())
+        if version > 2:  # else what the first batch has written, which is one number per user
+            assert set(numbers(values)) == {found}
+        assert found in (version - 1, version)
+        answer = router.scan(location, Scan("", "totals", columns=["n"]), soon())
+        if version > 2:
+            assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {answer.version}
+        assert answer.version >= found
+        assert router.count(location, Scan("", "totals"), soon()) == (answer.version, 1000)
+        assert router.completed_version(cluster.run) == answer.version
+
+
+def test_at_most_one_more_question_levels_the_versions(cluster: Cluster, connections: KvConnections) -> None:
+    router, other = StateRouter(connections), StateRouter(connections)
+    location = located(cluster)
+    cluster.batch(dict.fromkeys(range(1000), (2, "b")), complete=False)
+    cluster.c.batch_committed(cluster.run, 1)
+    cluster.hosts[1].host.heartbeat()
+    before = asked(cluster, "lookup")
+    version, values = router.lookup(location, FAMILY, stored(range(1000)), COMPLETED, soon())
+    assert (version, numbers(values)) == (1, list(range(1000)))
+    # Only the host that is ahead is asked again. (A request is counted after its answer.)
+    eventually(lambda: np.subtract(asked(cluster, "lookup"), before).tolist() == [1, 2])
+    # Who has seen version 2 gets nothing older from a host that has not heard of it.
+    user = owned_by(cluster, 1)[0]
+    assert other.lookup_one(location, FAMILY, stored([user])[0].as_py(), COMPLETED, soon())[0] == 2
+    eventually(lambda: np.subtract(asked(cluster, "lookup"), before).tolist() == [1, 3])
+    before = asked(cluster, "lookup")
+    version, values = other.lookup(location, FAMILY, stored(range(1000)), COMPLETED, soon())
+    assert (version, set(numbers(values))) == (2, {2})
+    eventually(lambda: np.subtract(asked(cluster, "lookup"), before).tolist() == [1, 1])
+
+
+def test_a_named_version_and_the_latest_one(cluster: Cluster, router: StateRouter) -> None:
+    location = located(cluster)
+    for version in (2, 3, 4):
+        cluster.batch(dict.fromkeys(range(1000), (version, "b")), complete=version < 4)
+    for version in (2, 3):
+        at = At("version", version)
+        found, values = router.lookup(location, FAMILY, stored(range(50)), at, soon())
+        assert (found, set(numbers(values))) == (version, {version})
+        answer = router.scan(location, Scan("", "totals", at=at, columns=["n"]), soon())
+        assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {version} == {answer.version}
+    version, values = router.lookup(location, FAMILY, stored(range(50)), At("latest"), soon())
+    assert (version, set(numbers(values))) == (4, {4}), "not completed yet"
+    answer = router.scan(location, Scan("", "totals", at=At("latest"), columns=["n"]), soon())
+    assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {4}
+    assert router.completed_version(cluster.run) <= 3
+
+
+class Lagging(MemoryReads):
+    """A host that hears of versions late and holds the last two: the value of every key, and every row, is the version."""
+
+    def __init__(self, coordinator: list[int]) -> None:
+        super().__init__()
+        self.coordinator = coordinator
+        self.version = coordinator[0]
+        self.questions = 0
+
+    def _at(self, at: At) -> int:
+        self.questions += 1
+        version = self.version
+        if at.isolation == "version":
+            self.version = version = max(version, min(at.version, self.coordinator[0]))
+            if not version - 1 <= at.version <= version:
+                raise StateVersionError(f"Version {at.version} is not held; version {version} is.")
+            return at.version
+        if at.version > version:
+            self.version = self.coordinator[0]
+            if self.version < at.version:
+                raise StateVersionError(f"Version {at.version} is not completed.")
+        return self.version
+
+    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        version = self._at(request.at)
+        return version, pa.array([b"%d" % version] * len(keys))
+
+    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+        version = self._at(request.at)
+        return version, b"%d" % version
+
+    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+        version = self._at(request.at)
+        rows = pa.record_batch(
+            [pa.array(range(len(keys)), pa.int64()), pa.array([str(version)] * len(keys))], ["position", "v"]
+        )
+        return StateAnswer(version, rows.schema, iter([rows]))
+
+    def scan(self, request: Scan) -> StateAnswer:
+        version = self._at(request.at)
+        assert request.partitions is not None
+        rows = [
+            pa.record_batch([pa.array([p] * 10), pa.array([str(version)] * 10)], schema=ROWS)
+            for p in request.partitions
+        ]
+        return StateAnswer(version, ROWS, iter(rows))
+
+    def count(self, request: Scan) -> tuple[int, int]:
+        return self._at(request.at), 10 * len(request.partitions or ())
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        return self.version
+
+
+class Memory:
+    """Servers of what is in memory, one per host, the partitions among them by turns."""
+
+    def __init__(self, reads: Sequence[Any], partitions: int = 6, **limits: Any) -> None:
+        self.reads = reads
+        self.servers = [
+            KvStateServer(r, OneToken({TOKEN}), ip="127.0.0.1", limits=RequestLimits(**limits), host_id=f"h{i}")
+            for i, r in enumerate(reads)
+        ]
+        for server in self.servers:
+            server.start()
+        hosts = [HostInfo(f"h{i}", "a", "", "n", "s", s.server_address) for i, s in enumerate(self.servers)]
+        owners = tuple(hosts[p % len(hosts)] for p in range(partitions))
+        self.location = OperatorLocation(
+            "q", "run", "q", OperatorSpec("totals", partitions, TOTALS.to_json()), G, 0, owners
+        )
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.shutdown()
+
+
+def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connections: KvConnections) -> None:
+    coordinator = [1]
+    reads = [Lagging(coordinator) for _ in range(3)]
+    memory = Memory(reads)
+    rng = random.Random(7)
+    router = StateRouter(connections)
+    keys = stored(range(100))
+    seen = 0
+    try:
+        with pytest.raises(StateVersionError, match="77"):
+            router.lookup(memory.location, FAMILY, keys, At("version", 77), soon())
+        with pytest.raises(StateVersionError, match="77"):
+            router.lookup(memory.location, FAMILY, keys, At("completed", 77), soon())
+        with pytest.raises(StateVersionError, match="77"):
+            router.scan(memory.location, Scan("", "totals", at=At("version", 77)), soon())
+        for _ in range(150):
+            coordinator[0] += rng.choice((0, 0, 1, 1, 5))
+            for r in reads:
+                if rng.random() < 0.4:
+                    r.version = rng.randint(r.version, coordinator[0])
+            kind = rng.randrange(5)
+            if kind == 0:
+                version, values = router.lookup(memory.location, FAMILY, keys, COMPLETED, soon())
+                assert set(values.to_pylist()) == {b"%d" % version}
+            elif kind == 1:
+                version, value = router.lookup_one(
+                    memory.location, FAMILY, keys[rng.randrange(100)].as_py(), COMPLETED, soon()
+                )
+                assert value == b"%d" % version
+            elif kind == 2:
+                answer = router.key_rows(memory.location, KeyRows("", "totals"), keys, soon())
+                rows, version = pa.Table.from_batches(list(answer.batches)), answer.version
+                assert sorted(rows["position"].to_pylist()) == list(range(100))
+                assert set(rows["v"].to_pylist()) == {str(version)}
+            elif kind == 3:
+                try:
+                    answer = router.scan(memory.location, Scan("", "totals"), soon())
+                except HostUnavailableError:
+                    continue  # a host is two versions ahead of the one that was fixed: asked again by the client
+                rows, version = pa.Table.from_batches(list(answer.batches)), answer.version
+                assert set(rows["v"].to_pylist()) == {str(version)}
+                assert sorted(rows["k"].to_pylist()) == sorted(list(range(6)) * 10)
+            else:
+                version, count = router.count(memory.location, Scan("", "totals"), soon())
+                assert count == 60
+            assert version >= seen, "time does not run backwards"
+            seen = version
+    finally:
+        memory.close()
+
+
+def test_many_requests_of_one_call_are_of_one_version(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 10)
+
+    class Advancing(Lagging):
+        """There is a new version whenever it is asked for one."""
+
+        def _at(self, at: At) -> int:
+            if at.isolation == "completed":
+                self.coordinator[0] += 1
+                self.version = self.coordinator[0]
+            return super()._at(at)
+
+    memory = Memory([Advancing([1])])
+    router = StateRouter(connections)
+    try:
+        version, values = router.lookup(memory.location, FAMILY, stored(range(35)), COMPLETED, soon())
+        assert (version, set(values.to_pylist())) == (2, {b"2"})
+        answer = router.key_rows(memory.location, KeyRows("", "totals"), stored(range(35)), soon())
+        assert (answer.version, {v for b in answer.batches for v in b["v"].to_pylist()}) == (3, {"3"})
+    finally:
+        memory.close()
+
+
+def test_threads_see_one_version_and_never_an_older_one(connections: KvConnections) -> None:
+    coordinator = [1]
+    reads = [Lagging(coordinator) for _ in range(2)]
+    memory = Memory(reads)
+    router = StateRouter(connections)
+    keys = stored(range(60))
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def advance() -> None:
+        rng = random.Random(1)
+        while not stop.is_set():
+            coordinator[0] += 1
+            rng.choice(reads).version = coordinator[0]
+            time.sleep(0.001)
+
+    def ask() -> None:
+        seen = 0
+        try:
+            for _ in range(80):
+                floor = router.completed_version("run")
+                version, values = router.lookup(memory.location, FAMILY, keys, COMPLETED, soon())
+                assert set(values.to_pylist()) == {b"%d" % version}
+                assert version >= max(floor, seen)
+                seen = version
+        except BaseException as error:  # noqa: BLE001 - shown below
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    clock = threading.Thread(target=advance)
+    try:
+        for thread in (*threads, clock):
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    finally:
+        stop.set()
+        clock.join()
+        memory.close()
+    assert not failures, failures
+
+
+# -- scans -------------------------------------------------------------------------------------
+
+
+def test_a_scan_gives_each_row_once(cluster: Cluster, router: StateRouter) -> None:
+    location = located(cluster)
+    answer = router.scan(location, Scan("", "totals"), soon())
+    rows = pa.Table.from_batches(list(answer.batches), answer.schema)
+    assert sorted(rows["user"].to_pylist()) == list(range(1000)) == sorted(rows["n"].to_pylist())
+    parts = [
+        pa.Table.from_batches(list(a.batches), a.schema)["user"].to_pylist()
+        for p in range(5)
+        for a in [router.scan(location, Scan("", "totals", partitions=[p]), soon())]
+    ]
+    assert sorted(u for part in parts for u in part) == list(range(1000))
+    in_order = router.scan(location, Scan("", "totals", partitions=[4, 0, 3, 1, 2]), soon(), in_order=True)
+    given = [u for b in in_order.batches for u in b["user"].to_pylist()]
+    assert given == parts[4] + parts[0] + parts[3] + parts[1] + parts[2]
+    with pytest.raises(UnknownKvStateKeyGroupLocationError, match="no partition 5; it has 5"):
+        router.scan(location, Scan("", "totals", partitions=[5]), soon())
+    with pytest.raises(RequestError, match="no partitions"):
+        router.scan(location, Scan("", "totals", partitions=[]), soon())
+
+
+def test_a_limit_counts_over_all_hosts(cluster: Cluster, router: StateRouter) -> None:
+    location = located(cluster)
+    for limit in (0, 1, 7, 700, 5000):
+        answer = router.scan(location, Scan("", "totals", limit=limit), soon())
+        users = [u for b in answer.batches for u in b["user"].to_pylist()]
+        assert len(users) == len(set(users)) == min(limit, 1000)
+        assert router.count(location, Scan("", "totals", limit=limit), soon()) == (1, min(limit, 1000))
+    assert answer.schema.names[0] == "user"
+
+
+def many(count: int) -> list[pa.RecordBatch]:
+    wide = "x" * 900
+    return [pa.record_batch([pa.array(range(1000)), pa.array([wide] * 1000)], schema=ROWS) for _ in range(count)]
+
+
+class Counting(MemoryReads):
+    """Counts the batches that have been taken from it."""
+
+    taken = 0
+
+    def _rows(self) -> Iterator[pa.RecordBatch]:
+        for batch in super()._rows():
+            self.taken += 1
+            yield batch
+
+
+def test_a_slow_reader_holds_the_hosts_back_and_closing_ends_them(connections: KvConnections) -> None:
+    reads = [Counting(batches=many(60)), Counting(batches=many(60))]
+    memory = Memory(reads)
+    router = StateRouter(connections)
+    try:
+        before = pa.total_allocated_bytes()
+        answer = router.scan(memory.location, Scan("", "totals"), soon())
+        for _ in range(3):
+            next(answer.batches)
+        time.sleep(0.3)
+        assert all(2 <= r.taken < 40 for r in reads), "what the sockets hold, and no more"
+        assert pa.total_allocated_bytes() - before < 20 << 20
+        answer.close()
+        eventually(lambda: all(r.open_iterators == 0 for r in reads))
+        # One that is forgotten is closed as well, and its connections are not lost.
+        for _ in range(70):
+            forgotten = router.scan(memory.location, Scan("", "totals"), soon())
+            del forgotten
+        eventually(lambda: all(r.open_iterators == 0 for r in reads))
+        limited = router.scan(memory.location, Scan("", "totals", limit=1500), soon())
+        assert sum(b.num_rows for b in limited.batches) == 1500
+        eventually(lambda: all(r.open_iterators == 0 for r in reads))
+    finally:
+        memory.close()
+
+
+def test_a_quick_host_does_not_wait_for_a_slow_one(connections: KvConnections) -> None:
+    quick, slow = MemoryReads(batches=many(20)), MemoryReads(batches=many(3))
+    slow.pause = 0.15
+    memory = Memory([slow, quick])
+    try:
+        answer = StateRouter(connections).scan(memory.location, Scan("", "totals"), soon())
+        started = time.monotonic()
+        arrived = [time.monotonic() - started for _ in answer.batches]
+        assert len(arrived) == 23
+        assert arrived[20] < 0.25 < arrived[-1] + 0.1
+    finally:
+        memory.close()
+
+
+class Partitioned(MemoryReads):
+    """Gives any partition, in batches of different sizes each time, but always the same rows in the same order."""
+
+    def __init__(self, rng: random.Random, width: int = 200) -> None:
+        super().__init__()
+        self.rng = rng
+        self.wide = "x" * width
+
+    def scan(self, request: Scan) -> StateAnswer:
+        assert request.partitions is not None
+        assert request.limit == 0 or request.at in (At("version", 7), At("latest"))
+        return StateAnswer(7, ROWS, self._of(request.partitions, 1 << 60 if request.limit is None else request.limit))
+
+    def _of(self, partitions: list[int], left: int) -> Iterator[pa.RecordBatch]:
+        for p in partitions:
+            begin = 0
+            while begin < ROWS_OF[p] and left > 0:
+                end = min(ROWS_OF[p], begin + self.rng.randint(0, 300), begin + left)
+                keys = pa.array(range(p * 10_000 + begin, p * 10_000 + end), pa.int64())
+                yield pa.record_batch([keys, pa.array([self.wide] * (end - begin), pa.string())], schema=ROWS)
+                left -= end - begin
+                begin = end
+
+
+ROWS_OF = [1500, 0, 700, 1, 2000, 900]
+
+
+def relayed(memory: Memory, stack: ExitStack) -> tuple[list[Relay], OperatorLocation]:
+    """Wires to all hosts, and the location that has them."""
+    relays = {s.server_address: Relay(s.server_address) for s in memory.servers}
+    for relay in relays.values():
+        stack.callback(relay.close)
+    owners = [replace(o, query_address=relays[o.query_address].address) for o in memory.location.owners]
+    return list(relays.values()), replace(memory.location, owners=tuple(owners))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvConnections) -> None:
+    rng = random.Random(seed)
+    with ExitStack() as stack:
+        memory = Memory([Partitioned(rng) for _ in range(3)])
+        stack.callback(memory.close)
+        relays, location = relayed(memory, stack)
+        errors: list[Exception] = []
+
+        def relocate(error: Exception) -> OperatorLocation:
+            errors.append(error)
+            if rng.random() < 0.2:
+                raise HostUnavailableError("The coordinator does not answer.")
+            for relay in relays:  # most break again
+                relay.cut_after = None if len(errors) > 12 else rng.randrange(100, 300_000)
+            owners = list(location.owners)
+            rng.shuffle(owners)  # partitions move, too
+            return replace(location, owners=tuple(owners))
+
+        # A proxy that has them all, in the order in which it is asked.
+        via = relays[0].address if seed % 2 else None
+        router = StateRouter(connections, via=via, sleep=lambda seconds: None)
+        for limit in (None, 3000):
+            errors.clear()
+            for relay in relays:
+                relay.cut_after = rng.randrange(60_000, 200_000)
+            answer = None
+            while answer is None:
+                try:
+                    answer = router.scan(location, Scan("", "totals", limit=limit), soon(), relocate)
+                except (ConnectionClosedError, HostUnavailableError):
+                    continue
+            given: dict[int, list[int]] = {}
+            for batch in answer.batches:
+                for k in batch["k"].to_pylist():
+                    given.setdefault(k // 10_000, []).append(k % 10_000)
+            assert all(ks == list(range(len(ks))) for ks in given.values()), "each once and in order"
+            assert sum(len(ks) for ks in given.values()) == (sum(ROWS_OF) if limit is None else limit)
+            assert errors, "nothing has broken"
+
+
+def test_a_scan_goes_on_at_the_new_owners_of_a_dead_host(tmp_path: Path, connections: KvConnections) -> None:
+    cluster = Cluster(tmp_path, hosts=2, partitions=6)
+    users = 60_000
+    cluster.batch(dict.fromkeys(range(users), (1, "a" * 50)))
+    with ExitStack() as stack:
+        stack.callback(cluster.close)
+        relay = Relay(cluster.hosts[1].address, 1_500_000)
+        stack.callback(relay.close)
+
+        def at_relay(location: OperatorLocation) -> OperatorLocation:
+            own = {cluster.hosts[1].address: relay.address}
+            owners = [replace(o, query_address=own.get(o.query_address, o.query_address)) for o in location.owners]
+            return replace(location, owners=tuple(owners))
+
+        moves = []
+
+        def relocate(error: Exception) -> OperatorLocation:
+            if not moves:
+                cluster.hosts[1].kill()
+                cluster.world.now += 11
+                cluster.c.driver_heartbeat(cluster.run)
+                cluster.hosts[0].host.heartbeat()
+                cluster.c.expire()
+            moves.append(error)
+            return at_relay(located(cluster))
+
+        answer = StateRouter(connections).scan(at_relay(located(cluster)), Scan("", "totals"), soon(), relocate)
+        users_given = [u for b in answer.batches for u in b["user"].to_pylist()]
+        assert sorted(users_given) == list(range(users))
+        assert moves and {o.host_id for o in located(cluster).owners} == {"h0"}
+
+
+def test_what_cannot_be_resumed_is_an_error(connections: KvConnections) -> None:
+    with ExitStack() as stack:
+        memory = Memory([Partitioned(random.Random(1)) for _ in range(2)])
+        stack.callback(memory.close)
+        relays, location = relayed(memory, stack)
+        for relay in relays:
+            relay.cut_after = 150_000
+
+        def begun(location: OperatorLocation, at: At, relocate: Any) -> Iterator[pa.RecordBatch]:
+            router = StateRouter(connections, sleep=lambda seconds: None)
+            answer = router.scan(location, Scan("", "totals", at=at), soon(), relocate)
+            next(answer.batches)
+            return answer.batches
+
+        batches = begun(location, COMPLETED, None)
+        with pytest.raises(ConnectionClosedError):
+            list(batches)
+        assert list(batches) == []
+        with pytest.raises(ConnectionClosedError):
+            list(begun(location, At("latest"), lambda error: memory.location))
+        with pytest.raises(RetiredRunError, match="scan it again"):
+            list(begun(location, COMPLETED, lambda error: replace(memory.location, run_id="run2")))
+        # Of rows that may have a TTL it is not known how many the next look finds.
+        unknown = replace(location, operator=replace(location.operator, schema=""))
+        with pytest.raises(ConnectionClosedError):
+            list(begun(unknown, COMPLETED, lambda error: memory.location))
+        assert sum(b.num_rows for b in begun(location, COMPLETED, lambda error: memory.location)) > 4000
+
+        def nowhere(error: Exception) -> OperatorLocation:
+            raise HostUnavailableError("The coordinator does not answer.")
+
+        connections.timeout = 0.3
+        answer = StateRouter(connections).scan(location, Scan("", "totals"), soon(), nowhere)
+        with pytest.raises(QueryTimeoutError, match="coordinator does not answer"):
+            list(answer.batches)
+
+
+# -- plain errors ------------------------------------------------------------------------------
+
+
+def test_errors_come_as_they_are_and_leave_good_connections(cluster: Cluster, connections: KvConnections) -> None:
+    router = StateRouter(connections)
+    location = located(cluster)
+    swapped = {"h0": location.owners, "h1": location.owners}
+    others = {o.host_id: o for o in swapped["h0"]}
+    wrong = replace(location, owners=tuple(others["h1" if o.host_id == "h0" else "h0"] for o in location.owners))
+    before = [h.proxy.num_connections for h in cluster.hosts]
+    for _ in range(3):
+        with pytest.raises(NotOwnerError):
+            router.lookup(wrong, FAMILY, stored(range(100)), COMPLETED, soon())
+        with pytest.raises(NotOwnerError):
+            router.scan(wrong, Scan("", "totals"), soon())
+        with pytest.raises(NotOwnerError):
+            router.count(wrong, Scan("", "totals"), soon())
+    assert router.lookup(location, FAMILY, stored(range(100)), COMPLETED, soon())[0] == 1
+    assert [h.proxy.num_connections for h in cluster.hosts] <= [n + 1 for n in before]
+    silent = replace(location, owners=tuple(replace(o, query_address="") for o in location.owners))
+    ask: list[Callable[[], Any]] = [
+        lambda: router.lookup(silent, FAMILY, stored(range(9)), COMPLETED, soon()),
+        lambda: router.lookup_one(silent, FAMILY, stored([1])[0].as_py(), COMPLETED, soon()),
+        lambda: router.scan(silent, Scan("", "totals"), soon()),
+    ]
+    for call in ask:
+        with pytest.raises(UnknownKvStateKeyGroupLocationError, match="h0, h1"):
+            call()
+    cluster.hosts[1].kill()
+    with pytest.raises((HostUnavailableError, ConnectionClosedError)):
+        router.lookup(location, FAMILY, stored(range(100)), COMPLETED, soon())
+    mine = owned_by(cluster, 0)[:50]
+    assert numbers(router.lookup(location, FAMILY, stored(mine), COMPLETED, soon())[1]) == mine
+
+
+def test_a_proxy_may_be_chosen_anew_for_every_question(cluster: Cluster, connections: KvConnections) -> None:
+    addresses = iter([cluster.hosts[0].address, cluster.hosts[1].address, cluster.hosts[0].address])
+    router = StateRouter(connections, via=lambda: next(addresses))
+    for _ in range(3):
+        assert router.lookup(located(cluster), FAMILY, stored(range(100)), COMPLETED, soon())[0] == 1
+    eventually(lambda: sum(asked(cluster, "lookup")) == 3 + 3)  # each was forwarded once
