@@ -45,9 +45,10 @@ class Scan(Iterator[pa.RecordBatch]):
         self._batches: Iterator[pa.RecordBatch] | None = batches
 
     def __next__(self) -> pa.RecordBatch:
-        if self._batches is None:
+        batches = self._batches  # whoever closes the store may be another thread
+        if batches is None:
             raise StoreClosedError("The store was closed while it was scanned.")
-        return next(self._batches)
+        return next(batches)
 
     def close(self) -> None:
         """Let go of the map."""

@@ -79,8 +79,13 @@ class Scan(Iterator[pa.RecordBatch]):
         self._db = db
         self._last = start
         self._failure = failure
+        self._reading = threading.Lock()
 
     def __next__(self) -> pa.RecordBatch:
+        with self._reading:  # whoever closes the store may be another thread
+            return self._next()
+
+    def _next(self) -> pa.RecordBatch:
         items = self._items
         if items is None:
             raise StoreClosedError("The store was closed while it was scanned.")
@@ -114,7 +119,8 @@ class Scan(Iterator[pa.RecordBatch]):
 
     def close(self) -> None:
         """Let go of RocksDB, which cannot close while an iterator lives."""
-        self._items = self._db = None
+        with self._reading:
+            self._items = self._db = None
 
 
 class LocalRocksDB:

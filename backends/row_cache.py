@@ -31,6 +31,9 @@ from backends.columns import binary_content
 WAYS = 8
 """Entries of a bucket: 64 bytes, a line of a processor's cache."""
 
+STEP_ROWS = 1 << 13
+"""Keys looked up at once: the temporary arrays of so many stay in a processor's cache."""
+
 Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
@@ -152,14 +155,19 @@ class _Rows:
             and int(self.value_offsets[count]) + value_bytes <= len(self.value_content)
         )
 
+    def _match(self, hashes: Hashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """For each hash its bucket's number, its tag, the bucket's entries, the way of the entry with that tag (any, if there is none) and that entry."""
+        at = (hashes >> self.shift).view(np.int64)
+        tags = (hashes & _TAG).view(np.int64)
+        held = self.buckets.take(at, axis=0)
+        ways = ((held >> _TAG_SHIFT) == tags[:, None]).argmax(axis=1)
+        entries = held.reshape(-1).take(ways + np.arange(0, WAYS * len(hashes), WAYS))
+        return at, tags, held, ways, entries
+
     def find(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
         """The table's entry for each key, and whether that is the key's (None: all are). Other entries are of no use."""
         count = self.count
-        tags = (hashes & _TAG).view(np.int64)
-        buckets = self.buckets.take((hashes >> self.shift).view(np.int64), axis=0)
-        ways = ((buckets >> _TAG_SHIFT) == tags[:, None]).argmax(axis=1)
-        ways += np.arange(0, WAYS * len(keys), WAYS)
-        entries = buckets.reshape(-1).take(ways)
+        _, tags, _, _, entries = self._match(hashes)
         rows = entries & _ROW
         is_held = (rows < count) & ((entries >> _TAG_SHIFT) == tags)
         if is_held.all():
@@ -189,9 +197,8 @@ class _Rows:
 
     def has_tags(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
         """Whether there is an entry that ``place`` would replace by one of this hash."""
-        tags = (hashes & _TAG).view(np.int64)
-        buckets = self.buckets.take((hashes >> self.shift).view(np.int64), axis=0)
-        has: npt.NDArray[np.bool_] = ((buckets >> _TAG_SHIFT) == tags[:, None]).any(axis=1)
+        _, tags, _, _, entries = self._match(hashes)
+        has: npt.NDArray[np.bool_] = (entries >> _TAG_SHIFT) == tags
         return has
 
     def place(self, hashes: Hashes, first: int, is_absent: npt.NDArray[np.bool_] | None) -> None:
@@ -200,34 +207,31 @@ class _Rows:
         Of rows with the same tag in the same bucket one remains. Some may find no place, if very many go to one bucket.
         """
         table = self.buckets.reshape(-1)
-        tags = (hashes & _TAG).view(np.int64)
-        at = (hashes >> self.shift).view(np.int64)
-        new = (tags << _TAG_SHIFT) | (first + np.arange(len(hashes)))
+        new = first + np.arange(len(hashes))
         if is_absent is not None:
             new[is_absent] |= _ABSENT
         for attempt in range(_ROUNDS):
-            held = self.buckets.take(at, axis=0)
-            same = (held >> _TAG_SHIFT) == tags[:, None]
-            is_same = same.any(axis=1)
-            if attempt and is_same.any():
-                # The older entry went in the first round, so this one is of these very rows.
-                at, tags, new, held = at[~is_same], tags[~is_same], new[~is_same], held[~is_same]
-                slots = at * WAYS + _oldest(held)
-            else:
-                slots = at * WAYS + np.where(is_same, same.argmax(axis=1), _oldest(held))
-            table[slots] = new
-            lost = table[slots] != new  # several rows had the same slot in mind
+            at, tags, held, ways, entries = self._match(hashes)
+            is_other = (entries >> _TAG_SHIFT) != tags
+            if attempt and not is_other.all():
+                # The older entry went in the first round, so what has the tag now is one of these very rows: it stays.
+                hashes, new, at, tags, held = (a[is_other] for a in (hashes, new, at, tags, held))
+                ways = _oldest(held)
+            elif is_other.any():
+                ways[is_other] = _oldest(held[is_other])
+            slots = at * WAYS + ways
+            entries = (tags << _TAG_SHIFT) | new
+            table[slots] = entries
+            lost = table[slots] != entries  # several rows had the same slot in mind
             if not lost.any():
                 return
-            at, tags, new = at[lost], tags[lost], new[lost]
+            hashes, new = hashes[lost], new[lost]
 
     def remove(self, hashes: Hashes) -> None:
         """Refer to no row with these hashes any more."""
-        tags = (hashes & _TAG).view(np.int64)
-        at = (hashes >> self.shift).view(np.int64)
-        same = (self.buckets.take(at, axis=0) >> _TAG_SHIFT) == tags[:, None]
-        which, ways = np.nonzero(same)
-        self.buckets[at[which], ways] = _EMPTY
+        at, tags, _, ways, entries = self._match(hashes)
+        has = (entries >> _TAG_SHIFT) == tags
+        self.buckets[at[has], ways[has]] = _EMPTY
 
     def live(self) -> Ints:
         """The entries that refer to a row, those of the oldest rows first."""
@@ -339,6 +343,12 @@ class RowCache:
 
     def get_many(self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]) -> pa.BinaryArray:
         """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and kept."""
+        if len(keys) <= STEP_ROWS:
+            return self._get_step(keys, read)
+        steps = (keys.slice(at, STEP_ROWS) for at in range(0, len(keys), STEP_ROWS))
+        return pa.concat_arrays([self._get_step(step, read) for step in steps])
+
+    def _get_step(self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]) -> pa.BinaryArray:
         epoch = self._epoch  # first of all: what is read below counts only if nothing was written since
         hashes = hash_keys(keys)
         rows = self.rows
@@ -384,16 +394,19 @@ class RowCache:
         """Each of these keys, which differ, has been given this value, or removed (null). Only those that are held are changed here."""
         with self._lock:
             self._epoch += 1
-            rows = self.rows
-            if not rows.count:
-                return
-            is_held = rows.has_tags(hashes)
-            if not is_held.any():
-                return
-            if not is_held.all():
-                held = pa.array(np.flatnonzero(is_held))
-                keys, values, hashes = keys.take(held), values.take(held), hashes[is_held]
-            self._insert(keys, hashes, values)
+            for at in range(0, len(keys), STEP_ROWS):
+                if not self.rows.count:
+                    return
+                self._update_step(keys.slice(at, STEP_ROWS), hashes[at : at + STEP_ROWS], values.slice(at, STEP_ROWS))
+
+    def _update_step(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+        is_held = self.rows.has_tags(hashes)
+        if not is_held.any():
+            return
+        if not is_held.all():
+            held = pa.array(np.flatnonzero(is_held))
+            keys, values, hashes = keys.take(held), values.take(held), hashes[is_held]
+        self._insert(keys, hashes, values)
 
     def clear(self) -> None:
         """Hold nothing, nor anything that is being read now."""
@@ -439,7 +452,9 @@ class RowCache:
             if made.buckets.shape == rows.buckets.shape:
                 made.place_as(rows, numbers)
             else:
-                made.place(hash_keys(keys), 0, (live & _ABSENT) != 0)
+                hashes, is_absent = hash_keys(keys), (live & _ABSENT) != 0
+                for at in range(0, kept, STEP_ROWS):
+                    made.place(hashes[at : at + STEP_ROWS], at, is_absent[at : at + STEP_ROWS])
         return made
 
 

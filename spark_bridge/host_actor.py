@@ -50,6 +50,7 @@ from spark_bridge.protocol import HostFile
 from spark_bridge.queryable.access import ClusterTokens
 from spark_bridge.queryable.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.host_reads import HostReads
+from spark_bridge.queryable.limits import RequestLimits
 from spark_bridge.queryable.ray_metrics import request_metrics
 from spark_bridge.queryable.tls import TlsConf
 
@@ -179,6 +180,8 @@ class StateStoreHost:
         conf: StateStoreConf,
         recovery_timeout: float,
         tls: TlsConf | None = None,
+        query_port: int = 0,
+        request_limits: RequestLimits | None = None,
     ) -> None:
         quiet_logging()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -199,6 +202,8 @@ class StateStoreHost:
             ClusterTokens(token, lambda: self._host.revoked_tokens),
             token=token,
             ip=self._node_ip,
+            port=query_port,
+            limits=request_limits or RequestLimits(),
             tls=None if tls is None else tls.server_context(),
             client_tls=None if tls is None else tls.client_context(),
             host_id=host_id,
@@ -342,8 +347,13 @@ def start_hosts(
     recovery_timeout: float,
     node_ids: Callable[[int], str | None],
     tls: TlsConf | None = None,
+    query_port: int = 0,
+    request_limits: RequestLimits | None = None,
 ) -> list[Any]:
-    """Start ``count`` host actors, the i-th on the node ``node_ids(i)`` where that is possible."""
+    """Start ``count`` host actors, the i-th on the node ``node_ids(i)`` where that is possible.
+
+    The i-th answers queries at ``query_port + i``, or, if that is 0, at any free port.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor_class = ray.remote(StateStoreHost)
@@ -360,7 +370,18 @@ def start_hosts(
                 max_restarts=-1,
                 max_concurrency=4,
                 scheduling_strategy=strategy,
-            ).remote(host_id, session_id, namespace, coordinator_name, token, conf, recovery_timeout, tls)
+            ).remote(
+                host_id,
+                session_id,
+                namespace,
+                coordinator_name,
+                token,
+                conf,
+                recovery_timeout,
+                tls,
+                query_port and query_port + i,
+                request_limits,
+            )
         )
     ray.get([host.address.remote() for host in hosts], timeout=120)
     return hosts

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from coordinator_actor.coordinator import CoordinatorConf
     from spark_bridge.listener import StateStoreQueryListener
+    from spark_bridge.queryable.limits import RequestLimits
     from spark_bridge.queryable.tls import TlsConf
     from spark_bridge.state_cluster import StateCluster
 
@@ -61,6 +62,8 @@ def init_spark(
     coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
     tls: TlsConf | None = None,
+    query_port: int = 0,
+    request_limits: RequestLimits | None = None,
     **raydp_options: Any,
 ) -> SparkSession:
     """Start Spark on Ray with RayDP, and the state store beside its executors.
@@ -73,7 +76,8 @@ def init_spark(
     its checkpoint location. ``recovery_timeout`` (seconds) is how long a task waits for a state
     partition's new owner. ``coordinator_conf`` (its leases and timeouts) counts for the session that
     finds no coordinator in the namespace and so starts it. ``tls`` encrypts what tasks, query clients and hosts say to
-    each other.
+    each other. Host i answers queries at ``query_port + i``, also after a restart (0: at any free port, which a client outside
+    must be told of again); ``request_limits`` are what it allows.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
     not fit, ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
@@ -107,6 +111,8 @@ def init_spark(
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
             tls=tls,
+            query_port=query_port,
+            request_limits=request_limits,
             by_raydp=True,
             started_ray=started_ray,
         )
@@ -130,6 +136,8 @@ def attach(
     coordinator_conf: CoordinatorConf | None = None,
     recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
     tls: TlsConf | None = None,
+    query_port: int = 0,
+    request_limits: RequestLimits | None = None,
 ) -> SparkSession:
     """Give a Spark session made elsewhere (RayDP, ``local[n]``, any other) a state store in Ray.
 
@@ -152,6 +160,8 @@ def attach(
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
             tls=tls,
+            query_port=query_port,
+            request_limits=request_limits,
             by_raydp=False,
             started_ray=started_ray,
         )
@@ -212,6 +222,8 @@ def _join(
     coordinator_conf: CoordinatorConf | None,
     recovery_timeout: float,
     tls: TlsConf | None,
+    query_port: int,
+    request_limits: RequestLimits | None,
     by_raydp: bool,
     started_ray: bool,
 ) -> None:
@@ -233,6 +245,8 @@ def _join(
         coordinator_conf=coordinator_conf,
         recovery_timeout=recovery_timeout,
         tls=tls,
+        query_port=query_port,
+        request_limits=request_limits,
     )
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)

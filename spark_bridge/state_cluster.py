@@ -13,6 +13,7 @@ from backends.conf import StateStoreConf
 from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.coordinator import CoordinatorConf
 from spark_bridge.host_actor import RayCoordinatorPort, host_files_dir, start_hosts
+from spark_bridge.queryable.limits import RequestLimits
 from spark_bridge.queryable.tls import TlsConf
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class StateCluster:
         coordinator_conf: CoordinatorConf | None = None,
         recovery_timeout: float,
         tls: TlsConf | None = None,
+        query_port: int = 0,
+        request_limits: RequestLimits | None = None,
     ) -> None:
         self.session_id = session_id
         self.namespace = namespace
@@ -60,6 +63,8 @@ class StateCluster:
             recovery_timeout,
             lambda i: nodes[i % len(nodes)] if nodes else None,
             tls,
+            query_port,
+            request_limits,
         )
 
     def addresses(self) -> list[str]:

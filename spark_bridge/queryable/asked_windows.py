@@ -38,7 +38,7 @@ class KeysWithWindows:
         codec, others = self.view.codec, self.view.without_window
         if window is None:
             if not others.by and isinstance(keys, list):
-                keys = [self._bounds(k[0] if isinstance(k, tuple) and len(k) == 1 else k) for k in keys]
+                keys = [None if key is None else self._bounds(self._only_column(key)) for key in keys]
             return codec.columns(keys)
         if not others.by:
             raise RequestError(
@@ -55,6 +55,12 @@ class KeysWithWindows:
             windows = self._column([window]).take(pa.array(np.zeros(columns.num_rows, np.int64)))
         named = {**dict(zip(others.by, columns.columns, strict=True)), self._window: windows}
         return codec.columns(pa.RecordBatch.from_arrays([named[n] for n in codec.by], names=list(codec.by)))
+
+    def _only_column(self, key: Any) -> Any:
+        """The window of a key that is nothing else."""
+        if isinstance(key, tuple) and len(key) == 1:
+            return key[0]
+        return key[self._window] if isinstance(key, dict) and list(key) == [self._window] else key
 
     def _column(self, windows: list[Any]) -> pa.Array:
         name = self._window

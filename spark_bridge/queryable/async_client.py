@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client import QueryableStateClient
 from spark_bridge.queryable.client_scans import Condition, StateScan
+from spark_bridge.queryable.results import formed
 from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.queryable.watch import StateChange, StateWatch
 
@@ -246,6 +248,32 @@ class AsyncQueryableStateClient:
         )
         return AsyncStateScan(begin)
 
+    def key_rows(
+        self,
+        operator: str,
+        keys: Any,
+        state: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> AsyncStateScan:
+        """See ``QueryableStateClient.key_rows``; as ``scan``."""
+        begin = partial(
+            self._client.key_rows,
+            operator,
+            keys,
+            state,
+            columns,
+            query=query,
+            isolation=isolation,
+            version=version,
+            timeout=timeout,
+        )
+        return AsyncStateScan(begin)
+
     async def count(
         self,
         operator: str,
@@ -319,17 +347,17 @@ class AsyncQueryableStateClient:
         await self.close()
 
 
-class _InThread(Generic[T]):
-    """Takes one element after the other of something that blocks, in a thread of its own."""
+class _Taker:
+    """Calls what blocks, one call after the other, each in a thread that does not hold up the end of the program."""
 
     def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._name = name
         self._pending: asyncio.Future[Any] | None = None
 
     async def call(self, what: Callable[[], Any]) -> Any:
         """What it returns. If the caller is cancelled, the next one is given it: nothing is lost."""
         if self._pending is None:
-            self._pending = asyncio.get_running_loop().run_in_executor(self._thread, what)
+            self._pending = self._begun(what)
         pending = self._pending
         try:
             return await asyncio.shield(pending)
@@ -337,14 +365,35 @@ class _InThread(Generic[T]):
             if pending.done():
                 self._pending = None
 
+    def _begun(self, what: Callable[[], Any]) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def run() -> None:
+            result, failure = None, None
+            try:
+                result = what()
+            except BaseException as error:  # noqa: BLE001 - who waits is told
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
+                loop.call_soon_threadsafe(answer, result, failure)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        return future
+
     async def settled(self) -> None:
         """Wait for what a caller who was cancelled has left."""
         if self._pending is not None:
             await asyncio.wait([self._pending])
             self._pending = None
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
 
 
 class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
@@ -353,14 +402,14 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
     def __init__(self, begin: Callable[[], StateScan]) -> None:
         self._begin = begin
         self._scan: StateScan | None = None
-        self._thread = _InThread[pa.RecordBatch]("statestore-scan")
+        self._taker = _Taker("statestore-scan")
 
     def __await__(self) -> Generator[Any, None, AsyncStateScan]:
         return self._begun().__await__()
 
     async def _begun(self) -> AsyncStateScan:
         if self._scan is None:
-            self._scan = await self._thread.call(self._begin)
+            self._scan = await self._taker.call(self._begin)
         return self
 
     @property
@@ -381,25 +430,34 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
     async def __anext__(self) -> pa.RecordBatch:
         await self._begun()
         scan = self._required()
-        batch = await self._thread.call(lambda: next(scan, None))
+        batch = await self._taker.call(lambda: next(scan, None))
         if batch is None:
-            self._thread.close()
             raise StopAsyncIteration
         return batch
 
     async def to_arrow(self) -> pa.Table:
         """All rows that are left."""
         await self._begun()
-        table = await self._thread.call(self._required().to_arrow)
-        self._thread.close()
-        return table
+        return await self._taker.call(self._required().to_arrow)
+
+    async def to_pandas(self) -> Any:
+        """All rows that are left as a pandas frame."""
+        return formed(await self.to_arrow(), "pandas")
+
+    async def to_polars(self) -> Any:
+        """All rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
+        return formed(await self.to_arrow(), "polars")
+
+    async def to_pylist(self) -> list[dict[str, Any]]:
+        """All rows that are left as dicts."""
+        rows: list[dict[str, Any]] = formed(await self.to_arrow(), "pylist")
+        return rows
 
     async def aclose(self) -> None:
         """End it; the hosts stop."""
-        await self._thread.settled()
+        await self._taker.settled()
         if self._scan is not None:
             await asyncio.to_thread(self._scan.close)
-        self._thread.close()
 
     async def __aenter__(self) -> AsyncStateScan:
         return await self._begun()
@@ -413,7 +471,7 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
 
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
-        self._thread = _InThread[StateChange]("statestore-watch")
+        self._taker = _Taker("statestore-watch")
 
     @property
     def position(self) -> int | None:
@@ -421,16 +479,14 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
         return self._watch.position
 
     async def __anext__(self) -> StateChange:
-        change: StateChange | None = await self._thread.call(lambda: next(self._watch, None))
+        change: StateChange | None = await self._taker.call(lambda: next(self._watch, None))
         if change is None:
-            self._thread.close()
             raise StopAsyncIteration
         return change
 
     async def aclose(self) -> None:
         """End it."""
         self._watch.close()
-        self._thread.close()
 
     async def __aenter__(self) -> AsyncStateWatch:
         return self

@@ -246,9 +246,6 @@ class _Before:
         self._heads = {ref.version: ref.file.path for ref in piece.lineage.changelogs}
         if piece.lineage.rescaled is not None:
             self._heads[piece.lineage.rescaled.version] = piece.lineage.rescaled.head
-        spec = plan.spec
-        own = f"operators/{spec.name}/{spec.num_partitions}/{piece.partition}/default"
-        self._is_own_layout = (piece.directory, piece.backend) == (own, spec.backend)
 
     def values(self, version: int, family: str, keys: pa.BinaryArray) -> pa.BinaryArray:
         """The values that a version has, null where there is none."""
@@ -256,7 +253,8 @@ class _Before:
             return pa.nulls(len(keys), pa.binary())
         head = self._heads.get(version)
         instance = self._host.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
-        if self._is_own_layout and head is not None and instance is not None and self._follower is None:
+        if head is not None and instance is not None and self._follower is None:
+            # Of an earlier layout it knows no head.
             with suppress(VersionNotFoundError, StoreClosedError):
                 return _values(instance.state, version, head, family, keys)
         return _values(self._copy(version), None, None, family, keys)

@@ -28,13 +28,15 @@ class KnownOperator:
     schema: OperatorSchema
     located_at: float
     views: dict[str | None, StateView] = field(default_factory=dict)
-    window_us: dict[str, int | None] = field(default_factory=dict)
+    window_us: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, location: OperatorLocation, located_at: float, earlier: KnownOperator | None) -> KnownOperator:
         """What is known by a location; views are kept if the operator is still the same."""
         if earlier is not None and _is_same(location, earlier.location):
-            return cls(location, earlier.schema, located_at, earlier.views, earlier.window_us)
+            # Another run may have windows of another length.
+            window_us = earlier.window_us if location.run_id == earlier.location.run_id else {}
+            return cls(location, earlier.schema, located_at, earlier.views, window_us)
         return cls(location, OperatorSchema.from_json(location.operator.schema), located_at)
 
     def view(self, state: str | None) -> StateView:

@@ -64,13 +64,13 @@ class LookupQuestion:
         """Who is asked."""
         return self.share.address
 
-    def _request(self, at: At, forward: bool) -> Lookup:
-        return Lookup(self.location.run_id, self.location.operator.name, at, self.family, forward)
+    def _request(self, at: At) -> Lookup:
+        return Lookup(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
         """Ask a server."""
         body = pack_bytes(self.share.keys)
-        return connections.begin(self.share.address, self._request(at, self.forward), body, deadline)
+        return connections.begin(self.share.address, self._request(at), body, deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, pa.BinaryArray]:
         """What a server answers."""
@@ -81,7 +81,7 @@ class LookupQuestion:
 
     def read(self, reads: StateReads, at: At) -> tuple[int, pa.BinaryArray]:
         """Ask this very process."""
-        version, values = reads.lookup(self._request(at, False), self.share.keys)
+        version, values = reads.lookup(self._request(at), self.share.keys)
         return version, self._checked(values)
 
     def _checked(self, values: pa.BinaryArray) -> pa.BinaryArray:
@@ -129,7 +129,7 @@ class KeyRowsQuestion:
 
     def read(self, reads: StateReads, at: At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
         """Ask this very process."""
-        answer = reads.key_rows(replace(self.request, at=at, forward=False), self.share.keys)
+        answer = reads.key_rows(replace(self.request, at=at), self.share.keys)
         return answer.version, (answer.schema, [batch for batch in answer.batches if batch.num_rows])
 
 
@@ -153,7 +153,7 @@ class CountQuestion:
 
     def read(self, reads: StateReads, at: At) -> tuple[int, int]:
         """Ask this very process."""
-        return reads.count(replace(self.request, at=at, forward=False))
+        return reads.count(replace(self.request, at=at))
 
 
 def unexpected(address: str, reply: Reply) -> NoReturn:

@@ -42,7 +42,7 @@ ANSWER_SECONDS = 10.0
 FEW_KEYS = 10_000
 VIA_STREAMS = 2
 """So many scans a proxy is asked for at once, where the owners themselves would be asked for one each."""
-REMEMBERED_LOCATIONS = 256
+REMEMBERED_LOCATIONS = 64
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,8 @@ class StateRouter:
             questions = [CountQuestion(self._proxy(), asked)]
         else:
             shares = self._table(location).partitions_by_owner(request.partitions)
+            if not shares:
+                raise RequestError("A count of no partitions was asked for; partitions= must name one at least.")
             questions = [CountQuestion(address, replace(asked, partitions=mine)) for address, mine in shares]
         version, counts = self._hosts.answers(location.run_id, questions, request.at, deadline)
         count = sum(counts)
@@ -224,7 +226,6 @@ class StateRouter:
             request = replace(request, at=self._hosts.not_before(location.run_id, request.at))
             if len(shares) > 1:
                 version = self._completed_now(request, shares, deadline)
-                self.versions.note(location.run_id, version)
                 request = replace(request, at=At("version", version))
         plan = ScanPlan(
             request=request,
@@ -279,15 +280,17 @@ class StateRouter:
             if type(reply) is not Counted:
                 unexpected(address, reply)
             completed = reply.count
+        # What the caller asks for is not noted: it may be a version that will never be.
+        self.versions.note(request.run_id, completed)
         return max(request.at.version, completed)
 
     def _open_scan(self, address: str, request: Scan, deadline: float) -> Opened:
         """A stream that has been asked for; of this very process, what begins it."""
         if self._local is not None and address == self._local_address:
-            reads, own = self._local, replace(request, forward=False)
+            reads = self._local
 
             def begin() -> StateRows:
-                answer = reads.scan(own)
+                answer = reads.scan(request)
                 return answer.version, answer.schema, answer.batches
 
             return begin
@@ -305,9 +308,10 @@ class StateRouter:
     def _table(self, location: OperatorLocation) -> RoutingTable:
         table = self._tables.get(id(location))
         if table is None or table.location is not location:
-            if len(self._tables) >= REMEMBERED_LOCATIONS:
-                self._tables = {}
             table = self._tables[id(location)] = RoutingTable(location)
+            # The table holds the location, so that no other one gets its id.
+            for old in list(self._tables)[:-REMEMBERED_LOCATIONS]:
+                self._tables.pop(old, None)
         return table
 
 

@@ -121,8 +121,9 @@ class StateRelation:
 
     def to_arrow_reader(self, batch_size: int = 100_000) -> pa.RecordBatchReader:
         """The rows as a stream, which is read while the hosts send."""
-        has_reader = hasattr(self.relation, "to_arrow_reader")  # since DuckDB 1.5
-        return self._call("to_arrow_reader" if has_reader else "fetch_record_batch", batch_size)
+        # DuckDB has called it so since 1.5, and otherwise before.
+        name = "to_arrow_reader" if hasattr(self.relation, "to_arrow_reader") else "fetch_arrow_reader"
+        return self._call(name, batch_size)
 
     def df(self) -> pd.DataFrame:
         """All rows as a pandas DataFrame."""

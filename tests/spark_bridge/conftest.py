@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -18,6 +19,11 @@ from pyspark.sql import DataFrame, SparkSession
 
 from backends import StateStoreConf
 from backends.schema import from_spark_type
+
+# Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times. Cold
+# code takes more stack as well, which a regular expression within Spark 4.2 has once run out of.
+_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
+os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_JVM}".strip()
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +51,7 @@ def spark() -> Iterator[SparkSession]:
         executor_cores=1,
         executor_memory="1g",
         configs={
-            "spark.sql.shuffle.partitions": "4",
+            "spark.sql.shuffle.partitions": "2",
             "spark.ui.enabled": "false",
             "spark.task.maxFailures": "4",
             "spark.log.level": "ERROR",
@@ -87,8 +93,6 @@ class Stream:
         pq.write_table(table, draft)
         target = self.root / "in" / f"{self.files:05d}.parquet"
         draft.rename(target)
-        import os
-
         moment = 1_600_000_000 + self.files * 10
         os.utime(target, (moment, moment))
         self.files += 1

@@ -21,6 +21,7 @@ from pyspark.sql.streaming import StreamingQuery
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
+from tests.effort import effort
 
 from .conftest import Stream, settle, wait_until
 
@@ -48,8 +49,11 @@ class Totals:
             for k in range(KEYS):
                 self.expected[k] += n + 1
 
-    def frame(self) -> DataFrame:
-        return aggregate(self.stream.read(), by="k", operator=self.operator, n=S.count(), total=S.sum("v"))
+    def frame(self, n: int = 4) -> DataFrame:
+        """With ``n`` partitions, twice as many as tasks run at once."""
+        return aggregate(
+            self.stream.read(), by="k", operator=self.operator, num_partitions=n, n=S.count(), total=S.sum("v")
+        )
 
     def check(self, client: QueryableStateClient) -> None:
         table = client.get_many(self.operator, list(range(KEYS)))
@@ -140,35 +144,32 @@ def coordinator_pid() -> int:
     return int(current_cluster().coordinator.call("describe")["pid"])
 
 
-def kill_mid_batch(totals: Totals, client: QueryableStateClient, victims: Callable[[], list[int]]) -> None:
-    """Run ten batches; kill the victims three times at different moments of a batch."""
-    totals.add(2)
+VICTIMS: dict[str, Callable[[], list[int]]] = {
+    "a host": lambda: host_pids()[:1],
+    "the coordinator": lambda: [coordinator_pid()],
+    "the coordinator and all hosts": lambda: [*host_pids(), coordinator_pid()],
+}
+MOMENTS = (0.15, 0.55, 0.9)
+
+
+@pytest.mark.parametrize("turn", effort([0], [0, 1, 2]))
+def test_state_processes_killed_mid_batch(totals: Totals, client: QueryableStateClient, turn: int) -> None:
+    """At different moments of a batch; in all turns together, everybody at each of them."""
+    totals.add()
     query = start(slow_frame(totals), totals.stream)
     query.processAllAvailable()
-    totals.add(9)
-    for pause in (0.15, 0.55, 0.9):
-        done = query.lastProgress["batchId"] if query.lastProgress else -1
-        wait_until(lambda done=done: (query.lastProgress or {}).get("batchId", -1) > done or query.exception())
-        time.sleep(pause)
+    totals.add(2 * len(VICTIMS))
+    for victims, moment in zip(VICTIMS.values(), (*MOMENTS[turn:], *MOMENTS[:turn]), strict=True):
+        done = query.lastProgress["batchId"]
+        wait_until(lambda done=done: query.lastProgress["batchId"] > done or query.exception())
+        assert query.lastProgress["batchId"] + 1 < totals.stream.files, "the stream was over too soon"
+        time.sleep(moment)
         for pid in victims():
             os.kill(pid, signal.SIGKILL)
-        time.sleep(1.5)
         wait_until(lambda: len(current_cluster().addresses()) == len(current_cluster().hosts))
     settle(query)
     totals.check(client)
     query.stop()
-
-
-def test_a_host_killed_mid_batch(totals: Totals, client: QueryableStateClient) -> None:
-    kill_mid_batch(totals, client, lambda: host_pids()[:1])
-
-
-def test_the_coordinator_killed_mid_batch(totals: Totals, client: QueryableStateClient) -> None:
-    kill_mid_batch(totals, client, lambda: [coordinator_pid()])
-
-
-def test_coordinator_and_all_hosts_killed_mid_batch(totals: Totals, client: QueryableStateClient) -> None:
-    kill_mid_batch(totals, client, lambda: [*host_pids(), coordinator_pid()])
 
 
 def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: QueryableStateClient) -> None:
@@ -200,7 +201,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import ray
 from pyspark.sql import SparkSession
-from spark_bridge import QueryableStateClient, aggregate, attach, functions as S, stop_spark
+from spark_bridge import aggregate, attach, functions as S
 from spark_bridge.java import ensure_java
 
 root, kill_at = Path(sys.argv[1]), int(sys.argv[2])
@@ -212,43 +213,36 @@ spark.sparkContext.setLogLevel("OFF")
 attach(spark, num_hosts=2)
 df = spark.readStream.schema("k long, v double").option("maxFilesPerTrigger", 1).option("maxFileAge", "36500d")
 totals = aggregate(df.parquet(str(root / "in")), by="k", operator="t", num_partitions=3, n=S.count(), total=S.sum("v"))
-if kill_at >= 0:
-    def strike():
-        # Between our manifest of version kill_at + 1 and Spark's commits/<kill_at>: the sink is still at work.
-        want = f'"version":{kill_at + 1},'
-        while not any(want in p.read_text() for p in (root / "checkpoint/statestore/manifests").glob("*.json")):
-            time.sleep(0.005)
-        assert not (root / f"checkpoint/commits/{kill_at}").exists()
-        os.kill(spark.sparkContext._gateway.proc.pid, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=strike, daemon=True).start()
+
+def strike():
+    # Between our manifest of version kill_at + 1 and Spark's commits/<kill_at>: the sink is still at work.
+    want = f'"version":{kill_at + 1},'
+    while not any(want in p.read_text() for p in (root / "checkpoint/statestore/manifests").glob("*.json")):
+        time.sleep(0.005)
+    assert not (root / f"checkpoint/commits/{kill_at}").exists()
+    os.kill(spark.sparkContext._gateway.proc.pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=strike, daemon=True).start()
 
 def sink(batch, n):
     batch.collect()
-    time.sleep(1.5 if n == kill_at else 0)
+    time.sleep(60 if n == kill_at else 0)
 
 query = totals.writeStream.option("checkpointLocation", str(root / "checkpoint")).foreachBatch(sink).start()
 query.processAllAvailable()
-client = QueryableStateClient.connect()
-files = len(list((root / "in").glob("*.parquet")))
-while set((table := client.get_many("t", list(range(40))))["n"].to_pylist()) != {files}:
-    time.sleep(0.1)
-print("STATE", table["n"].to_pylist(), table["total"].to_pylist())
-stop_spark()
-spark.stop()
-ray.shutdown()
 """
 
 
-def test_a_driver_killed_between_our_commit_and_sparks_own(stream: Stream) -> None:
+def test_a_driver_killed_between_our_commit_and_sparks_own(stream: Stream, client: QueryableStateClient) -> None:
     totals = Totals(stream, "t")
-    totals.add(4)
-    killed = run_driver(DRIVER, str(stream.root), "2")
+    totals.add(3)
+    killed = run_driver(DRIVER, str(stream.root), "1")
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert not Path(stream.checkpoint, "commits", "2").exists()
-    again = run_driver(DRIVER, str(stream.root), "-1")
-    expected = [totals.expected[k] for k in range(KEYS)]
-    assert f"STATE {[4] * KEYS} {expected}" in again.stdout, again.stderr[-3000:]
+    assert not Path(stream.checkpoint, "commits", "1").exists()
+    again = start(totals.frame(3), stream)
+    settle(again)
+    totals.check(client)
 
 
 def test_foreach_batch_that_runs_the_plan_twice(totals: Totals, client: QueryableStateClient) -> None:

@@ -366,7 +366,7 @@ def actors_of(namespace: str) -> list[str]:
 def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     """Its hosts go with it, its leases run out, and the coordinator that nobody needs any more ends."""
     namespace = "left-behind"
-    leases = {"host_timeout": 2.0, "driver_timeout": 3.0, "idle_timeout": 12.0}
+    leases = {"host_timeout": 2.0, "driver_timeout": 3.0, "idle_timeout": 5.0}
     flow.add(2)
     with Driver(flow.stream, tmp_path, ray="same", namespace=namespace, coordinator_conf=leases) as driver:
         driver.wait_until_ready().close()

@@ -68,17 +68,13 @@ def test_another_partition_count_at_each_restart(flow: Flow, client: QueryableSt
     assert layouts(flow.stream, "per_s") == {2, 5, 1}
 
 
-def test_another_backend_at_each_restart(flow: Flow, client: QueryableStateClient) -> None:
-    for provider in ["rocksdb", "file", "rocksdb"]:
-        run(flow, client, (3, 2), provider)
-
-
-def test_another_partition_count_and_another_backend_at_once(
-    flow: Flow, client: QueryableStateClient, spark: SparkSession
+def test_another_backend_at_each_restart_with_and_without_another_partition_count(
+    flow: Flow, client: QueryableStateClient
 ) -> None:
-    run(flow, client, (2, 3), "rocksdb", batches=4)
-    run(flow, client, (5, 2), "file", batches=1)
-    run(flow, client, (3, 3), "rocksdb", batches=3)
+    run(flow, client, (2, 3), "rocksdb", batches=3)
+    run(flow, client, (2, 3), "file")
+    run(flow, client, (5, 2), "rocksdb", batches=1)
+    run(flow, client, (3, 3), "file", batches=1)
 
 
 def remove_last(stream: Stream, batches: int) -> None:

@@ -369,7 +369,7 @@ def test_a_savepoint_outlives_its_checkpoint(saved: Saved) -> None:
     assert check_savepoint(saved.flow, saved.path) == saved.batch
 
 
-@pytest.mark.parametrize(("n", "provider"), [(1, "file"), (3, "rocksdb"), (16, "file")])
+@pytest.mark.parametrize(("n", "provider"), [(1, "file"), (16, "rocksdb")])
 def test_restored_to_other_partitions_and_the_other_backend(
     saved: Saved, client: QueryableStateClient, tmp_path: Path, n: int, provider: str
 ) -> None:
@@ -414,28 +414,27 @@ def other_program(flow: Flow, change: str) -> DataFrame:
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ("key type", ["per_key", "k long", "k string"]),
-        ("aggregate", ["per_key", "total.sum", "total.max"]),
-        ("operator", ["per_s", "renamed"]),
-        ("fewer operators", ["per_s"]),
-    ],
-)
-def test_another_program_is_refused_with_the_differences(
-    saved: Saved, tmp_path: Path, change: str, words: list[str]
-) -> None:
+OTHER_PROGRAMS = {
+    "key type": ["per_key", "k long", "k string"],
+    "aggregate": ["per_key", "total.sum", "total.max"],
+    "operator": ["per_s", "renamed"],
+    "fewer operators": ["per_s"],
+}
+
+
+def test_another_program_is_refused_with_the_differences(saved: Saved, tmp_path: Path) -> None:
+    """Each in turn, at the same location: nothing is changed there."""
     checkpoint = str(tmp_path / "ck")
     restore_savepoint(saved.path, checkpoint)
     before = sorted(p for p in tmp_path.rglob("*") if "statestore" in p.parts)
-    query = start(other_program(saved.flow, change), checkpoint, Sink())
-    with pytest.raises(Exception, match=r"."):
-        query.processAllAvailable()
-    message = str(query.exception())
-    for word in words:
-        assert word in message, message
-    assert sorted(p for p in tmp_path.rglob("*") if "statestore" in p.parts) == before
+    for change, words in OTHER_PROGRAMS.items():
+        query = start(other_program(saved.flow, change), checkpoint, Sink())
+        with pytest.raises(Exception, match=r"."):
+            query.processAllAvailable()
+        message = str(query.exception())
+        for word in words:
+            assert word in message, message
+        assert sorted(p for p in tmp_path.rglob("*") if "statestore" in p.parts) == before
 
 
 def test_some_of_the_operators_go_on_in_a_program_that_has_only_those(

@@ -26,7 +26,7 @@ from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError,
 
 from .conftest import Stream, settle, wait_until
 
-pytestmark = [pytest.mark.spark, pytest.mark.spark42]
+pytestmark = pytest.mark.spark
 
 
 def start(df: DataFrame, stream: Stream, **options: str) -> StreamingQuery:
@@ -55,6 +55,7 @@ def client(spark: Any) -> QueryableStateClient:
     return QueryableStateClient.connect()
 
 
+@pytest.mark.spark42
 def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs(
     stream: Stream, client: QueryableStateClient
 ) -> None:
@@ -127,6 +128,7 @@ def test_two_queries_with_the_same_operator_name_need_query(
     assert [client.get("twin", 1, query=str(q.id)) for q in queries] == [{"t": 1.0}, {"t": 2.0}]
 
 
+@pytest.mark.spark42
 def test_every_type_as_key_and_value_nulls_included(
     make_stream: Callable[..., Stream], client: QueryableStateClient
 ) -> None:
@@ -163,6 +165,7 @@ def test_every_type_as_key_and_value_nulls_included(
         assert [got[f"last_{n}"] for n in names] == list(row)
 
 
+@pytest.mark.spark42
 def test_negative_zero_and_nan_are_one_key_each(
     make_stream: Callable[..., Stream], client: QueryableStateClient
 ) -> None:
@@ -175,6 +178,7 @@ def test_negative_zero_and_nan_are_one_key_each(
     assert client.get_many("floats", [0.0, -0.0, nan])["n"].to_pylist() == [3, 3, 3]
 
 
+@pytest.mark.spark42
 def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
     expected: dict[int, float] = defaultdict(float)
     for round_ in range(3):
@@ -242,6 +246,7 @@ def test_results_do_not_depend_on_the_number_of_partitions(
     np.testing.assert_allclose(answers[0][["n", "t", "lo"]].to_numpy(), wanted.to_numpy(), rtol=1e-9)
 
 
+@pytest.mark.spark42
 def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Callable[..., Stream]) -> None:
     """Behind an operator that emits nothing, beside an empty side of a union, and in an empty batch (DESIGN, section 8)."""
     stream, quiet = make_stream(), make_stream()
@@ -272,6 +277,7 @@ def test_state_may_lie_elsewhere_than_the_checkpoint(spark: Any, stream: Stream,
     assert not Path(stream.checkpoint, "statestore").exists()
 
 
+@pytest.mark.spark42
 def test_pyspark_workers_do_not_join_ray_and_hosts_take_no_cpu(stream: Stream) -> None:
     stream.add([(1, 1.0)])
     seen: list[Any] = []
@@ -296,6 +302,7 @@ def test_pyspark_workers_do_not_join_ray_and_hosts_take_no_cpu(stream: Stream) -
     assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"] - 2
 
 
+@pytest.mark.spark42
 def test_output_goes_to_any_sink(stream: Stream, spark: Any, tmp_path: Path) -> None:
     stream.add([(1, 1.0), (2, 2.0)])
     df = aggregate(stream.read(), by="k", operator="sink", n=S.count(), last=S.last("v", by="v")).withColumn(

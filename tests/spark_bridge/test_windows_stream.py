@@ -28,7 +28,7 @@ SCHEMA = "k long, ts timestamp, v long"
 DELAY = "20 seconds"
 
 
-def events(stream: Stream, files: int = 4, rows: int = 60) -> None:
+def events(stream: Stream, files: int = 3, rows: int = 80) -> None:
     """Files of events a minute apart, out of order, some of them late, some without a time or a key."""
     rng = np.random.default_rng(7)
     for i in range(files):

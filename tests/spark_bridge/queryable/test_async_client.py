@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -72,6 +75,9 @@ def test_the_same_verbs(filled: Cluster) -> None:
         async with client.scan("totals", prefix=5) as rows:
             assert (rows.version, rows.schema.names) == (1, ["user", "n", "name"])
             assert (await rows.to_arrow()).to_pylist() == [{"user": 5, **five}]
+        assert await client.key_rows("totals", [5, 5000]).to_pylist() == [{"user": 5, **five}]
+        assert (await client.scan("totals", prefix=5).to_pandas())["n"].tolist() == [5]
+        assert (await client.scan("totals", prefix=5).to_polars())["n"].to_list() == [5]
         begun = await client.scan("totals", limit=1)
         assert begun.version == 1
         await begun.aclose()
@@ -252,3 +258,22 @@ def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     run(cluster, check)
     cluster.close()
+
+
+def test_a_watch_that_was_left_does_not_hold_up_the_end_of_the_program(filled: Cluster) -> None:
+    code = f"""
+import asyncio
+from spark_bridge import AsyncQueryableStateClient
+
+async def main():
+    client = await AsyncQueryableStateClient.connect(address={filled.hosts[0].address!r}, token={TOKEN!r})
+    changes = client.watch("totals")
+    try:
+        await asyncio.wait_for(anext(changes), 0.3)
+    except asyncio.TimeoutError:
+        pass
+
+asyncio.run(main())
+"""
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={**os.environ, "PYTHONPATH": str(root)})

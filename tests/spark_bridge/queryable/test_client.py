@@ -293,7 +293,11 @@ def test_a_replaced_coordinator_is_not_noticed(cluster: Callable[..., Cluster]) 
         assert another.get("totals", 4) == {"n": 4, "name": "user 4"}
 
 
-def test_a_restarted_query_is_found_again_with_other_partitions(cluster: Callable[..., Cluster]) -> None:
+def test_a_restarted_query_is_found_again_with_other_partitions(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("locations", "client"):  # it is not by chance that the location is looked up again
+        monkeypatch.setattr(f"spark_bridge.queryable.{module}.REFRESH_SECONDS", 1000.0)
     c = cluster()
     c.batch(NAMES)
     client = c.client(direct=True)
@@ -617,6 +621,25 @@ def test_windows_by_key(tmp_path: Path, order: tuple[str, ...], by: tuple[str, .
             assert client.scan("op", prefix=((NINE, NINE + MINUTE),), columns=["n"]).to_pylist() == [{"n": 10}]
         with pytest.raises(UnknownKeyOrNamespaceError, match="no window"):
             client.get("op", 1, window="nine")
+    query.close()
+
+
+def test_windows_that_are_all_of_the_key(tmp_path: Path) -> None:
+    query = windowed(tmp_path, ("window",), (), [(0, bounds(0), 10), (0, bounds(1), 11)])
+    with served(query) as client:
+        assert (
+            client.get("op", NINE)
+            == client.get("op", (NINE, NINE + MINUTE))
+            == client.get("op", bounds(0))
+            == {"n": 10}
+        )
+        assert client.get("op", {"window": bounds(1)}) == {"n": 11}
+        assert client.get("op", NINE - MINUTE) is None
+        table = client.get_many("op", [NINE + MINUTE, bounds(0), (NINE, NINE), (NINE,)])
+        assert table.column("n").to_pylist() == [11, 10, None, 10]
+        assert client.get_many("op", pa.array([bounds(1)], WINDOW)).column("n").to_pylist() == [11]
+        with pytest.raises(RequestError, match="all of the key"):
+            client.get("op", NINE, window=NINE)
     query.close()
 
 

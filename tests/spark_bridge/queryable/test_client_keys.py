@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -21,9 +21,10 @@ from spark_bridge import state_rows
 from spark_bridge.deduplicate_task import PRESENT
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
 from spark_bridge.queryable import state_views
-from spark_bridge.queryable.client_scans import comparisons, key_range
+from spark_bridge.queryable.client_scans import StateScan, comparisons, key_range
 from spark_bridge.queryable.keys import KeyCodec, narrower
 from spark_bridge.queryable.results import KeyedResults, distinct, formed, plain_values
+from spark_bridge.queryable.router import RoutedAnswer
 from spark_bridge.queryable.state_views import view_of
 from spark_bridge.queryable.wire import Comparison
 from spark_bridge.session_windows import ENDS_FAMILY
@@ -129,6 +130,12 @@ def test_keys_are_what_columns_and_key_groups_make_of_them() -> None:
 def test_one_key_is_encoded_as_many_are(key: Any) -> None:
     for of in (TWO, TURNED):
         assert [of.encode_one(key)] == stored_keys(of, [("a", 1)])
+
+
+def test_one_key_of_columns_of_one_type_that_are_stored_in_another_order() -> None:
+    of = codec(("b", pa.int64()), ("a", pa.int64()), by=("a", "b"))
+    assert of.encode_one((1, 2)) == of.encode_one({"b": 2, "a": 1}) == stored_keys(of, [(1, 2)])[0]
+    assert of.encode_one((1, 2)) != of.encode_one((2, 1))
 
 
 TIMES = codec(("at", pa.timestamp("us", "UTC")), ("day", pa.date32()), ("price", pa.decimal128(10, 2)))
@@ -325,6 +332,31 @@ def test_windows_are_in_the_order_of_their_starts() -> None:
     rows = KeyedResults(pa.array([0, 0]), {"window": pa.array([later, first], WINDOW)}, {"n": pa.array([1, 2])})
     (found,) = rows.ordered(by_window=True).lists(1).to_pylist()
     assert [row["n"] for row in found] == [2, 1]
+    windows = {"window": pa.array([later, first, first, later], WINDOW)}
+    of_two = KeyedResults(pa.array([0, 1, 0, 1]), windows, {"n": pa.array([2, 3, 1, 4])}).ordered(by_window=True)
+    assert [[row["n"] for row in of_key] for of_key in of_two.lists(2).to_pylist()] == [[1, 2], [3, 4]]
+
+
+def test_a_scan_gives_no_more_rows_than_its_limit_and_ends_what_it_does_not_need() -> None:
+    ended = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            for begin in range(0, 100, 10):
+                yield pa.record_batch([pa.array(range(begin, begin + 10))], schema=schema)
+        finally:
+            ended.append(True)
+
+    schema = pa.schema([("n", pa.int64())])
+    for limit, expected in ((0, 0), (5, 5), (10, 10), (15, 15), (1000, 100), (None, 100)):
+        ended.clear()
+        scan = StateScan(RoutedAnswer(3, schema, batches()), limit)
+        assert scan.to_arrow().column("n").to_pylist() == list(range(expected))
+        assert ended or not limit
+    scan = StateScan(RoutedAnswer(3, schema, batches()), None)
+    next(scan)
+    scan.close()
+    assert ended
 
 
 # -- what clients and hosts must have the same idea of ----------------------------------------

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 from spark_bridge.queryable import server_connection
+from spark_bridge.queryable.host_reads import HostReads
 from spark_bridge.queryable.limits import RequestLimits
 from spark_bridge.queryable.wire import (
     At,
@@ -34,6 +35,7 @@ from spark_bridge.queryable.wire import (
     Scan,
     pack_bytes,
 )
+from tests.spark_bridge.queryable import client_world
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import RawClient, eventually
 
@@ -44,6 +46,8 @@ ROUNDS = pytest.mark.parametrize("rounds", [200, pytest.param(5000, marks=pytest
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_connection, "MAX_AWAIT_SECONDS", 0.01)
+        # Many of the versions asked for will never be.
+        patch.setattr(client_world, "HostReads", lambda host, **_: HostReads(host, wait_seconds=0.01))
         made = Cluster(tmp_path_factory.mktemp("fuzz"), limits=RequestLimits(max_keys=1000, max_request_bytes=1 << 20))
         for batch in range(3):
             made.batch({i: (i + batch, f"user {i}") for i in range(batch, 60)})
@@ -204,6 +208,23 @@ def test_hosts_know_what_is_wrong_with_a_request(cluster, rounds, caplog):
         client.close()
 
 
+def test_a_proxy_does_not_believe_in_versions_that_a_client_makes_up(cluster):
+    """Once, it asked the hosts for them ever after."""
+    client = RawClient(cluster.hosts[0].address, token=TOKEN)
+    ahead = At("completed", 1 << 40)
+    for request in (
+        Scan("run1", "totals", at=ahead, forward=True),
+        Count(Scan("run1", "totals", at=ahead, forward=True)),
+        KeyRows("run1", "totals", at=ahead, forward=True),
+        Lookup("run1", "totals", ahead, forward=True),
+    ):
+        client.say(request, pack_bytes(pa.array(stored_keys(cluster)[:9], pa.binary())))
+        assert isinstance(last_of(client), Failure)
+        client.say(Scan("run1", "totals", forward=True))
+        assert last_of(client) == End(3, 60)
+    client.close()
+
+
 def test_scans_that_are_left_leave_nothing(cluster):
     def figures() -> tuple[int, int, int]:
         gc.collect()
@@ -229,8 +250,8 @@ def test_scans_that_are_left_leave_nothing(cluster):
     def is_quiet() -> bool:
         return all(h.proxy.num_connections <= 1 for h in cluster.hosts) or figures()[2] == 0
 
-    leave(40)
+    leave(15)
     eventually(is_quiet)
     before = figures()
-    leave(60)
+    leave(25)
     eventually(lambda: figures()[2] == 0 and figures()[1] <= before[1] + 6 and figures()[0] <= before[0] + 6)

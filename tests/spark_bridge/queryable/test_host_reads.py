@@ -610,6 +610,17 @@ def test_a_host_without_any_partition_hears_of_versions_too(make):
     assert read.describe("op", None)["operators"][0]["held"] == []
 
 
+def test_a_host_whose_partitions_have_left_hears_of_versions_by_its_heartbeat(make):
+    w = make()
+    w.batch(filled(1))
+    w.write(filled(2))
+    w.complete(tell=False)
+    for p in (0, 1):
+        w.hosts[0]._unload(w.instance(p))
+    w.hosts[0].heartbeat()
+    assert w.hosts[0].completed.newest(w.run).version == 2
+
+
 def test_operators_and_what_a_host_holds_of_them(make):
     w = make()
     w.batch(filled(1))

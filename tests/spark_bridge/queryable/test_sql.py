@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from spark_bridge.exceptions import EnvironmentProblemError, QueryTimeoutError, RequestError, UnknownOperatorError
 from spark_bridge.queryable.expressions import Call, FieldRef, UnknownExpressionError, columns_of, parsed
 from spark_bridge.queryable.pushdown import Pushed, as_json, push
-from spark_bridge.queryable.sql import sql
+from spark_bridge.queryable.sql import running_states, sql
 from spark_bridge.queryable.sql_tables import RunningState, UnclearNameError, names_in, resolve
 from spark_bridge.queryable.wire import Comparison
 
@@ -553,6 +553,15 @@ def test_names_are_resolved() -> None:
         resolve(("web",), known)
 
 
+def test_windows_are_no_part_of_the_key_that_is_looked_up() -> None:
+    state = {"name": "default", "kind": "rows", "key": {"user": "int64", "window": "struct<...>"}, "window": "window"}
+    operator = {"query_name": None, "query_id": "q", "run_id": "r", "operator": "o", "state": [state]}
+    (of,) = running_states(operator)
+    assert (of.key, of.has_ranges, of.is_only) == (("user",), False, True)
+    timers = {"name": "timers", "kind": "timers", "key": {"user": "int64"}}
+    assert [(s.key, s.has_ranges) for s in running_states({**operator, "state": [timers]})] == [(("user",), False)]
+
+
 def several() -> Memory:
     def numbers(n: int) -> State:
         return State(["k"], {1: pa.table({"k": pa.array([n], pa.int64()), "default": ["x"]})})
@@ -720,13 +729,15 @@ def test_no_files_and_no_python_variables() -> None:
     assert hidden is not None
     for statement in (
         "from '/etc/passwd'",
-        "from hidden",
         "from read_text('/etc/passwd')",
         "from glob('/*')",
         "from read_csv('/etc/passwd')",
     ):
         with pytest.raises((UnknownOperatorError, duckdb.Error)):
             sql(memory(), statement).fetchall()
+    for statement in ("from hidden", "from tables", "from known"):
+        with pytest.raises(UnknownOperatorError):
+            sql(memory(), statement)
 
 
 def test_a_connection_of_the_users_has_its_own_tables_too_and_keeps_nothing() -> None:

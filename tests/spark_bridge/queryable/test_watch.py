@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from spark_bridge.exceptions import (
+    ConnectionClosedError,
     QueryTimeoutError,
     StateVersionError,
     UnknownKeyOrNamespaceError,
@@ -184,6 +185,36 @@ def test_none_is_skipped_and_none_comes_twice_while_everything_dies(
     expected = model(history)
     assert got == {version: expected[version] for version in expected if version <= max(got)}
     assert max(got) >= 12
+
+
+def test_what_came_whole_is_not_given_again_when_the_rest_broke_off(cluster: Callable[..., Cluster]) -> None:
+    c = cluster()
+    for n in range(1, 6):
+        c.batch({1: (n, "a")})
+    client = c.client()
+    stream, broken = client.stream, 0
+
+    class Breaking:
+        """The frames of a stream up to the third one."""
+
+        def __init__(self, frames: Any) -> None:
+            self.frames = frames
+
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal broken
+            for n, one in enumerate(self.frames):
+                if n == 2 and broken < 3:
+                    broken += 1
+                    raise ConnectionClosedError("broken by the test")
+                yield one
+
+        def close(self) -> None:
+            self.frames.close()
+
+    client.stream = lambda *args: Breaking(stream(*args))
+    changes = client.watch("totals", from_version=0)
+    assert [(v.version, rows(v)[0][3]) for v in (next(changes) for _ in range(5))] == [(n, n) for n in range(1, 6)]
+    assert broken > 0
 
 
 def test_a_query_that_went_back_is_an_error_that_says_so(cluster: Callable[..., Cluster]) -> None:

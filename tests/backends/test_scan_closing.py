@@ -1,0 +1,46 @@
+"""A store that is closed by one thread while another one scans it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from backends import rocksdb
+from backends.changelog import Changes
+from backends.conf import StateStoreConf
+from backends.engine import LocalState
+from backends.exceptions import StoreClosedError
+
+
+def test_closing_waits_for_the_batch_that_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rocksdb.LocalRocksDB(tmp_path / "db", StateStoreConf())
+    engine.prepare(Changes.of(pa.array([b"a", b"b"]), pa.array([b"1", b"2"])))(LocalState(1, "head", 2))
+    scan: Any = engine.scan(None, None)
+    reading, go_on = threading.Event(), threading.Event()
+    check: Callable[[Any], None] = rocksdb.Scan._check_end
+
+    def slow(self: Any) -> None:
+        reading.set()
+        assert go_on.wait(10)
+        check(self)
+
+    monkeypatch.setattr(rocksdb.Scan, "_check_end", slow)
+    batches: list[Any] = []
+    reader = threading.Thread(target=lambda: batches.append(next(scan)))
+    reader.start()
+    assert reading.wait(10)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    go_on.set()
+    reader.join(10)
+    closer.join(10)
+    assert [batch.num_rows for batch in batches] == [2]
+    with pytest.raises(StoreClosedError):
+        next(scan)
