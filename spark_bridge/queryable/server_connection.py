@@ -68,7 +68,7 @@ HELLO_SECONDS = 5.0
 """Within which a client must have said who it is."""
 MAX_HELLO_BYTES = 4096
 TOKEN_SECONDS = 1.0
-"""How old the check of a token may be: a token that is revoked ends its connections by their next request then."""
+"""How old the check of a token may be: one that is revoked ends its connections by their next request or batch of rows then."""
 MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
 """How often a waiting thread looks whether the server still runs and the client is still there."""
@@ -167,7 +167,7 @@ class ServerConnection:
 
     def _greet(self) -> bool:
         """Check the token of the first frame. Nothing else is looked at before."""
-        started = time.perf_counter()
+        started = time.monotonic()
         limits = self._limits
         try:
             try:
@@ -214,14 +214,14 @@ class ServerConnection:
         except IdleClientError:
             return False
         except (RequestError, RequestLimitError, TooManyRequestsError) as error:
-            self._observe("", "unreadable", time.perf_counter(), failed=True)
+            self._observe("", "unreadable", time.monotonic(), failed=True)
             self._fail(error)
             self._frames.linger()
             return False
         if received is None:
             return False
         header, body = received
-        started = time.perf_counter()
+        started = time.monotonic()
         operator, verb, failed = "", "unreadable", True
         try:
             request = decoded(header)
@@ -362,6 +362,8 @@ class ServerConnection:
                     f"The answer took longer than the {self._limits.scan_seconds:g} s allowed here, after {rows:,} rows: ask for "
                     "less, or read faster."
                 )
+            if now - self._checked_at > TOKEN_SECONDS:
+                self._check_token(now)
             if not batch.num_rows and (schema is None or now - sent_at < QUIET_SECONDS):
                 continue
             rows += batch.num_rows
@@ -395,7 +397,7 @@ class ServerConnection:
         self._send(failure(error))
 
     def _observe(self, operator: str, verb: str, started: float, failed: bool = False) -> None:
-        self._serving.statistics.observe(operator, verb, time.perf_counter() - started, failed)
+        self._serving.statistics.observe(operator, verb, time.monotonic() - started, failed)
 
 
 def decoded(header: memoryview) -> Request:

@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -523,31 +522,6 @@ def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
     assert not stuck
 
 
-@contextmanager
-def beating(host):
-    """Heartbeats of a host, one after the other in a thread of their own; a list that grows with each."""
-    stop, beats = threading.Event(), []
-
-    def beat():
-        while not stop.is_set():
-            host.heartbeat()
-            beats.append(None)
-            time.sleep(0.005)
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    yield beats
-    stop.set()
-    thread.join()
-
-
-def another(beats, seconds=0.2):
-    """Wait for one more heartbeat, or until so much time has passed."""
-    seen, deadline = len(beats), time.monotonic() + seconds
-    while len(beats) == seen and time.monotonic() < deadline:
-        time.sleep(0.002)
-
-
 def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
     w, c, h = one(tmp_path, 2)
     plan_spark(w, 0)
@@ -570,14 +544,24 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
     t = threading.Thread(target=lambda: run_task([h], 1, 1))
     t.start()
     at.wait()
-    with beating(h) as beats:
-        for _ in range(12):
-            another(beats)
-            w.now += 1
-            c.expire()
-        dropped = not c._hosts.leases
-        go.set()
-        t.join()
+    stop = threading.Event()
+
+    def beats():
+        while not stop.is_set():
+            h.heartbeat()
+            time.sleep(0.05)
+
+    b = threading.Thread(target=beats)
+    b.start()
+    for _ in range(12):
+        time.sleep(0.1)
+        w.now += 1
+        c.expire()
+    dropped = not c._hosts.leases
+    go.set()
+    stop.set()
+    t.join()
+    b.join()
     assert not dropped
 
 
@@ -688,14 +672,24 @@ def test_a_commit_does_not_wait_for_the_report_of_another_query(tmp_path):
 
 def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path):
     w, c2, h, _tX, go, at = two_queries(tmp_path)
-    with beating(h) as beats:
-        at.wait()
-        for _ in range(12):
-            another(beats, 0.03)  # there may be none: the host's report hangs, and the lease must not depend on it
-            w.now += 1
-            c2.expire()
-        dropped = "h0" not in c2._hosts.leases
-        go.set()
+    stop = threading.Event()
+
+    def beats():
+        while not stop.is_set():
+            h.heartbeat()
+            time.sleep(0.02)
+
+    t = threading.Thread(target=beats)
+    t.start()
+    at.wait()
+    for _ in range(12):
+        time.sleep(0.1)
+        w.now += 1
+        c2.expire()
+    dropped = "h0" not in c2._hosts.leases
+    stop.set()
+    go.set()
+    t.join()
     assert not dropped
 
 

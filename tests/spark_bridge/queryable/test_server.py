@@ -279,6 +279,20 @@ def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
         assert client.is_closed()
 
 
+def test_a_token_that_is_revoked_ends_its_scans(monkeypatch):
+    monkeypatch.setattr(server_connection, "TOKEN_SECONDS", 0.0)
+    reads = MemoryReads(batches=[rows(0, 1)] * 100)
+    reads.pause = 0.02
+    with serving(reads) as (server, _), client_of(server) as client:
+        client.say(SCAN)
+        assert isinstance(client.hear()[0], Batch)
+        server._tokens.valid.clear()
+        while isinstance((heard := client.hear())[0], Batch):
+            pass
+        failed_with(heard[0], "AccessDeniedError")
+        assert client.is_closed() and reads.open_iterators == 0
+
+
 def test_connections_can_be_encrypted():
     authority = trustme.CA()
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
