@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     )
     from spark_bridge.queryable.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client import QueryableStateClient
+    from spark_bridge.queryable.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.client_scans import StateScan
+    from spark_bridge.queryable.limits import RequestLimits
+    from spark_bridge.queryable.server import KvStateServer
     from spark_bridge.queryable.tls import TlsConf
     from spark_bridge.queryable.watch import StateChange, StateWatch
     from spark_bridge.savepoints import (
@@ -61,6 +64,8 @@ __all__ = [
     "ArrowStatefulProcessor",
     "AsyncQueryableStateClient",
     "ExpiredTimerInfo",
+    "KvStateClientProxy",
+    "KvStateServer",
     "ListState",
     "MapState",
     "ProcessorTester",
@@ -110,11 +115,14 @@ _HOMES = {
     "ArrowStatefulProcessor": "spark_bridge.stateful.arrow_processor",
     "AsyncQueryableStateClient": "spark_bridge.queryable.async_client",
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
+    "KvStateClientProxy": "spark_bridge.queryable.client_proxy",
+    "KvStateServer": "spark_bridge.queryable.server",
     "ListState": "spark_bridge.stateful.list_state",
     "MapState": "spark_bridge.stateful.map_state",
     "ProcessorTester": "spark_bridge.stateful.tester",
     "QueryableStateClient": "spark_bridge.queryable.client",
     "StateChange": "spark_bridge.queryable.watch",
+    "RequestLimits": "spark_bridge.queryable.limits",
     "StateOperatorListener": "spark_bridge.operator_progress",
     "StateOperatorProgress": "spark_bridge.operator_progress",
     "StateScan": "spark_bridge.queryable.client_scans",
