@@ -70,6 +70,7 @@ __all__ = [
     "MapState",
     "ProcessorTester",
     "QueryableStateClient",
+    "RequestLimits",
     "StateChange",
     "StateOperatorListener",
     "StateOperatorProgress",

@@ -21,7 +21,7 @@ from spark_bridge.event_time import EventTime
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
 from spark_bridge.queryable import host_changes, key_reads, key_windows
 from spark_bridge.queryable.host_reads import HostReads
-from spark_bridge.queryable.wire import At, Changes, Comparison, KeyRows, Scan
+from spark_bridge.queryable.wire import At, Changes, Comparison, KeyRows, Lookup, Scan
 from spark_bridge.session_windows import SessionLogic, session_schema
 from tests.spark_bridge.operator_runs import TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.queryable.host_world import COMPLETED
@@ -142,6 +142,36 @@ def test_lists_and_maps_in_one_row_per_key(flow):
     assert maps == {key: {k: n for k, (n, _) in entries.items()} for key, entries in held["pages"].items()}
     with pytest.raises(RequestError, match=r"Column 'list_value' is list.*compared with null alone"):
         asked.scan("visits", collect=True, where=[Comparison("list_value", "=", ["x"])])
+
+
+class Two:
+    def init(self, handle: Any) -> None:
+        self.a = handle.getValueState("a", "n LONG")
+        self.b = handle.getValueState("b", "n LONG")
+
+
+class One:
+    def init(self, handle: Any) -> None:
+        handle.deleteIfExists("b")
+        self.a = handle.getValueState("a", "n LONG")
+
+
+def test_what_is_left_of_a_deleted_variable_is_not_counted(tmp_path):
+    f = Flow(tmp_path, Two, n=1)
+
+    def both(of: Any) -> None:
+        of.a.update((1,))
+        of.b.update((2,))
+
+    f.batch(dict.fromkeys(USERS, both))
+    f = f.restarted("run2", 1, "file", One)
+    asked = Asked(f)
+    assert len(asked.scan("a")) == asked.reads.count(Scan(f.run, "op", "a"))[1] == len(USERS)
+    with pytest.raises(UnknownKvStateIdError, match=r"no state variable 'b'; there are 'a' \(value\)"):
+        asked.scan("b")
+    with pytest.raises(UnknownKvStateIdError, match="no column family 'b'"):
+        asked.reads.lookup(Lookup(f.run, "op", column_family="b"), stored(USERS))
+    f.close()
 
 
 def test_columns_of_keys_and_values(flow):
