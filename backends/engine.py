@@ -44,8 +44,11 @@ class StateEngine(Protocol):
     def column_families(self) -> frozenset[str]:
         """The names of the column families, "default" among them."""
 
-    def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
-        """Values in the order of ``keys``, which need not be sorted; null where there is none, or no such family."""
+    def get_many(self, keys: pa.BinaryArray, column_family: str, *, keep: bool = True) -> pa.BinaryArray:
+        """Values in the order of ``keys``, which need not be sorted; null where there is none, or no such family.
+
+        ``keep`` False: they will hardly be read again, so a cache need not make room for them.
+        """
 
     def get_one(self, key: bytes, column_family: str) -> bytes | None:
         """The value of one key; None if there is none, or no such family."""

@@ -22,6 +22,8 @@ from backends.provider import LocalStateStoreProvider
 from backends.sorted_map import SortedMap
 from backends.sorted_pairs import SortedPairs, is_strictly_sorted
 
+FEW_ROWS = 64
+"""So few keys are faster got one by one."""
 _INDEX = "index.json"
 
 
@@ -70,12 +72,16 @@ class SortedMapEngine:
         """The names of the column families."""
         return frozenset(self._maps)
 
-    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+    def get_many(
+        self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
+    ) -> pa.BinaryArray:
         """Values in the order of ``keys``; null where there is none."""
         self._check_open()
         held = self._maps.get(column_family)
         if held is None:
             return pa.nulls(len(keys), pa.binary())
+        if len(keys) <= FEW_ROWS:
+            return pa.array([held.get(key) for key in keys.to_pylist()], pa.binary())
         if is_strictly_sorted(keys):
             return held.get_many(keys)
         order = np.asarray(pc.sort_indices(keys))

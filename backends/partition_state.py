@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -371,7 +372,9 @@ class PartitionState:
         """The pairs that ``changes`` replace in the engine: null where there is none."""
         if self._engine.state.num_keys == 0:
             return Changes({n: SortedPairs(p.keys, pa.nulls(len(p), pa.binary())) for n, p in changes.families.items()})
-        return Changes({n: SortedPairs(p.keys, self._engine.get_many(p.keys, n)) for n, p in changes.families.items()})
+        # Keys that are written and had not been read are new ones mostly, as those of a list's elements.
+        get = partial(self._engine.get_many, keep=False)
+        return Changes({n: SortedPairs(p.keys, get(p.keys, n)) for n, p in changes.families.items()})
 
     def complete(self, version: int, head: str) -> None:
         """Apply held changes up to those whose changelog is ``head``: the version is committed for good.

@@ -202,7 +202,9 @@ class LocalRocksDB:
         """The names of the users' column families."""
         return frozenset(self._families) - {META_FAMILY}
 
-    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+    def get_many(
+        self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
+    ) -> pa.BinaryArray:
         """Values in the order of ``keys``; null where there is none, or no such column family."""
         self._check_open()
         family = self._families.get(column_family)
@@ -212,7 +214,7 @@ class LocalRocksDB:
             return pa.array([self._get_one(family, key) for key in to_bytes_list(keys)], pa.binary())
         if family.cache is None:
             return self._read(family, keys)
-        return family.cache.get_many(keys, lambda missing: self._read(family, missing))
+        return family.cache.get_many(keys, lambda missing: self._read(family, missing), keep=keep)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
         """The value of one key; None if there is none, or no such column family."""

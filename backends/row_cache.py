@@ -341,17 +341,23 @@ class RowCache:
         """Memory."""
         return self.rows.nbytes
 
-    def get_many(self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]) -> pa.BinaryArray:
-        """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and kept."""
+    def get_many(
+        self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], *, keep: bool = True
+    ) -> pa.BinaryArray:
+        """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and with ``keep`` held."""
         if len(keys) <= STEP_ROWS:
-            return self._get_step(keys, read)
+            return self._get_step(keys, read, keep)
         steps = (keys.slice(at, STEP_ROWS) for at in range(0, len(keys), STEP_ROWS))
-        return pa.concat_arrays([self._get_step(step, read) for step in steps])
+        return pa.concat_arrays([self._get_step(step, read, keep) for step in steps])
 
-    def _get_step(self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray]) -> pa.BinaryArray:
+    def _get_step(
+        self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], keep: bool
+    ) -> pa.BinaryArray:
         epoch = self._epoch  # first of all: what is read below counts only if nothing was written since
-        hashes = hash_keys(keys)
         rows = self.rows
+        if not (rows.count or keep):
+            return read(keys)
+        hashes = hash_keys(keys)
         if not rows.count:
             values = read(keys)
             self._keep(keys, hashes, values, epoch)
@@ -362,13 +368,15 @@ class RowCache:
         missing = np.flatnonzero(~is_held)
         if len(missing) == len(keys):
             values = read(keys)
-            self._keep(keys, hashes, values, epoch)
+            if keep:
+                self._keep(keys, hashes, values, epoch)
             return values
         if not len(missing):
             return rows.values_of(entries, None)
         asked = keys.take(pa.array(missing))
         values = read(asked)
-        self._keep(asked, hashes[missing], values, epoch)
+        if keep:
+            self._keep(asked, hashes[missing], values, epoch)
         order = np.arange(len(keys))
         order[missing] = len(keys) + np.arange(len(missing))
         return pa.concat_arrays([rows.values_of(entries, is_held), values]).take(pa.array(order))

@@ -16,7 +16,9 @@ from backends.changelog import DEFAULT_FAMILY
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.partition_state import PartitionState
 from backends.sorted_pairs import is_strictly_sorted
+from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import OperatorLocation, RunningOperator
+from spark_bridge.completed_versions import CompletedVersion
 from spark_bridge.exceptions import NotOwnerError
 from spark_bridge.host import Host
 from spark_bridge.queryable.host_changes import HostChanges
@@ -55,6 +57,7 @@ class HostReads:
         self._views = HostViews(host, VersionCopies(host), wait_seconds)
         self._changes = HostChanges(host, wait_seconds)
         self._plans: dict[tuple[str, str], OperatorPlan] = {}
+        self._asked: dict[str, float] = {}
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -104,9 +107,25 @@ class HostReads:
                 break
             newest = self._host.completed.wait(run_id, after + 1, min(left, AWAIT_SECONDS))
             if newest is None or newest.version <= after:
-                # Else nobody tells this host, if it has nothing of the run, or that the run is over.
-                newest = self._host.completed_version(run_id, after + 1, _BRIEFLY)
+                newest = self._asked_again(run_id, after)
         return -1 if newest is None else newest.version
+
+    def _asked_again(self, run_id: str, after: int) -> CompletedVersion | None:
+        """What the coordinator says: nobody tells this host if it has nothing of the run, or that the run is over.
+
+        One of those who wait asks for all of them.
+        """
+        newest, now = self._host.completed.newest(run_id), time.monotonic()
+        if newest is not None and now - self._asked.get(run_id, 0.0) < AWAIT_SECONDS / 2:
+            return newest
+        while len(self._asked) >= _KNOWN_PLANS:
+            self._asked.pop(next(iter(self._asked)), None)
+        self._asked[run_id] = now
+        try:
+            return self._host.completed_version(run_id, after + 1, _BRIEFLY)
+        except CoordinatorError:
+            self._host.completed.forget(run_id)  # the others find out, too
+            raise
 
     # -- lookups -------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ MAX_SERIES = 512
 OTHER = "(other)"
 """Where requests for operators that nobody knows are counted, and those beyond ``MAX_SERIES``."""
 QUANTILES = (0.5, 0.9, 0.99)
+_frexp = math.frexp
 
 
 class LatencyHistogram:
@@ -70,7 +71,7 @@ class LatencyHistogram:
 
 def bucket_of(seconds: float) -> int:
     """The bucket of a latency."""
-    mantissa, exponent = math.frexp(seconds * 1e6)
+    mantissa, exponent = _frexp(seconds * 1e6)
     if exponent < 1:
         return 0
     if exponent > OCTAVES:
@@ -97,8 +98,10 @@ class _Series:
         self.slowest_lately = 0.0
 
     def observe(self, seconds: float, failed: bool) -> None:
+        histogram, bucket = self.histogram, bucket_of(seconds)
         with self.lock:
-            self.histogram.add(seconds)
+            histogram.counts[bucket] += 1
+            histogram.total += 1
             if failed:
                 self.failures += 1
             if seconds > self.slowest_lately:

@@ -167,7 +167,7 @@ class StateRouter:
         for part in parts(keys):
             asked = replace(request, run_id=location.run_id, forward=self._forward)
             shares = self._shares(location, part, self._table(location).is_windowed(request.state))
-            questions = [KeyRowsQuestion(share, asked) for share in shares]
+            questions = [KeyRowsQuestion(share, replace(asked, partitions=share.partitions)) for share in shares]
             version, answers = self._hosts.answers(location.run_id, questions, at, self._soon(deadline, part))
             for share, (schema_of_share, rows) in zip(shares, answers, strict=True):
                 schema = schema or schema_of_share

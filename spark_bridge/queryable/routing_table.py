@@ -23,11 +23,15 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class KeyShare:
-    """What one host is asked: ``rows`` are the places of its keys among all keys, None if they are all and in order."""
+    """What one host is asked: ``rows`` are the places of its keys among all keys, None if they are all and in order.
+
+    ``partitions`` are those that it must look in, None for those of the keys.
+    """
 
     address: str
     keys: pa.BinaryArray
     rows: Rows | None
+    partitions: list[int] | None = None
 
 
 class RoutingTable:
@@ -84,8 +88,8 @@ class RoutingTable:
         return shares
 
     def shares_everywhere(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """All keys for every owner."""
-        return [KeyShare(address or self._nobody(), keys, None) for address in self.addresses]
+        """All keys for every owner, in each partition once, whoever has it by then."""
+        return [KeyShare(address, keys, None, mine) for address, mine in self.partitions_by_owner(None)]
 
     def partitions_by_owner(
         self, partitions: Iterable[int] | None, *, in_order: bool = False

@@ -253,7 +253,9 @@ def unpack_bytes(body: memoryview | bytes) -> pa.BinaryArray:
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
     if (count and lengths.min() < _ABSENT) or begin + offsets[-1] != size or offsets[-1] > MAX_BYTES:
-        raise RequestError(f"A body of {size} bytes does not have the lengths that it states, {offsets[-1]} bytes of {count} values.")
+        raise RequestError(
+            f"A body of {size} bytes does not have the lengths that it states, {offsets[-1]} bytes of {count} values."
+        )
     present = lengths >= 0
     buffers = [
         None if present.all() else pa.py_buffer(np.packbits(present, bitorder="little")),

@@ -88,6 +88,19 @@ def test_what_was_read_or_found_absent_is_not_read_again():
     assert below.get([]) == []
 
 
+def test_what_need_not_be_kept_is_not():
+    below = Below()
+    below.pairs = {b"%d" % i: b"v" for i in range(30)}
+    keys = binary(list(below.pairs))
+    for _ in range(2):
+        assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
+    assert below.num_read == 60 and below.cache._budget.used == 0
+    below.get([b"3", b"4"])
+    assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
+    assert below.cache.get_many(keys, below.read, keep=False).to_pylist() == [b"v"] * 30
+    assert below.num_read == 62 + 28 + 28
+
+
 def test_what_is_written_is_seen_and_still_not_read():
     below = Below()
     keys = [b"%04d" % i for i in range(100)]

@@ -48,7 +48,7 @@ def test_queries_leave_to_the_stream_what_it_has_read(state, monkeypatch):
     state.get_many(binary(*keys))
     asked = []
     below = state._engine.get_many
-    monkeypatch.setattr(state._engine, "get_many", lambda k, f: asked.append(k) or below(k, f))
+    monkeypatch.setattr(state._engine, "get_many", lambda k, f, **how: asked.append(k) or below(k, f, **how))
     state.get_many(binary(*keys[:20]), remember=False)
     state.get_many(binary(*keys[::-1]), remember=False)
     state.get_one(keys[3])

@@ -23,6 +23,13 @@ def test_values_come_back(batch):
     assert comparable(again.to_pylist()) == comparable(batch.to_pylist()[1:] + batch.to_pylist())
 
 
+def test_nulls_of_more_columns_than_a_byte_has_bits_come_back():
+    width = 20
+    columns = [pa.array([None if row == i else row for row in range(width)], pa.int32()) for i in range(width)]
+    batch = pa.RecordBatch.from_arrays(columns, names=[f"c{i}" for i in range(width)])
+    assert decode_values(encode_values(batch), batch.schema).to_pylist() == batch.to_pylist()
+
+
 @settings(deadline=None, max_examples=examples(30))
 @given(batches(maps=True))
 def test_a_missing_value_is_a_row_of_nulls(batch):

@@ -26,7 +26,7 @@ class DictEngine:
     def column_families(self) -> frozenset[str]:
         return frozenset(self._families)
 
-    def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
+    def get_many(self, keys: pa.BinaryArray, column_family: str, *, keep: bool = True) -> pa.BinaryArray:
         self._check_open()
         family = self._families.get(column_family, {})
         return pa.array([family.get(key) for key in keys.to_pylist()], pa.binary())

@@ -51,7 +51,7 @@ class SimulatedEngine:
         """One."""
         return frozenset((DEFAULT_FAMILY,))
 
-    def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
+    def get_many(self, keys: pa.BinaryArray, column_family: str, *, keep: bool = True) -> pa.BinaryArray:
         """Values, null where there is none."""
         self._check_open()
         return pa.array([self._pairs.get(k) for k in keys.to_pylist()], pa.binary())

@@ -26,7 +26,6 @@ from spark_bridge import (
     transform_with_state_in_pandas,
 )
 from spark_bridge import functions as S
-from tests.effort import effort
 
 from .conftest import Stream, wait_until
 from .processors import (
@@ -199,11 +198,10 @@ def test_random_commands_give_what_a_plain_model_gives(
     stream = make_stream(INPUT)
     starts = random_starts(time_mode)
     initial = stream.spark.createDataFrame(starts, INITIAL)
-    count = effort(4, 6)
-    batches = random_batches(2, time_mode, count)
+    batches = random_batches(2, time_mode, 6)
     model, found = Model(time_mode), []
     model.start_with(starts)
-    for part in (batches[: count // 2], batches[count // 2 :]):
+    for part in (batches[:3], batches[3:]):
         for batch in part:
             stream.add(batch)
         found += process_all(commands_on(stream, processor, time_mode, initial_state=initial), stream)

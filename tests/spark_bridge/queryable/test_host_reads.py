@@ -610,6 +610,38 @@ def test_a_host_without_any_partition_hears_of_versions_too(make):
     assert read.describe("op", None)["operators"][0]["held"] == []
 
 
+def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkeypatch):
+    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", 0.2)
+    w = make()
+    w.batch(filled(1))
+    asked: list[float] = []
+
+    def completed(*args: str) -> Any:
+        asked.append(time.monotonic())
+        return w.c.completed(*args)
+
+    w.port.completed = completed
+    ends: list[Any] = []
+
+    def wait() -> None:
+        try:
+            ends.append(w.reads[0].await_completed(w.run, 1, 20.0))
+        except RetiredRunError as error:
+            ends.append(type(error))
+
+    waiters = [threading.Thread(target=wait) for _ in range(10)]
+    begun = time.monotonic()
+    for waiter in waiters:
+        waiter.start()
+    time.sleep(0.6)
+    assert 1 <= len(asked) <= 2 + (time.monotonic() - begun) / 0.1
+    w.c.deactivate_instances(w.run)
+    for waiter in waiters:
+        waiter.join(10)
+    assert ends == [RetiredRunError] * 10
+    assert time.monotonic() - begun < 15
+
+
 def test_a_host_whose_partitions_have_left_hears_of_versions_by_its_heartbeat(make):
     w = make()
     w.batch(filled(1))

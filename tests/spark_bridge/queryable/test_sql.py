@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.exceptions import EnvironmentProblemError, QueryTimeoutError, RequestError, UnknownOperatorError
+from spark_bridge.queryable import pushdown
 from spark_bridge.queryable.expressions import Call, FieldRef, UnknownExpressionError, columns_of, parsed
 from spark_bridge.queryable.pushdown import Pushed, as_json, push
 from spark_bridge.queryable.sql import running_states, sql
@@ -411,13 +412,14 @@ def test_leading_columns_of_the_key_bound_the_scan() -> None:
     ]
 
 
-def test_long_lists_are_not_sent_twice_over() -> None:
+def test_long_lists_are_not_sent_twice_over(monkeypatch: pytest.MonkeyPatch) -> None:
     client = memory()
-    values = ", ".join(f"'{'x' * 100}{n}'" for n in range(3_000))
+    values = ", ".join(f"'{'x' * 2000}{n}'" for n in range(150))
     assert sql(client, f"select count(*) from aircraft where carrier in ({values}, 'AA')").fetchall() == [(4,)]
     assert [a.where for a in client.scans] == [[]]
+    monkeypatch.setattr(pushdown, "MAX_KEYS", 100)
     client = memory()
-    many = ", ".join(map(str, range(50, 10_060)))
+    many = ", ".join(map(str, range(50, 151)))
     assert sql(client, f"select count(*) from users where user in ({many})").fetchall() == [(50,)]
     assert [a.keys for a in client.scans] == [None]
 
@@ -456,7 +458,7 @@ conditions = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(conditions)
 def test_any_condition_gives_the_rows_that_duckdb_finds_in_a_plain_table(condition: str) -> None:
     found = sql(memory(), f"select flights from aircraft where {condition} order by 1").fetchall()
@@ -664,14 +666,14 @@ def test_statements_do_not_see_each_other() -> None:
     found: list[Any] = [None] * 8
 
     def ask(n: int) -> None:
-        found[n] = [sql(clients[n], "select k from t").fetchall() for _ in range(10)]
+        found[n] = [sql(clients[n], "select k from t").fetchall() for _ in range(5)]
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [[[(n,)]] * 10 for n in range(8)]
+    assert found == [[[(n,)]] * 5 for n in range(8)]
 
 
 @pytest.mark.parametrize("fail_after", [None, 3])
@@ -775,7 +777,7 @@ def test_without_duckdb_the_error_says_what_to_install(monkeypatch: pytest.Monke
 class Endless(Memory):
     """A table of many rows that is made as it is read; ``alive`` counts batches that nobody has let go of."""
 
-    total: int = 4_000
+    total: int = 2_000
     given: int = 0
     most_alive: int = 0
 
@@ -791,8 +793,8 @@ class Endless(Memory):
 def test_a_large_scan_is_streamed() -> None:
     table = pa.table({"k": pa.array([1], pa.int64()), "v": pa.array([1], pa.int64())})
     client = Endless({("q", "t", "s"): State(["k"], {1: table})})
-    assert sql(client, "select count(*), sum(v) from t where v % 16384 >= 8192").fetchall()[0][0] == 4_000 * 8_192
-    # 64 million rows: a gigabyte, if it were kept.
+    assert sql(client, "select count(*), sum(v) from t where v % 16384 >= 8192").fetchall()[0][0] == 2_000 * 8_192
+    # 32 million rows: half a gigabyte, if it were kept.
     assert client.most_alive < 64 << 20
     assert len(sql(client, "from t limit 10").fetchall()) == 10
     assert client.given < 400
