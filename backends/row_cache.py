@@ -1,9 +1,9 @@
-"""A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
+"""A cache of pairs in front of RocksDB, which answers a thousand keys at once for a quarter of a microsecond each.
 
-RocksDB takes some microseconds for a key, most of them for calls and for Python objects that a key at a time costs. Here keys and
+RocksDB takes some microseconds for a key, part of them for calls and Python objects that each key costs. Here keys and
 values lie in Arrow arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has. A lookup is a
-few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs took five times
-as long and twice the memory (``benchmarks/reads.py``).
+few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs takes several
+times as long and twice the memory (``benchmarks/reads.py``).
 
 The table is set-associative, as in processors' caches: a hash leads to a bucket of ``WAYS`` entries, each with a tag of 16 more bits and
 the number of a row. At most one entry of a bucket has a given tag, so an entry is replaced without comparing keys; a lookup compares them
@@ -388,11 +388,12 @@ class RowCache:
         try:
             if epoch != self._epoch:
                 return
-            budget = self._budget.allowance(self)
             n = len(keys)
-            while n and 2 * _needed(keys, values) > budget:
-                n //= 2
-                keys, hashes, values = keys.slice(0, n), hashes[:n], values.slice(0, n)
+            if not self.rows.has_room(n, _num_bytes(keys), _num_bytes(values)):
+                allowed = self._budget.allowance(self)
+                while n and 2 * _needed(keys, values) > allowed:
+                    n //= 2
+                    keys, hashes, values = keys.slice(0, n), hashes[:n], values.slice(0, n)
             if n:
                 self._insert(keys, hashes, values)
         finally:

@@ -6,8 +6,6 @@ The stream keeps mean and deviation of each user's purchases; the model asks for
 in. Nothing is copied to a feature store, and a score follows what Spark has committed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -37,6 +35,7 @@ class Purchase(BaseModel):
     amount: float
 
 
+# No "from __future__ import annotations" here: Serve makes routes of methods, whose types FastAPI then could not resolve any more.
 # Looking things up takes next to no CPU: the executors may have them.
 @serve.deployment(num_replicas=1, max_ongoing_requests=200, ray_actor_options={"num_cpus": 0})
 @serve.ingress(app)

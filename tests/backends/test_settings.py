@@ -56,6 +56,7 @@ def test_ids_compare_by_value():
         ("fsync", 1),
         ("load_threads", 0),
         ("load_threads", True),
+        ("rocksdb_row_cache_bytes", -1),
         ("rocksdb_block_cache_bytes", 0),
         ("rocksdb_memtable_bytes", "1MB"),
         ("rocksdb_bloom_filter_bits", -1),

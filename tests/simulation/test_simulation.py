@@ -19,7 +19,7 @@ from tests.simulation.scheduler import Violation
 from tests.simulation.world import Result, run
 
 QUICK = effort(range(4), range(8))
-LONG = effort(range(1000, 1010, 5), range(1000, 1100, 5))
+LONG = effort(range(1000, 1005, 5), range(1000, 1100, 5))
 
 
 def check(result: Result) -> None:

@@ -45,7 +45,10 @@ TIME_MODES = ["none", "eventTime", "processingTime"]
 
 
 @pytest.mark.parametrize("time_mode", TIME_MODES)
-@pytest.mark.parametrize(("processor", "seed"), [(Commands, 0), (Commands, 1), (PandasCommands, 1)])
+@pytest.mark.parametrize(
+    ("processor", "seed"),
+    effort([(Commands, 0), (PandasCommands, 1)], [(Commands, 0), (Commands, 1), (PandasCommands, 1)]),
+)
 def test_random_commands(processor: type, time_mode: str, seed: int) -> None:
     check_random_commands(processor, time_mode, seed, batches=4)
 

@@ -195,7 +195,7 @@ def test_variables_are_what_a_plain_model_says(batches: list[Any], ttls: Any) ->
 
 
 @pytest.mark.long
-@settings(max_examples=effort(25, 200), deadline=None)
+@settings(max_examples=effort(15, 200), deadline=None)
 @given(BATCHES, TTLS)
 def test_variables_are_what_a_plain_model_says_of_many_histories(batches: list[Any], ttls: Any) -> None:
     check_against_model(batches, ttls)
