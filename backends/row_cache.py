@@ -43,7 +43,7 @@ _TAG = np.uint64(0xFFFF)
 _ABSENT = np.int64(1 << 46)
 _ROW = np.int64((1 << 46) - 1)
 _ROUNDS = 2 * WAYS
-_ROW_BYTES = 40
+_ROW_BYTES = 44
 _MOST_BYTES = (1 << 31) - 1
 
 _HASHED_BYTES = 256
@@ -115,7 +115,7 @@ class _Rows:
         "key_content",
         "key_offsets",
         "keys",
-        "shift",
+        "number",
         "value_content",
         "value_offsets",
         "values",
@@ -124,7 +124,7 @@ class _Rows:
     def __init__(self, rows: int, key_bytes: int, value_bytes: int) -> None:
         number = _num_buckets(rows)
         self.buckets: Ints = np.full((number, WAYS), _EMPTY, np.int64)
-        self.shift = np.uint64(65 - number.bit_length())
+        self.number = np.uint64(number)
         self.count = 0
         self.key_offsets: npt.NDArray[np.int32] = np.zeros(rows + 1, np.int32)
         self.value_offsets: npt.NDArray[np.int32] = np.zeros(rows + 1, np.int32)
@@ -157,7 +157,8 @@ class _Rows:
 
     def _match(self, hashes: Hashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """For each hash its bucket's number, its tag, the bucket's entries, the way of the entry with that tag (any, if there is none) and that entry."""
-        at = (hashes >> self.shift).view(np.int64)
+        # The upper half of the hash, as a fraction of 1, times the number of buckets.
+        at = (((hashes >> np.uint64(32)) * self.number) >> np.uint64(32)).view(np.int64)
         tags = (hashes & _TAG).view(np.int64)
         held = self.buckets.take(at, axis=0)
         ways = ((held >> _TAG_SHIFT) == tags[:, None]).argmax(axis=1)
@@ -253,8 +254,13 @@ class _Rows:
 
 
 def _num_buckets(rows: int) -> int:
-    """Enough for the table to be half full at most."""
-    return max(16, 1 << max(0, rows * 2 // WAYS - 1).bit_length())
+    """Enough for the table to be a quarter full at most: half full, one row in 400 would find no place in its bucket.
+
+    Rounded up by an eighth at most, so that a cache of a steady size keeps its number.
+    """
+    wanted = max(16, rows * 4 // WAYS)
+    step = 1 << max(0, wanted.bit_length() - 4)
+    return -(-wanted // step) * step
 
 
 def _oldest(held: Ints) -> Ints:

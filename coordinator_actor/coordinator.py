@@ -79,6 +79,7 @@ class CoordinatorConf:
     A host silent for ``host_timeout`` is lost, a driver for ``driver_timeout`` is gone, and a coordinator that nobody has
     needed for ``idle_timeout`` ends itself. A savepoint that takes longer than ``savepoint_timeout`` fails; a micro-batch that
     takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag`` says when a partition's snapshots lag behind.
+    For ``report_timeout`` after a coordinator's start, hosts and drivers that knew the one before may still have to report to it.
     """
 
     host_timeout: float = 10.0
@@ -86,6 +87,7 @@ class CoordinatorConf:
     idle_timeout: float = 600.0
     savepoint_timeout: float = 600.0
     slow_checkpoint: float = 600.0
+    report_timeout: float = 5.0
     snapshot_lag: SnapshotLagConf = field(default_factory=SnapshotLagConf)
 
 
@@ -141,6 +143,7 @@ class Coordinator:
         self._ended_savepoints: dict[str, Future[str]] = {}
         self._in_background = in_background or _in_thread
         self._lock = threading.RLock()
+        self._started = clock()
         self._last_needed = clock()
 
     # -- hosts ---------------------------------------------------------------------------------
@@ -851,7 +854,8 @@ class Coordinator:
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """Where an operator's partitions are. ``query``: name, query id or run id, where several have the operator.
 
-        Raises ``QueryEndedError`` if the query that had it has ended, and ``UnknownOperatorError``.
+        Raises ``QueryEndedError`` if the query that had it has ended, and ``UnknownOperatorError``; ``UnknownRunError``
+        from a coordinator that has just been started and may not have heard of it.
         """
         running = self._current_runs()
         named = [
@@ -860,6 +864,11 @@ class Coordinator:
         found = [r for r in named if r.operator(operator) is not None]
         if not found:
             self._require_not_ended(operator, query, running)
+            if (age := self._clock() - self._started) < self._conf.report_timeout:
+                raise UnknownRunError(
+                    f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been there for "
+                    f"{age:.1f} s; ask again."
+                )
             exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
             where = "No running query" if query is None else f"No running query {query!r}"
             raise UnknownOperatorError(f"{where} has an operator {operator!r}; operators that exist: {exist}.")

@@ -72,7 +72,8 @@ class World:
         return storage
 
     def coordinator(self, hosts: int = 2) -> Coordinator:
-        made = Coordinator(lambda: self.now, self.storage)
+        # Told at once whatever it must know, so that it need not wait for reports.
+        made = Coordinator(lambda: self.now, self.storage, CoordinatorConf(report_timeout=0.0))
         for i in range(hosts):
             made.register_host(self.host(i), HostReport())
         return made
@@ -482,6 +483,16 @@ def test_a_restarted_host_is_a_new_incarnation(world: World, started: Coordinato
     started.register_host(world.host(0, "b"), HostReport())
     assert started.heartbeat_host("h0", "a").known is False
     assert started.heartbeat_host("h0", "b").known is True
+
+
+def test_a_coordinator_that_has_just_begun_does_not_say_that_there_is_no_such_operator(tmp_path):
+    world = World(tmp_path)
+    c = Coordinator(lambda: world.now, world.storage)
+    with pytest.raises(UnknownRunError, match="ask again"):
+        c.locate("nobody")
+    world.now += CoordinatorConf().report_timeout
+    with pytest.raises(UnknownOperatorError):
+        c.locate("nobody")
 
 
 def test_locate_names_what_exists(world: World, started: Coordinator) -> None:

@@ -209,7 +209,11 @@ def run_bank(stream: Any, directory: Path, seed: int, answers: int, seconds: flo
     end = time.monotonic() + seconds
     address = ray.get_runtime_context().gcs_address
     with tellers(directory, [seed * 100 + i for i in range(TELLERS)], answers // TELLERS + 1, address) as processes:
-        next_blow = time.monotonic() + 3
+        # A client that has never had an answer is told at once that a query is not there.
+        while len(list(directory.glob("answers-*"))) < TELLERS and all(p.poll() is None for p in processes):
+            assert time.monotonic() < end, "the tellers could not begin"
+            time.sleep(0.1)
+        end, next_blow = time.monotonic() + seconds, 0.0
         while time.monotonic() < end and any(p.poll() is None for p in processes):
             assert query.exception() is None, query.exception()
             failed = [p for p in processes if p.poll() not in (None, 0)]
