@@ -2,7 +2,8 @@
 
     serve run deploy.state_api:app                 # on a machine of the Ray cluster, in the directory of this repository
     serve deploy deploy/state-api.yaml             # with settings of your own
-    curl -H "Authorization: Bearer $(statestore token issue --name curl)" http://127.0.0.1:8000/v1/operators
+    TOKEN=$(statestore token issue --name curl)    # once: it is not shown again
+    curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:8000/v1/operators
 
 Routes, values and errors are described at ``/openapi.json`` and in ``deploy/README.md``; ``state_http`` has them.
 """

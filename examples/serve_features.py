@@ -35,7 +35,15 @@ class Purchase(BaseModel):
     amount: float
 
 
-# No "from __future__ import annotations" here: Serve makes routes of methods, whose types FastAPI then could not resolve any more.
+def score_of(amount: float, features: dict[str, Any] | None) -> float | None:
+    """The model, such as it is."""
+    if features is None or not features["deviation"]:
+        return None
+    return float(round((amount - features["mean"]) / features["deviation"], 2))
+
+
+# Serve copies the class and its routes as they are here: what they use stands before them, and types are types (no
+# "from __future__ import annotations").
 # Looking things up takes next to no CPU: the executors may have them.
 @serve.deployment(num_replicas=1, max_ongoing_requests=200, ray_actor_options={"num_cpus": 0})
 @serve.ingress(app)
@@ -54,13 +62,6 @@ class Unusual:
             {"user": p.user, "amount": p.amount, "score": score_of(p.amount, f), "purchases": f["n"] if f else 0}
             for p, f in zip(purchases, features, strict=True)
         ]
-
-
-def score_of(amount: float, features: dict[str, Any] | None) -> float | None:
-    """The model, such as it is."""
-    if features is None or not features["deviation"]:
-        return None
-    return float(round((amount - features["mean"]) / features["deviation"], 2))
 
 
 def write_purchases(directory: Path, usual: float) -> None:
@@ -110,6 +111,7 @@ def main(directory: Path) -> None:
         ask(*at_hand)
         write_purchases(directory / "purchases", usual=90)
         query.processAllAvailable()
+        time.sleep(2)  # hosts hear of a batch that Spark has committed within a second or so
         ask(*at_hand)  # 99 is not so unusual any more
         query.stop()
     finally:

@@ -228,11 +228,13 @@ def _join(
     started_ray: bool,
 ) -> None:
     from spark_bridge.listener import STATE_LOCATION_CONF, StateStoreQueryListener
-    from spark_bridge.settings import apply_settings
+    from spark_bridge import state_task
+    from spark_bridge.settings import apply_settings, redact
     from spark_bridge.state_cluster import StateCluster
 
     global _current
     apply_settings(spark)
+    redact(spark, state_task.TOKEN)
     if state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, state_location)
     cluster = StateCluster(

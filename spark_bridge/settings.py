@@ -20,6 +20,15 @@ def excluded_rules(current: str | None) -> str:
     return ",".join(rules if EMPTY_RELATION_RULE in rules else [*rules, EMPTY_RELATION_RULE])
 
 
+def redact(spark: SparkSession, name: str) -> None:
+    """Keep a local property out of Spark's event log.
+
+    Spark writes the local properties of each job into it, and redacts, of those with a name like token or secret, only the ones
+    that are in its configuration as well (``EventLoggingListener.redactProperties``).
+    """
+    spark.sparkContext._jsc.sc().conf().set(name, "given to each job")
+
+
 def apply_settings(spark: SparkSession) -> None:
     """Set on a live session what stateful operators need."""
     spark.conf.set(EXCLUDED_RULES, excluded_rules(spark.conf.get(EXCLUDED_RULES, None)))

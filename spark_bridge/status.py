@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.joined_ray import joined_ray
@@ -57,13 +58,14 @@ def render(coordinator: Description | None, hosts: Sequence[Description]) -> Ren
     if coordinator is None:
         return "No coordinator: no stream with state has run in this namespace of the cluster."
     head = f"Coordinator on {coordinator['node_ip']}, pid {coordinator['pid']}, namespace {coordinator['namespace']}"
-    return Group(head, _queries(coordinator["queries"]), _hosts(hosts))
+    return Group(Text(head), _queries(coordinator["queries"]), _hosts(hosts))
 
 
 def _queries(queries: Sequence[Description]) -> Table:
     table = _table("Queries", "query", "run", "operators (partitions)", "completed", "prepared", "waits for", "epoch")
     for query in queries:
-        table.add_row(
+        _add_row(
+            table,
             str(query["name"] or query["query_id"]),
             f"{query['run_id']}{' (retired)' if query['retired_by'] else ''}",
             ", ".join(f"{name} ({partitions})" for name, partitions in query["operators"].items()),
@@ -77,17 +79,18 @@ def _queries(queries: Sequence[Description]) -> Table:
 
 def _hosts(hosts: Sequence[Description]) -> Table:
     table = _table(
-        "Hosts", "host", "address", "pid", "operator / partition", "version", "keys (about)", "last commit ms"
+        "Hosts", "host", "query address", "pid", "operator / partition", "version", "keys (about)", "last commit ms"
     )
     for host in hosts:
-        first = [str(host["host_id"]), str(host["address"]), str(host["pid"])]
+        first = [str(host["host_id"]), str(host["query_address"]), str(host["pid"])]
         for instance in host["instances"] or [None]:
             if instance is None:
-                table.add_row(*first)
+                _add_row(table, *first)
                 continue
             commit = instance["last_commit"] or {}
             spent = sum(value for name, value in commit.items() if name.endswith("_ms"))
-            table.add_row(
+            _add_row(
+                table,
                 *first,
                 f"{instance['operator']} / {instance['partition']}",
                 str(instance["version"]),
@@ -96,6 +99,11 @@ def _hosts(hosts: Sequence[Description]) -> Table:
             )
             first = ["", "", ""]
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Plain text: names may have what rich takes for markup."""
+    table.add_row(*map(Text, cells))
 
 
 def _table(title: str, *headings: str) -> Table:

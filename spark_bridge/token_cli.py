@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from coordinator_actor.access_tokens import IssuedToken
 from coordinator_actor.exceptions import CoordinatorError
@@ -74,7 +75,7 @@ def revoke(
     namespace: Namespace = "statestore",
     coordinator: CoordinatorName = COORDINATOR_NAME,
 ) -> None:
-    """Revoke the token NAME_OR_ID, for good; hosts refuse it within a second."""
+    """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds."""
     token: IssuedToken = _ask(address, namespace, coordinator, "revoke_token", name_or_id)
     _explain(f"Revoked the token {token.name!r} ({token.id}).")
 
@@ -87,7 +88,7 @@ def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
     for token in tokens:
         state = "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired"
         expires = "never" if token.expires is None else _time(token.expires)
-        table.add_row(token.name, token.id, _time(token.created), expires, state)
+        table.add_row(Text(token.name), token.id, _time(token.created), expires, state)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -67,7 +68,16 @@ class Gate:
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         most = self._limits.max_body_bytes
         stated = _header(scope, b"content-length")
-        body = None if stated.isdigit() and int(stated) > most else await _body(receive, most)
+        seconds = self._limits.body_seconds
+        try:
+            is_large = stated.isdigit() and int(stated) > most
+            body = None if is_large else await asyncio.wait_for(_body(receive, most), seconds)
+        except asyncio.TimeoutError:
+            detail = f"The body did not come within {seconds:g} s, the limit of a request."
+            # Whatever comes of it later is not read as another request.
+            close = {"Connection": "close"}
+            await _answer(problems.problem(408, detail, "RequestLimitError"), scope, receive, send, close)
+            return
         if body is None:
             detail = f"The body is larger than {most} bytes, the limit of a request."
             await _answer(problems.problem(413, detail, "RequestLimitError"), scope, receive, send)

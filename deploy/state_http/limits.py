@@ -10,13 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field
 class HttpLimits(BaseModel):
     """Limits of one replica.
 
-    Beyond them requests are answered 413 (too large) or 429 (too many), or end with 504 (too long).
+    Beyond them requests are answered 413 (too large), 429 (too many) or 408 (too slow), or end with 504 (too long).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_body_bytes: Annotated[int, Field(gt=0, description="Largest body of a request.")] = 8 << 20
+    body_seconds: Annotated[float, Field(gt=0, description="Within which the body of a request must have come.")] = 30.0
     max_keys: Annotated[int, Field(gt=0, description="Most keys of one lookup.")] = 100_000
+    max_lookup_bytes: Annotated[int, Field(gt=0, description="Largest answer of one lookup, as Arrow has it.")] = (
+        64 << 20
+    )
     max_rows: Annotated[int, Field(gt=0, description="Most rows of one scan.")] = 10_000_000
     scan_seconds: Annotated[float, Field(gt=0, description="Longest time that a scan takes.")] = 300.0
     timeout: Annotated[

@@ -179,7 +179,7 @@ class StateService:
         client = await self.client()
         shape = await self._shape(operator, request.query, request.state)
         keys = await asyncio.to_thread(shape.of_json, request.keys)
-        return await client.get_many(
+        found: pa.Table = await client.get_many(
             operator,
             keys,
             request.query,
@@ -189,6 +189,11 @@ class StateService:
             version=request.version,
             timeout=self.limits.timeout,
         )
+        if found.nbytes > self.limits.max_lookup_bytes:
+            raise RequestLimitError(
+                f"What these {len(keys)} keys have is {found.nbytes} bytes; {self.limits.max_lookup_bytes} are the limit. Ask for fewer."
+            )
+        return found
 
     @asynccontextmanager
     async def _scanning(self) -> AsyncIterator[None]:

@@ -6,6 +6,7 @@
 | floats | numbers; "NaN", "Infinity", "-Infinity" |
 | decimals | strings |
 | timestamps, dates | strings in ISO 8601, timestamps with a time zone in UTC: "2024-03-09T23:00:00Z" |
+| durations | strings in ISO 8601, in days, hours, minutes and seconds: "P1DT2H0.5S", "-PT90S" |
 | binary | strings in base64 |
 | structs | objects |
 | maps | objects if all keys are strings, else arrays of {"key": ..., "value": ...} |
@@ -19,6 +20,7 @@ import base64
 import datetime as dt
 import decimal
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,9 @@ from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 EXACT = (1 << 53) - 1
 """Greater integers are strings."""
 _FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_DURATION = re.compile(
+    r"(-?)P(?:(\d{1,9})D)?(?:T(?:(\d{1,9})H)?(?:(\d{1,9})M)?(?:(\d{1,18})(?:\.(\d{1,6}))?S)?)?", re.ASCII
+)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -62,9 +67,34 @@ def to_json(value: Any) -> Any:
         return value.isoformat() if value.tzinfo is None else _in_utc(value).isoformat().replace("+00:00", "Z")
     if isinstance(value, dt.date):
         return value.isoformat()
+    if isinstance(value, dt.timedelta):
+        return duration_text(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     raise TypeError(f"There is no JSON for {value!r} ({type(value).__name__}).")
+
+
+def duration_text(duration: dt.timedelta) -> str:
+    """A duration in ISO 8601, exact to the microsecond."""
+    sign, much = ("-", -duration) if duration.days < 0 else ("", duration)
+    hours, rest = divmod(much.seconds, 3600)
+    minutes, seconds = divmod(rest, 60)
+    fraction = f".{much.microseconds:06}".rstrip("0") if much.microseconds else ""
+    parts = [(f"{hours}", "H"), (f"{minutes}", "M"), (f"{seconds}{fraction}", "S")]
+    time = "".join(number + unit for number, unit in parts if number != "0")
+    days = f"{much.days}D" if much.days else ""
+    return f"{sign}P{days}T{time}" if time else f"{sign}P{days or 'T0S'}"
+
+
+def duration_of(text: str) -> dt.timedelta:
+    """A duration of ISO 8601 in days, hours, minutes and seconds. Raises ``ValueError`` and ``OverflowError``."""
+    found = _DURATION.fullmatch(text)
+    if found is None or text.endswith(("P", "T")):
+        raise ValueError("A duration is written as P1DT2H3M4.5S.")
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()[1:5])
+    micros = int((found[6] or "").ljust(6, "0"))
+    much = dt.timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, microseconds=micros)
+    return -much if found[1] else much
 
 
 def _object(items: Any) -> dict[str, Any]:
@@ -147,6 +177,8 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
         return base64.b64decode(_of(text, str), validate=True)
     if pa.types.is_timestamp(kind):
         return time_of(_of(text, str))
+    if pa.types.is_duration(kind):
+        return duration_of(_of(text, str))
     if pa.types.is_date(kind):
         return dt.date.fromisoformat(_of(text, str))
     if pa.types.is_struct(kind):
@@ -191,7 +223,7 @@ def window_of(text: str) -> Any:
     """A window of a query parameter: its start, or start and end with a slash between. Raises ``UnknownKeyOrNamespaceError``."""
     try:
         times = [time_of(part) for part in text.split("/")]
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UnknownKeyOrNamespaceError(
             f"window={text!r}: a window is its start in ISO 8601, as 2024-03-09T23:00:00Z, or start/end. {error}"
         ) from error

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from spark_bridge.exceptions import QueryableStateError
+from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError
 from spark_bridge.queryable.client import QueryableStateClient
 from spark_bridge.queryable.client_scans import Condition, StateScan
 from spark_bridge.queryable.results import formed
@@ -27,30 +27,42 @@ THREADS = 16
 PATIENCE_SECONDS = 0.02
 """A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
 BATCHES_AT_ONCE = 8
-Asked = tuple[str, str | None, str | None, str, float | None]
-"""Operator, query, state, isolation and timeout: lookups that have these in common are asked for together."""
+GRACE_SECONDS = 0.05
+"""So much later than its timeout a caller is told without the others, so that the batch can say before what its last failure was."""
+MUCH_LATER_SECONDS = 1.0
+Asked = tuple[str, str | None, str | None, str]
+"""Operator, query, state and isolation: lookups that have these in common are asked for together."""
+Entry = tuple[Any, asyncio.Future[Any], float]
+"""A key, what it has, and until when that is waited for, a time of the loop."""
 
 
 class _Lookups:
     """The lookups of one kind that are waiting, and those that are under way. All but ``_look_up`` runs on the event loop.
 
     While a batch is under way others gather, and go together when it is back: so batches are as large as the load
-    makes them, and who is alone does not wait.
+    makes them, and who is alone does not wait. A batch is asked for as long as the most patient of it waits; the others wait
+    for as long as they want. ``idle`` is called when none is left.
     """
 
-    def __init__(self, client: QueryableStateClient, pool: ThreadPoolExecutor, asked: Asked) -> None:
+    def __init__(
+        self, client: QueryableStateClient, pool: ThreadPoolExecutor, asked: Asked, idle: Callable[[_Lookups], None]
+    ) -> None:
         self._client = client
         self._pool = pool
-        self._asked = asked
+        self.asked = asked
+        self._idle = idle
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._waiting: list[Entry] = []
         self._under_way = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, key: Any) -> asyncio.Future[Any]:
-        """What the key has, when it is known."""
+    def add(self, key: Any, timeout: float | None) -> asyncio.Future[Any]:
+        """What the key has, when it is known. ``timeout`` None is the client's."""
         future = self._loop.create_future()
-        self._waiting.append((key, future))
+        until = self._loop.time() + (self._client.timeout if timeout is None else timeout)
+        self._waiting.append((key, future, until))
+        if timeout is not None:
+            self._end_at(key, future, until)
         if not self._under_way:
             # Those that are started in this round of the loop go together.
             self._under_way = 1
@@ -58,6 +70,17 @@ class _Lookups:
         elif self._timer is None:
             self._timer = self._loop.call_later(PATIENCE_SECONDS, self._send_more)
         return future
+
+    def _end_at(self, key: Any, future: asyncio.Future[Any], until: float) -> None:
+        """This one waits no longer than that, whatever the others do."""
+
+        def end() -> None:
+            if not future.done():
+                of = f"get({self.asked[0]!r}, {key!r})"
+                future.set_exception(QueryTimeoutError(f"{of} was not answered within its timeout."))
+
+        timer = self._loop.call_at(until + GRACE_SECONDS, end)
+        future.add_done_callback(lambda _: timer.cancel())
 
     def _send_more(self) -> None:
         """The batch before takes long."""
@@ -75,8 +98,12 @@ class _Lookups:
         if not batch:
             self._next()
             return
+        last = max(until for _, _, until in batch)
+        for key, future, until in batch:
+            if until + MUCH_LATER_SECONDS < last:
+                self._end_at(key, future, until)
         try:
-            self._pool.submit(self._look_up, batch)
+            self._pool.submit(self._look_up, batch, last)
         except RuntimeError:
             self._answer(batch, [QueryableStateError("The client has been closed; connect again.")] * len(batch))
 
@@ -85,22 +112,26 @@ class _Lookups:
         if self._waiting:
             self._under_way += 1
             self._send()
-        elif self._timer is not None:
+            return
+        if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if not self._under_way:
+            self._idle(self)
 
-    def _look_up(self, batch: list[tuple[Any, asyncio.Future[Any]]]) -> None:
-        operator, query, state, isolation, timeout = self._asked
+    def _look_up(self, batch: list[Entry], until: float) -> None:
+        operator, query, state, isolation = self.asked
         try:
-            keys = [key for key, _ in batch]
+            keys = [key for key, _, _ in batch]
+            timeout = max(0.0, until - self._loop.time())
             answers = self._client.get_each(operator, keys, query, state, isolation=isolation, timeout=timeout)
         except Exception as error:  # noqa: BLE001 - those who wait are told
             answers = [error] * len(batch)
         with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
             self._loop.call_soon_threadsafe(self._answer, batch, answers)
 
-    def _answer(self, batch: list[tuple[Any, asyncio.Future[Any]]], answers: list[Any]) -> None:
-        for (_, future), answer in zip(batch, answers, strict=True):
+    def _answer(self, batch: list[Entry], answers: list[Any]) -> None:
+        for (_, future, _), answer in zip(batch, answers, strict=True):
             if future.done():
                 continue
             if isinstance(answer, Exception):
@@ -112,7 +143,8 @@ class _Lookups:
 
 
 class AsyncQueryableStateClient:
-    """``QueryableStateClient`` with coroutines: the same verbs, arguments, answers and errors.
+    """``QueryableStateClient`` with coroutines: the same verbs, arguments, answers and errors; but ``sql`` returns a table, and has no
+    ``connection=``.
 
         async with await AsyncQueryableStateClient.connect() as client:
             user = await client.get("user_totals", 42)
@@ -175,17 +207,21 @@ class AsyncQueryableStateClient:
                 version=version,
                 timeout=timeout,
             )
-        asked = (operator, query, state, isolation, timeout)
+        asked = (operator, query, state, isolation)
         lookups = self._lookups.get(asked)
         if lookups is None or asyncio.get_running_loop() is not self._loop:
             lookups = self._new_lookups(asked)
-        return await lookups.add(key)
+        return await lookups.add(key, timeout)
 
     def _new_lookups(self, asked: Asked) -> _Lookups:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._lookups, self._loop = {}, loop
-        return self._lookups.setdefault(asked, _Lookups(self._client, self._pool, asked))
+        return self._lookups.setdefault(asked, _Lookups(self._client, self._pool, asked, self._idle))
+
+    def _idle(self, lookups: _Lookups) -> None:
+        if self._lookups.get(lookups.asked) is lookups:
+            del self._lookups[lookups.asked]
 
     async def get_many(
         self,

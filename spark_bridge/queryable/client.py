@@ -166,21 +166,18 @@ class QueryableStateClient:
             client.get("by_country", ("de", "fr"))                          # a key of two columns
             client.get("per_minute", 42, window=datetime(2024, 3, 9, 23))   # {'n': 3}
         """
+        begun, failure = time.monotonic(), None
         if window is None and version is None and isolation == "completed":
             fast = self._fast.get((operator, query, state))
-            if fast is not None:
-                now = time.monotonic()
-                if now - fast.known.located_at < REFRESH_SECONDS:
-                    encoded = fast.encode(key)
-                    deadline = now + (self.timeout if timeout is None else timeout)
-                    try:
-                        _, value = self._router.lookup_one(
-                            fast.known.location, fast.family, encoded, COMPLETED, deadline
-                        )
-                    except Exception as error:  # noqa: BLE001 - asked again below, which raises what does not go away
-                        self.moved((operator, query), error)
-                    else:
-                        return None if value is None else fast.decode(value)
+            if fast is not None and begun - fast.known.located_at < REFRESH_SECONDS:
+                encoded = fast.encode(key)
+                deadline = begun + (self.timeout if timeout is None else timeout)
+                try:
+                    _, value = self._router.lookup_one(fast.known.location, fast.family, encoded, COMPLETED, deadline)
+                except Exception as error:  # noqa: BLE001 - the first attempt below, which raises what does not go away
+                    failure = error
+                else:
+                    return None if value is None else fast.decode(value)
         at = at_of(isolation, version)
 
         def ask(known: KnownOperator, deadline: float) -> Any:
@@ -190,7 +187,7 @@ class QueryableStateClient:
                 self._fast[operator, query, state] = fast
             return KeyAnswers(self._router, known, view, at, deadline).one(key, window)
 
-        return self._answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask)
+        return self._answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
 
     def get_each(
         self,
@@ -275,7 +272,7 @@ class QueryableStateClient:
             wanted = None if columns is None else list(columns)
             encoded = codec.encode(codec.columns(chosen)).unique()
             request = KeyRows(location.run_id, location.operator.name, state, at, wanted)
-            answer = self._router.key_rows(location, request, encoded, deadline)
+            answer = KeyAnswers(self._router, known, view, at, deadline).key_rows(request, encoded)
             names = answer.schema.names
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
 
@@ -430,14 +427,21 @@ class QueryableStateClient:
         asked: tuple[str, str | None],
         timeout: float | None,
         ask: Callable[[KnownOperator, float], T],
+        begun: float | None = None,
+        failure: Exception | None = None,
     ) -> T:
-        """What ``ask`` returns, who is given what is known of the operator and the deadline; repeated where that may help."""
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        attempts = Attempts(what, deadline, had_answer=self._locations.had_answer(asked))
+        """What ``ask`` returns, who is given what is known of the operator and the deadline; repeated where that may help.
+
+        ``begun`` is when a first attempt began that had this ``failure``.
+        """
+        begun = time.monotonic() if begun is None else begun
+        deadline = begun + (self.timeout if timeout is None else timeout)
+        attempts = Attempts(what, deadline, had_answer=self._locations.had_answer(asked), begun=begun)
         return retrying(
             lambda: ask(self._locations.get(asked, deadline), deadline),
             attempts,
             relocate=lambda error: self.moved(asked, error),
+            failure=failure,
         )
 
     def moved(self, asked: tuple[str, str | None], error: Exception) -> None:

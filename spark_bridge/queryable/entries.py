@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -12,7 +14,12 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import OperatorLocation, RunningOperator
 from spark_bridge.errors_by_name import rebuilt_error
-from spark_bridge.exceptions import EnvironmentProblemError, QueryableStateError, RequestError
+from spark_bridge.exceptions import (
+    EnvironmentProblemError,
+    HostUnavailableError,
+    QueryableStateError,
+    RequestError,
+)
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.wire import Locate, Located
 
@@ -87,15 +94,25 @@ class Coordinator(Protocol):
 
 
 class CoordinatorEntry:
-    """The coordinator; hosts are those that it has named."""
+    """The coordinator; hosts are those that it has named.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within`` gives one that takes so many seconds, for who has fewer.
+    """
+
+    def __init__(self, coordinator: Coordinator, within: Callable[[float], Coordinator] | None = None) -> None:
         self._coordinator = coordinator
+        self._within = within
         self._addresses: list[str] = []
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         """See ``Entry``."""
-        location = _as_ours(lambda: self._coordinator.locate(operator, query))
+        left = deadline - time.monotonic()
+        coordinator = self._coordinator
+        if self._within is not None and left < COORDINATOR_SECONDS:
+            if left <= 0:
+                raise HostUnavailableError("There was no time left to ask the coordinator.")
+            coordinator = self._within(left)
+        location = _as_ours(lambda: coordinator.locate(operator, query))
         self._addresses = addresses_in(location) or self._addresses
         return location
 
@@ -105,7 +122,7 @@ class CoordinatorEntry:
             running = _as_ours(self._coordinator.operators)
             if not running:
                 raise NobodyError("No query with state is running.")
-            self.locate(running[0].operator.name, running[0].run_id, 0.0)
+            self.locate(running[0].operator.name, running[0].run_id, math.inf)
         addresses = self._addresses
         if not addresses:
             raise QueryableStateError("The hosts of the running queries have no addresses for query clients.")
@@ -175,4 +192,4 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
             ) from error
     token: str = RayCoordinatorPort(namespace, coordinator_name, timeout).call("token")
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, COORDINATOR_SECONDS))
-    return CoordinatorEntry(port), token
+    return CoordinatorEntry(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from spark_bridge.exceptions import RequestError, RequestLimitError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.asked_windows import (
@@ -19,9 +20,11 @@ from spark_bridge.queryable.asked_windows import (
 )
 from spark_bridge.queryable.client_scans import StateScan
 from spark_bridge.queryable.locations import KnownOperator
-from spark_bridge.queryable.router import StateRouter
+from spark_bridge.queryable.router import KEYS_PER_REQUEST, RoutedAnswer, StateRouter, moved
 from spark_bridge.queryable.state_views import ONE_ROW, ROWS, VALUE, WINDOWS, StateView
 from spark_bridge.queryable.wire import At, KeyRows, Scan
+
+T = TypeVar("T")
 
 WINDOWS_LOOKED_AT = 1000
 """So many windows must be of one length for ``window=`` to be given by its start alone."""
@@ -86,7 +89,8 @@ class KeyAnswers:
         if len(encoded) == 1:
             answers[places[0]] = self._value(encoded[0])
             return answers
-        values = self._values(pa.array(encoded, pa.binary())).to_pylist()
+        parts = self._values(pa.array(encoded, pa.binary()))
+        values = [value for _, part in parts for value in part.to_pylist()]
         for i, value in zip(places, values, strict=True):
             if value is not None:
                 answers[i] = decode(value)
@@ -113,7 +117,9 @@ class KeyAnswers:
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or have_windows(view, keys)):
             columns = self._with_windows(keys, window) if view.kind == WINDOWS else view.codec.columns(keys)
-            return view.table(columns, self._values(view.codec.encode(columns)))
+            parts = self._values(view.codec.encode(columns))
+            # Column by column in chunks: all of it may be more than an Arrow array can have.
+            return pa.concat_tables([view.table(columns.slice(begin, len(part)), part) for begin, part in parts])
         if window is not None:
             raise RequestError(
                 f"get_many of {view.kind} takes no window=; give none and take what is wanted of the column, or use get."
@@ -132,32 +138,55 @@ class KeyAnswers:
 
     # -- what hosts are asked ------------------------------------------------------------------
 
-    def _values(self, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Values of stored keys at one version, in several requests if hosts allow fewer keys than a router asks for."""
-        most = len(keys)
-        while True:
-            try:
-                return self._values_in_parts(keys, most)
-            except RequestLimitError:
-                if most <= 1:
-                    raise
-                most //= 2
+    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> RoutedAnswer:
+        """``StateRouter.key_rows`` at one version, in as many requests as hosts want."""
 
-    def _values_in_parts(self, keys: pa.BinaryArray, most: int) -> pa.BinaryArray:
-        parts, at = [], self.at
-        for begin in range(0, max(1, len(keys)), max(1, most)):
+        def ask(part: pa.BinaryArray, at: At) -> tuple[int, RoutedAnswer]:
+            answer = self.router.key_rows(self.known.location, replace(request, at=at), part, self.deadline)
+            return answer.version, answer
+
+        answers = self._in_parts(keys, ask)
+        if len(answers) == 1:
+            return answers[0][1]
+        last = answers[-1][1]
+        batches = [moved(batch, None, begin) for begin, answer in answers for batch in answer.batches]
+        return RoutedAnswer(last.version, last.schema, iter(batches))
+
+    def _values(self, keys: pa.BinaryArray) -> list[tuple[int, pa.BinaryArray]]:
+        """Values of stored keys at one version: parts, each with the place of its first key."""
+        location, family = self.known.location, self.view.family
+        return self._in_parts(keys, lambda part, at: self.router.lookup(location, family, part, at, self.deadline))
+
+    def _in_parts(
+        self, keys: pa.BinaryArray, ask: Callable[[pa.BinaryArray, At], tuple[int, T]]
+    ) -> list[tuple[int, T]]:
+        """What is answered for the keys at one version, in parts, each with the place of its first key.
+
+        A part is of fewer keys if hosts refuse it as too large, or its answer does not fit into an array; parts before it are not asked for
+        again.
+        """
+        answers: list[tuple[int, T]] = []
+        at, begin, most = self.at, 0, KEYS_PER_REQUEST
+        while begin < len(keys) or not answers:
             part = keys.slice(begin, most)
-            version, values = self.router.lookup(self.known.location, self.view.family, part, at, self.deadline)
-            parts.append(values)
+            try:
+                version, answer = ask(part, at)
+            except RequestLimitError:
+                if len(part) <= 1:
+                    raise
+                most = (len(part) + 1) // 2
+                continue
+            answers.append((begin, answer))
+            begin += len(part)
             if at.isolation == "completed":
                 at = At("version", version)
-        return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+        return answers
 
     def _rows(self, keys: pa.BinaryArray) -> pa.Table:
         """The rows of stored keys."""
         location = self.known.location
         request = KeyRows(location.run_id, location.operator.name, self.view.variable.name, self.at)
-        answer = self.router.key_rows(location, request, keys, self.deadline)
+        answer = self.key_rows(request, keys)
         return pa.Table.from_batches(list(answer.batches), answer.schema)
 
     def _with_windows(self, keys: Any, window: Any) -> pa.RecordBatch:

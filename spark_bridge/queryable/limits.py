@@ -30,10 +30,10 @@ class RequestLimits:
     - ``max_request_bytes``: header and body of one request.
     - ``max_keys``: keys of one request.
     - ``scan_seconds``: how long a scan, or another answer of many batches, may take, the client's reading included.
-    - ``max_requests``: lookups that are worked on at once; separately as many that are forwarded to other hosts, and as many questions
-      about locations and operators.
-    - ``max_scans``: scans, counts and change feeds that are open at once; separately as many that are forwarded.
-    - ``max_connections``: connections at once.
+    - ``max_requests``: lookups that are worked on at once; separately as many that are forwarded to other hosts.
+    - ``max_scans``: scans, counts and change feeds that are open at once; separately as many that are forwarded, and as many lookups of
+      either kind that load an old version or answer with many rows.
+    - ``max_connections``: connections at once of clients that have said who they are.
     - ``idle_seconds``: a connection that asks for nothing for so long is closed.
     - ``max_buffered_bytes``: what large requests that are arriving and large answers that are leaving take together.
     - ``transfer_seconds``: within which a request must have arrived, once it has begun, and an answer of one frame been taken.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from spark_bridge.exceptions import RequestError
+from spark_bridge.exceptions import RequestError, RequestLimitError
 
 Form = Literal["arrow", "pandas", "polars", "pylist"]
 FORMS = ("arrow", "pandas", "polars", "pylist")
@@ -126,7 +126,14 @@ def _hashable(value: Any) -> Any:
 
 
 def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """One array of a table's column."""
+    """One array of a table's column. Raises ``RequestLimitError`` if it has more than an Arrow array can."""
     if isinstance(column, pa.Array):
         return column
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    try:
+        return pa.concat_arrays(column.chunks or [pa.array([], column.type)])
+    except pa.ArrowInvalid as error:
+        raise RequestLimitError(
+            f"The rows of these keys do not fit into one Arrow array ({error}): ask for fewer keys."
+        ) from error

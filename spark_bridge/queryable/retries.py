@@ -35,7 +35,7 @@ MOVED = (
 )
 """Looking up the location again may help: a host has moved or died, the query or the coordinator was restarted."""
 GONE = (QueryEndedError, UnknownOperatorError)
-"""Final for who asks for the first time; who has had answers of the operator waits for the query to be started again."""
+"""Final for who asks for the first time; who has had answers of the operator waits for the query to be started again, until the deadline."""
 FIRST_DELAY = 0.02
 """In seconds; doubled with each failure up to ``LONGEST_DELAY``, and made random by half."""
 LONGEST_DELAY = 0.5
@@ -47,7 +47,7 @@ def should_locate(error: Exception) -> bool:
 
 
 class Attempts:
-    """The attempts at one answer until ``deadline``, a time of ``clock``.
+    """The attempts at one answer until ``deadline``, a time of ``clock``; ``begun``, by default now, is when they began.
 
     ``what`` begins the message of the ``QueryTimeoutError``. ``had_answer``: this client has had answers of that operator before.
     Knows no waiting, so that threads and coroutines can both use it; ``retrying`` waits.
@@ -59,6 +59,7 @@ class Attempts:
         deadline: float,
         *,
         had_answer: bool = False,
+        begun: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: Callable[[], float] = random.random,
     ) -> None:
@@ -67,13 +68,14 @@ class Attempts:
         self._had_answer = had_answer
         self._clock = clock
         self._rng = rng
-        self._begun = clock()
+        self._begun = clock() if begun is None else begun
         self._failures = 0
 
     def delay(self, error: Exception) -> float:
         """The seconds to wait until the next attempt.
 
-        Raises ``error`` itself if another attempt does not help, and ``QueryTimeoutError`` if there is no time for one.
+        Raises ``error`` itself if another attempt does not help; if there is no time for one, ``QueryTimeoutError``, or again ``error``
+        if it is one of ``GONE``: that the query has not come back is an answer.
         """
         if not self._may_help(error):
             raise error
@@ -82,6 +84,8 @@ class Attempts:
         delay: float = longest * (0.5 + 0.5 * self._rng())
         now = self._clock()
         if now + delay >= self.deadline:
+            if isinstance(error, GONE):
+                raise error
             raise QueryTimeoutError(
                 f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in {self._failures} "
                 f"attempts; last failure: {type(error).__name__}: {error}"
@@ -102,15 +106,20 @@ def retrying(
     *,
     relocate: Callable[[Exception], None] = lambda error: None,
     sleep: Callable[[float], None] = time.sleep,
+    failure: Exception | None = None,
 ) -> T:
     """What ``call`` returns, once it does; before each further attempt ``relocate`` forgets the location, if that may help.
 
+    ``failure`` is that of a first attempt that the caller has made himself.
     Raises what ``Attempts.delay`` does. ``call`` must look up the location itself if it is forgotten: that may fail in the same ways.
     """
     while True:
         try:
+            if failure is not None:
+                raise failure
             return call()
         except Exception as error:  # noqa: BLE001 - delay raises what no attempt can help
+            failure = None
             delay = attempts.delay(error)
             if should_locate(error):
                 relocate(error)

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
+MAX_STRANGERS = 64
+"""So many connections may be there whose clients have not said who they are; they count apart from ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""So many clients beyond ``max_connections`` are told why; the others only find the connection closed."""
+"""So many clients beyond ``MAX_STRANGERS`` are told why; the others only find the connection closed."""
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
 """How long the accepting thread waits at a time: where closing the listener does not wake it, it sees the end so."""
@@ -153,13 +155,13 @@ class KvStateServer:
                 if not serving.stopping.wait(0.1):  # such as too many open files, which passes
                     log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
                 continue
-            there = len(self._connections)
-            if there >= self._limits.max_connections + REFUSED_AT_ONCE:
+            strangers = len(self._connections) - serving.connections.taken
+            if strangers >= MAX_STRANGERS + REFUSED_AT_ONCE:
                 connected.close()
                 continue
             thread = threading.Thread(
                 target=self._serve,
-                args=(connected, serving, there < self._limits.max_connections),
+                args=(connected, serving, strangers < MAX_STRANGERS),
                 name="statestore-query",
                 daemon=True,
             )
@@ -193,7 +195,7 @@ class KvStateServer:
             else:
                 connection.refuse(
                     TooManyRequestsError(
-                        f"This host has {self._limits.max_connections} connections, as many as it may; try again later, or ask other hosts."
+                        f"{MAX_STRANGERS} clients of this host have yet to say who they are, as many as may; try again, or ask other hosts."
                     )
                 )
         except OSError as error:  # in the handshake: the client speaks no TLS, or another one, or is gone

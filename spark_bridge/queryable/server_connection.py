@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from spark_bridge.queryable.framed_socket import ClientGoneError, FramedSocket, 
 from spark_bridge.queryable.limits import RequestLimits, Turns, seconds_left
 from spark_bridge.queryable.reads import StateAnswer, StateReads
 from spark_bridge.queryable.request_statistics import RequestStatistics
+from spark_bridge.queryable.request_watch import watched
 from spark_bridge.queryable.wire import (
     MAX_HEADER_BYTES,
     PROTOCOL,
@@ -74,6 +76,10 @@ AWAIT_SLICE_SECONDS = 1.0
 """How often a waiting thread looks whether the server still runs and the client is still there."""
 FRAME_BYTES = 4 << 20
 """What the rows of one ``Batch`` take at most, unless one row is larger."""
+SLOW_SECONDS = 5.0
+"""Rows of keys that take longer than this to find go on in a turn of the slow ones."""
+QUESTIONS = 4
+"""So many questions about operators and hosts at once: the coordinator answers them, which has commits to take."""
 QUIET_SECONDS = 1.0
 """A scan that has found nothing for so long sends an empty batch: the client sees that it goes on, the server that the client is gone."""
 LARGE_ANSWER_BYTES = 1 << 16
@@ -108,10 +114,15 @@ class Serving:
     stopping: threading.Event = field(default_factory=threading.Event)
     lookups: Turns = field(init=False)
     forwarded_lookups: Turns = field(init=False)
+    slow: Turns = field(init=False)
+    forwarded_slow: Turns = field(init=False)
+    locates: Turns = field(init=False)
     questions: Turns = field(init=False)
+    forwarded_questions: Turns = field(init=False)
     scans: Turns = field(init=False)
     forwarded_scans: Turns = field(init=False)
     buffered: Turns = field(init=False)
+    connections: Turns = field(init=False)
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -119,11 +130,17 @@ class Serving:
             ("lookups", Turns(limits.max_requests, "lookups")),
             # Apart: two hosts that forward to each other would wait for each other's turns.
             ("forwarded_lookups", Turns(limits.max_requests, "lookups for other hosts")),
+            # Where lookups go on that have to load an old version, or whose rows are many: the others must not wait for them.
+            ("slow", Turns(limits.max_scans, "long lookups")),
+            ("forwarded_slow", Turns(limits.max_scans, "long lookups for other hosts")),
             # Apart: they may wait for the coordinator, and lookups must not wait for them.
-            ("questions", Turns(limits.max_requests, "questions about operators and hosts")),
+            ("locates", Turns(QUESTIONS, "questions about locations")),
+            ("questions", Turns(QUESTIONS, "questions about operators and hosts")),
+            ("forwarded_questions", Turns(QUESTIONS, "questions to other hosts")),
             ("scans", Turns(limits.max_scans, "scans")),
             ("forwarded_scans", Turns(limits.max_scans, "scans for other hosts")),
             ("buffered", Turns(limits.max_buffered_bytes, "bytes of large requests and answers")),
+            ("connections", Turns(limits.max_connections, "connections")),
         ):
             object.__setattr__(self, name, turns)
 
@@ -137,6 +154,7 @@ class ServerConnection:
         self._frames = FramedSocket(connected, serving.buffered, serving.limits.wait_seconds)
         self._token = ""
         self._checked_at = 0.0
+        self._is_welcome = False
 
     def serve(self) -> None:
         """Until the connection is over. Raises nothing that a client can cause."""
@@ -162,6 +180,9 @@ class ServerConnection:
     def close(self) -> None:
         """Release everything."""
         self._frames.close()
+        if self._is_welcome:
+            self._is_welcome = False
+            self._serving.connections.release()
 
     # -- the beginning -------------------------------------------------------------------------
 
@@ -187,6 +208,9 @@ class ServerConnection:
                 raise RequestError(
                     f"The client speaks protocol {hello.protocol}, this host {PROTOCOL}: use the same ray-statestore for both."
                 )
+            # Only now, so that who has no token takes no place of those who have one.
+            self._serving.connections.acquire(0.0)
+            self._is_welcome = True
         except ClientGoneError:
             raise
         except Exception as error:  # noqa: BLE001 - the client is told, and the log
@@ -201,6 +225,13 @@ class ServerConnection:
     def _check_token(self, now: float) -> None:
         self._serving.tokens.verify(self._token)
         self._checked_at = now
+
+    def check_client(self, now: float) -> None:
+        """Whether the client is still there and may still ask. Raises ``ClientGoneError`` or ``AccessDeniedError``."""
+        if self._frames.is_closed_by_client():
+            raise ClientGoneError("The client has left.")
+        if now - self._checked_at > TOKEN_SECONDS:
+            self._check_token(now)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -249,24 +280,38 @@ class ServerConnection:
 
     def _lookup(self, request: Lookup, body: memoryview) -> None:
         serving = self._serving
-        turns = serving.forwarded_lookups if request.forward else serving.lookups
         if body[:4] == _ONE_KEY:
             key = unpack_one(body)
             if key is None:
                 raise RequestError("A key that is looked up is null.")
-            turns.acquire(self._limits.wait_seconds)
-            try:
-                version, value = serving.reads.lookup_one(request, key)
-            finally:
-                turns.release()
+            if request.at.isolation == "version":
+                with self._watch(request.forward):
+                    version, value = serving.reads.lookup_one(request, key)
+            else:  # nothing that takes long: without a watch, which would cost a tenth of the time
+                turns = serving.forwarded_lookups if request.forward else serving.lookups
+                turns.acquire(self._limits.wait_seconds)
+                try:
+                    version, value = serving.reads.lookup_one(request, key)
+                finally:
+                    turns.release()
             self._send(Values(version), _ABSENT_VALUE if value is None else pack_one(value))
             return
         keys = self._keys(body)
-        with turns.turn(self._limits.wait_seconds):
+        with self._watch(request.forward) as watch:
             version, values = serving.reads.lookup(request, keys)
-            self._reserve(values.nbytes)
+            watch.hold_at_least(values.nbytes)
             packed = pack_bytes(values)
         self._send(Values(version), packed)
+
+    def _watch(self, forward: bool, *, may_stay: bool = True) -> _Watch:
+        """For a lookup; ``may_stay``: in its turn, however long it takes, unless it loads something."""
+        serving = self._serving
+        if forward:
+            return _Watch(self, serving, serving.forwarded_lookups, serving.forwarded_slow, may_stay)
+        return _Watch(self, serving, serving.lookups, serving.slow, may_stay)
+
+    def _scan_watch(self, scan: Scan) -> _Watch:
+        return _Watch(self, self._serving, self._serving.forwarded_scans if scan.forward else self._serving.scans)
 
     def _answer(self, request: Request, body: memoryview) -> str | None:
         """Answer anything but a lookup; returns the operator, where the request has it further inside."""
@@ -274,26 +319,27 @@ class ServerConnection:
         match request:
             case KeyRows():
                 keys = self._keys(body)
-                turns = serving.forwarded_lookups if request.forward else serving.lookups
-                with turns.turn(wait_seconds):
-                    self._stream(serving.reads.key_rows(request, keys), is_short=True)
+                with self._watch(request.forward, may_stay=False) as watch:
+                    last = self._stream(serving.reads.key_rows(request, keys), watch, is_short=True)
+                self._frames.send(last, time.monotonic() + self._limits.transfer_seconds)
             case Scan():
-                with self._scan_turns(request).turn(wait_seconds):
-                    self._stream(serving.reads.scan(request))
+                with self._scan_watch(request) as watch:
+                    self._frames.send(self._stream(serving.reads.scan(request), watch), watch.deadline)
             case Count():
-                with self._scan_turns(request.scan).turn(wait_seconds):
+                with self._scan_watch(request.scan):
                     version, count = serving.reads.count(request.scan)
                 self._send(Counted(version, count))
                 return request.scan.operator
             case Changes():
                 some_keys = self._keys(body) if len(body) else None
-                with serving.scans.turn(wait_seconds):
-                    self._stream(serving.reads.changes(request, some_keys))
+                with _Watch(self, serving, serving.scans) as watch:
+                    last = self._stream(serving.reads.changes(request, some_keys), watch)
+                    self._frames.send(last, watch.deadline)
             case Await():
                 completed = self._await(request)
                 self._send(Counted(completed, completed))
             case Locate():
-                with serving.questions.turn(wait_seconds):
+                with serving.locates.turn(wait_seconds):
                     location = serving.reads.locate(request.operator, request.query)
                 self._send(Located(), msgspec.json.encode(location))
             case Operators():
@@ -301,15 +347,12 @@ class ServerConnection:
                     operators = serving.reads.operators()
                 self._send(Described(), msgspec.json.encode(operators))
             case Describe():
-                with serving.questions.turn(wait_seconds):
+                with (serving.forwarded_questions if request.forward else serving.questions).turn(wait_seconds):
                     described = serving.describe(request)
                 self._send(Described(), msgspec.json.encode(described))
             case _:
                 raise RequestError("A Hello is only said once, at the beginning.")
         return None
-
-    def _scan_turns(self, scan: Scan) -> Turns:
-        return self._serving.forwarded_scans if scan.forward else self._serving.scans
 
     def _keys(self, body: memoryview) -> pa.BinaryArray:
         count = int.from_bytes(body[:4], "little") if len(body) >= 4 else 0
@@ -336,59 +379,24 @@ class ServerConnection:
 
     # -- answers -------------------------------------------------------------------------------
 
-    def _stream(self, answer: StateAnswer, is_short: bool = False) -> None:
-        """Send rows as they come; see ``Batch``. ``is_short``: the end is sent with the last rows, for which one batch is held back."""
-        batches = answer.batches
-        deadline = time.monotonic() + self._limits.scan_seconds
+    def _stream(self, answer: StateAnswer, watch: _Watch, is_short: bool = False) -> list[Any]:
+        """Send rows as they come, but for what is returned, the end; see ``Batch``. ``is_short``: the last rows go with the end."""
+        sent = _SentRows(self._frames, answer, watch, is_short)
+        watch.rows = sent
         try:
-            self._send_rows(answer, deadline, is_short)
+            for batch in slices(answer.batches):
+                watch.check()
+                sent.send(batch)
         finally:
-            close = getattr(batches, "close", None)
+            watch.rows = None
+            close = getattr(answer.batches, "close", None)
             if close is not None:
                 close()
+        return sent.last()
 
-    def _send_rows(self, answer: StateAnswer, deadline: float, is_short: bool) -> None:
-        rows = 0
-        held: list[Any] = []
-        schema: pa.Buffer | None = None
-        header = Batch(answer.version)
-        sent_at = time.monotonic()
-        for batch in slices(answer.batches):
-            now = time.monotonic()
-            if self._serving.stopping.is_set():
-                raise ClientGoneError("The server stops.")
-            if now > deadline:
-                raise RequestLimitError(
-                    f"The answer took longer than the {self._limits.scan_seconds:g} s allowed here, after {rows:,} rows: ask for "
-                    "less, or read faster."
-                )
-            if now - self._checked_at > TOKEN_SECONDS:
-                self._check_token(now)
-            if not batch.num_rows and (schema is None or now - sent_at < QUIET_SECONDS):
-                continue
-            rows += batch.num_rows
-            body = batch.serialize()
-            if schema is None:
-                schema = answer.schema.serialize()
-                body = b"".join((schema, body))
-            if held:
-                self._frames.send(held, deadline)
-            held = frame(header, body)
-            if not is_short:
-                self._frames.send(held, deadline)
-                held = []
-            sent_at = now
-        if schema is None:
-            held = frame(header, answer.schema.serialize())
-        self._frames.send([*held, *frame(End(answer.version, rows))], deadline)
-
-    def _reserve(self, size: int) -> None:
-        if size > self._limits.max_buffered_bytes:
-            raise RequestLimitError(
-                f"The answer has {size:,} bytes, more than the {self._limits.max_buffered_bytes:,} allowed here: ask for fewer keys."
-            )
-        if size > LARGE_ANSWER_BYTES:
-            self._frames.reserve(size)
+    def reserve(self, size: int) -> None:
+        """Take a share of what large answers may have until the next request. Raises ``TooManyRequestsError``."""
+        self._frames.reserve(size)
 
     def _send(self, reply: Reply, body: bytes = b"") -> None:
         self._frames.send(frame(reply, body), time.monotonic() + self._limits.transfer_seconds)
@@ -398,6 +406,144 @@ class ServerConnection:
 
     def _observe(self, operator: str, verb: str, started: float, failed: bool = False) -> None:
         self._serving.statistics.observe(operator, verb, time.monotonic() - started, failed)
+
+
+class _Watch:
+    """Looks after one request (``RequestWatch``): its turn, its time, its client, and the memory of its answer.
+
+    In a ``with`` it takes one of ``turns``, and one of ``slow`` instead when the work becomes slow; ``may_stay``: not because of the time.
+    """
+
+    def __init__(
+        self,
+        connection: ServerConnection,
+        serving: Serving,
+        turns: Turns,
+        slow: Turns | None = None,
+        may_stay: bool = True,
+    ) -> None:
+        self.rows: _SentRows | None = None
+        self._connection = connection
+        self._serving = serving
+        self._turns = turns
+        self._slow = slow
+        self._may_stay = may_stay
+        self._held: Turns | None = None
+        self._noted = 0
+        self._reserved = 0
+        self._keep = ExitStack()
+
+    def __enter__(self) -> _Watch:
+        self._take(self._turns)
+        self._began = self._looked_at = time.monotonic()
+        self.deadline = self._began + self._serving.limits.scan_seconds
+        self._keep.enter_context(watched(self))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._keep.close()
+        self._release()
+
+    def _take(self, turns: Turns) -> None:
+        turns.acquire(self._serving.limits.wait_seconds)
+        self._held = turns
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it takes none of the turns of those that are fast."""
+        return self._slow is None or self._held is self._slow
+
+    def before_slow_work(self) -> None:
+        """See ``RequestWatch``."""
+        if self._slow is not None and self._held is not self._slow:
+            self._release()
+            self._take(self._slow)
+
+    def check(self) -> None:
+        """See ``RequestWatch``. Raises ``ClientGoneError``, ``RequestLimitError``, and ``AccessDeniedError``."""
+        now = time.monotonic()
+        if self._serving.stopping.is_set():
+            raise ClientGoneError("The server stops.")
+        if now > self.deadline:
+            so_far = "" if self.rows is None else f", after {self.rows.num_rows:,} rows"
+            raise RequestLimitError(
+                f"The answer took longer than the {self._serving.limits.scan_seconds:g} s allowed here{so_far}: ask for less, or "
+                "read faster."
+            )
+        if now - self._looked_at < min(QUIET_SECONDS, TOKEN_SECONDS):
+            return
+        self._looked_at = now
+        self._connection.check_client(now)
+        if not self._may_stay and now - self._began > SLOW_SECONDS:
+            self.before_slow_work()
+        if self.rows is not None and self.is_slow:
+            self.rows.keep_alive(now)
+
+    def hold(self, nbytes: int) -> None:
+        """See ``RequestWatch``. Raises ``RequestLimitError`` or ``TooManyRequestsError``."""
+        self._noted += nbytes
+        self.hold_at_least(self._noted)
+
+    def hold_at_least(self, nbytes: int) -> None:
+        """The same of the whole answer. Small ones take nobody's memory."""
+        limit = self._serving.limits.max_buffered_bytes
+        if nbytes > LARGE_ANSWER_BYTES and nbytes > self._reserved:
+            if nbytes > limit:
+                raise RequestLimitError(
+                    f"The answer has {nbytes:,} bytes or more, and {limit:,} are allowed here: ask for fewer keys."
+                )
+            self._connection.reserve(nbytes - self._reserved)
+            self._reserved = nbytes
+
+
+class _SentRows:
+    """The rows of one answer as they go out. ``is_short``: the last batch is held back, to be sent with the end."""
+
+    def __init__(self, frames: FramedSocket, answer: StateAnswer, watch: _Watch, is_short: bool) -> None:
+        self.num_rows = 0
+        self._frames = frames
+        self._answer = answer
+        self._watch = watch
+        self._is_short = is_short
+        self._held: list[Any] = []
+        self._is_begun = False
+        self._sent_at = time.monotonic()
+
+    def send(self, batch: pa.RecordBatch) -> None:
+        """Send rows; none only if the client has not heard anything for long."""
+        now = time.monotonic()
+        if not batch.num_rows and now - self._sent_at < QUIET_SECONDS:
+            return
+        self.num_rows += batch.num_rows
+        self._sent_at = now
+        body = batch.serialize()
+        if not self._is_begun:
+            self._is_begun = True
+            body = b"".join((self._answer.schema.serialize(), body))
+        if self._held:
+            self._watch.before_slow_work()  # whoever reads slowly must not keep others from their lookups
+            self._frames.send(self._held, self._watch.deadline)
+        self._held = frame(Batch(self._answer.version), body)
+        if not self._is_short:
+            self._frames.send(self._held, self._watch.deadline)
+            self._held = []
+
+    def keep_alive(self, now: float) -> None:
+        """Say that there is still work, if nothing has been said for long."""
+        if now - self._sent_at >= QUIET_SECONDS:
+            schema = self._answer.schema
+            self.send(pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema))
+
+    def last(self) -> list[Any]:
+        """What is left to be sent."""
+        if not self._is_begun:
+            self._held = frame(Batch(self._answer.version), self._answer.schema.serialize())
+        return [*self._held, *frame(End(self._answer.version, self.num_rows))]
 
 
 def decoded(header: memoryview) -> Request:

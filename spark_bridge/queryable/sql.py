@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _NO_TABLE = re.compile(r"Table with name|Catalog \".*\" does not exist")
 _database: duckdb.DuckDBPyConnection | None = None
 _database_lock = threading.Lock()
-"""An empty DuckDB takes tens of milliseconds to make, so that all statements share one; none of them can change it."""
+"""An empty DuckDB takes tens of milliseconds to make, so that all SELECTs share one; none of them can change it."""
 
 
 def sql(
@@ -59,8 +59,8 @@ def sql(
     errors for what is wrong with the SQL, and what a client's ``scan`` raises.
     """
     duckdb = _duckdb()
-    if connection is None:
-        _require_reading(duckdb, statement)
+    # EXPLAIN ANALYZE runs whatever it explains.
+    may_share = connection is not None or _reading_kind(duckdb, statement) == "SELECT"
     known = [found for operator in client.operators() for found in running_states(operator)]
     snapshot = Snapshot(client, timeout)
     tables: dict[tuple[str, ...], StateDataset] = {}
@@ -76,7 +76,7 @@ def sql(
     try:
         with_params: dict[str, Any] = {} if query_params is None else {"params": query_params}
         if connection is None:
-            connection = _connection(duckdb, tables)
+            connection = _connection(duckdb, tables, may_share=may_share)
             relation = connection.sql(statement, **with_params)
         else:
             relation = _on(connection, statement, with_params, tables)
@@ -201,19 +201,21 @@ def _duckdb() -> Any:
     return duckdb
 
 
-def _require_reading(duckdb: Any, statement: str) -> None:
+def _reading_kind(duckdb: Any, statement: str) -> str:
+    """SELECT or EXPLAIN. Raises ``RequestError`` for another statement, or several."""
     kinds = [s.type.name for s in duckdb.extract_statements(statement)]
     if kinds not in (["SELECT"], ["EXPLAIN"]):
         raise RequestError(
             f"One statement that reads is possible, not {', '.join(kinds) or 'none'}: the state cannot be changed. To keep what is read in "
             "tables of your own, give connection=."
         )
+    return str(kinds[0])
 
 
-def _connection(duckdb: Any, tables: Mapping[tuple[str, ...], StateDataset]) -> Any:
-    """A connection to an empty database in memory in which the tables are."""
+def _connection(duckdb: Any, tables: Mapping[tuple[str, ...], StateDataset], *, may_share: bool) -> Any:
+    """A connection to an empty database in memory in which the tables are; its own one, or if it may the one that is shared."""
     global _database
-    if all(len(name) == 1 for name in tables):
+    if may_share and all(len(name) == 1 for name in tables):
         with _database_lock:
             if _database is None:
                 _database = _empty_database(duckdb)

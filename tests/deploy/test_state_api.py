@@ -554,6 +554,7 @@ KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     (pa.bool_(), st.booleans()),
     (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(UTC))),
     (pa.date32(), st.dates()),
+    (pa.duration("us"), st.timedeltas()),
     (pa.decimal128(20, 3), st.decimals(-(10**15), 10**15, places=3)),
     (pa.list_(pa.int64()), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3)),
     (
@@ -607,7 +608,7 @@ def test_any_json_is_a_value_or_said_to_be_none(value: Any, kind: pa.DataType) -
     except UnknownKeyOrNamespaceError as error:
         assert str(error).startswith("it: ")
     else:
-        assert made is None or isinstance(made, int | float | str | bytes | bool | dt.date | Decimal | list | dict)
+        assert made is None or isinstance(made, int | float | str | bytes | bool | dt.date | dt.timedelta | Decimal | list | dict)
 
 
 # -- fuzz ----------------------------------------------------------------------------------------

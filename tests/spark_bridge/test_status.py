@@ -25,6 +25,7 @@ HOSTS: list[dict[str, Any]] = [
     {
         "host_id": "host-a-0",
         "address": "grpc://192.0.2.1:5",
+        "query_address": "192.0.2.1:7005",
         "pid": 12,
         "instances": [
             {
@@ -37,7 +38,7 @@ HOSTS: list[dict[str, Any]] = [
             {"operator": "aircraft", "partition": 1, "version": 7, "keys": 0, "last_commit": None},
         ],
     },
-    {"host_id": "host-a-1", "address": "grpc://192.0.2.1:6", "pid": 13, "instances": []},
+    {"host_id": "host-a-1", "address": "grpc://192.0.2.1:6", "query_address": "192.0.2.1:7006", "pid": 13, "instances": []},
 ]
 
 
@@ -51,6 +52,14 @@ def test_queries_and_hosts_are_shown() -> None:
     text = printed(COORDINATOR, HOSTS)
     for part in ("flights", "aircraft (2)", "1 partitions", "host-a-1", "aircraft / 0", "2,022", "12 "):
         assert part in text
+    assert "192.0.2.1:7005" in text and "192.0.2.1:7006" in text, "what clients give as address="
+    assert "grpc://" not in text
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
+    query = {**QUERY, "name": "flights[/b]", "operators": {"[red]x": 2}}
+    text = printed({**COORDINATOR, "namespace": "n[/i]", "queries": [query]}, HOSTS)
+    assert "flights[/b]" in text and "[red]x (2)" in text and "n[/i]" in text
 
 
 def test_without_a_coordinator_it_says_so() -> None:

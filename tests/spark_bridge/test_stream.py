@@ -16,13 +16,14 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import ray
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
-from spark_bridge import QueryableStateClient, aggregate
+from spark_bridge import QueryableStateClient, aggregate, state_task
 from spark_bridge import functions as S
 from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError, UnknownOperatorError
+from spark_bridge.session import current_cluster
 
 from .conftest import Stream, settle, wait_until
 
@@ -319,3 +320,18 @@ def test_output_goes_to_any_sink(stream: Stream, spark: Any, tmp_path: Path) -> 
         (1, 1, 1.0, 2),
         (2, 1, 2.0, 2),
     ]
+
+
+def test_the_token_is_not_in_sparks_event_log(spark: SparkSession, tmp_path: Path) -> None:
+    context = spark.sparkContext
+    name = state_task.TOKEN
+    assert context.getLocalProperty(name) == current_cluster().token
+    jvm: Any = context._jvm
+    log = jvm.org.apache.spark.scheduler.EventLoggingListener(
+        "app", jvm.scala.Option.empty(), jvm.java.net.URI(tmp_path.as_uri()), context._jsc.sc().conf()
+    )
+    properties = jvm.java.util.Properties()
+    properties.setProperty(name, "the secret")
+    written = log.redactProperties(properties).getProperty(name)
+    assert "secret" not in written
+    assert "redacted" in written

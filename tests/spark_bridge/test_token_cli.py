@@ -54,6 +54,13 @@ def test_tokens_are_listed_with_their_state() -> None:
     assert lines[4][-2] == "never"
 
 
+def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
+    names = ("a[/b]", "[red]x", "back\\", "[link=http://x]")
+    out = io.StringIO()
+    Console(file=out, width=160).print(rendered(tuple(IssuedToken("01", n, 0.0, None) for n in names), 1.0))
+    assert tuple(line.split()[0] for line in out.getvalue().splitlines()[1:]) == names
+
+
 def test_a_name_is_needed() -> None:
     assert CliRunner().invoke(app, ["token", "issue"]).exit_code == 2
 

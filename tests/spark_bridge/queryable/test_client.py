@@ -319,7 +319,7 @@ def test_an_ended_query_says_so(cluster: Callable[..., Cluster]) -> None:
     for h in c.hosts:
         h.host.heartbeat()
     # One that has had answers waits for the query to be started again.
-    with pytest.raises(QueryTimeoutError, match=r"QueryEndedError.*'totals', ended"):
+    with pytest.raises(QueryEndedError, match="'totals', ended"):
         client.get("totals", 3)
     with c.client() as another, pytest.raises(QueryEndedError, match="ended"):
         another.get("totals", 3)

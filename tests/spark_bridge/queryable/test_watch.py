@@ -254,7 +254,7 @@ def test_a_query_that_does_not_come_back_is_a_timeout(cluster: Callable[..., Clu
     c.c.deactivate_instances("run1")
     for h in c.hosts:
         h.host.heartbeat()
-    with pytest.raises(QueryTimeoutError, match=r"watch\('totals'\).*QueryEndedError"):
+    with pytest.raises(QueryEndedError, match="ended"):
         next(changes)
 
 
