@@ -7,6 +7,7 @@ leaves behind is exactly one version, and says which.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import weakref
@@ -40,6 +41,8 @@ from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, S
 from backends.provider import LocalStateStoreProvider
 from backends.row_cache import CacheBudget, Hashes, RowCache, hash_keys
 from backends.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
+
+log = logging.getLogger(__name__)
 
 SCAN_ROWS = 1 << 14
 _SCAN_STEP = 1 << 9  # so that a processor's cache holds its Python objects
@@ -283,8 +286,13 @@ class LocalRocksDB:
         self.state = state
         for name, family_hashes in hashes.items():
             cache = self._families[name].cache
-            if cache is not None:
+            if cache is None:
+                continue
+            try:
                 cache.update(changes.families[name].keys, family_hashes, changes.families[name].values)
+            except Exception:  # it is written: an error now would leave the engine ahead of what others hold it for
+                log.exception("The rows of family %r of %s that were read before are forgotten.", name, self._path)
+                cache.clear()
 
     def _forget_rows(self) -> None:
         for family in self._families.values():

@@ -288,44 +288,52 @@ class CacheBudget:
 
     A cache may have what the others leave, and its equal share in any case: for that, those that have more are emptied. While a cache
     moves to new arrays, its old ones are there as well.
+
+    A cache is emptied without the lock: a stream that nobody has any more may be released by any allocation, also by one made here, and the
+    cache of the copy that it has read is emptied with it.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.Lock()
-        self._used: weakref.WeakKeyDictionary[RowCache, int] = weakref.WeakKeyDictionary()
+        self._caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
 
     @property
     def used(self) -> int:
         """Bytes that all caches have now."""
         with self._lock:
-            return sum(self._used.values())
+            return sum(self._used().values())
+
+    def _used(self) -> dict[RowCache, int]:
+        """The bytes of each cache that has any."""
+        held = [(cache, cache.rows) for cache in self._caches]
+        return {cache: rows.nbytes for cache, rows in held if rows is not _NOTHING}
 
     def allowance(self, cache: RowCache) -> int:
         """The most that ``cache`` may have now."""
         with self._lock:
-            others = sum(nbytes for other, nbytes in self._used.items() if other is not cache)
-            return max(self.limit - others, self._share(cache))
+            used = self._used()
+            used.pop(cache, None)
+            return max(self.limit - sum(used.values()), self._share(used))
 
-    def _share(self, cache: RowCache) -> int:
-        return self.limit // len({*self._used, cache})
+    def _share(self, others: dict[RowCache, int]) -> int:
+        return self.limit // (len(others) + 1)
 
     def give(self, cache: RowCache, rows: _Rows) -> bool:
         """Let ``cache`` have these rows in place of its own. False, and it has none, if there is no room for them."""
+        cache.rows = _NOTHING
+        if rows is _NOTHING:
+            return True
         with self._lock:
-            cache.rows = _NOTHING
-            self._used.pop(cache, None)
-            if rows is _NOTHING:
-                return True
-            share = self._share(cache)
-            if rows.nbytes > max(self.limit - sum(self._used.values()), share):
+            used = self._used()
+            if rows.nbytes > max(self.limit - sum(used.values()), self._share(used)):
                 return False
-            while sum(self._used.values()) + rows.nbytes > self.limit:
-                largest = max(self._used, key=self._used.__getitem__)
+            while sum(used.values()) + rows.nbytes > self.limit:
+                largest = max(used, key=used.__getitem__)
                 # It may be about to change these rows, which does no harm: nobody reads them any more.
                 largest.rows = _NOTHING
-                del self._used[largest]
-            self._used[cache] = rows.nbytes
+                del used[largest]
+            self._caches.add(cache)
             cache.rows = rows
             return True
 

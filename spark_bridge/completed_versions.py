@@ -66,6 +66,11 @@ class CompletedVersions:
             self._changed.notify_all()
             return kept[-1]
 
+    def runs(self) -> list[str]:
+        """The ids of the runs of which anything is known."""
+        with self._changed:
+            return list(self._runs)
+
     def forget(self, run_id: str) -> None:
         """The run is over. Whoever waits for it looks again."""
         with self._changed:

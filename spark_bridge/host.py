@@ -85,6 +85,12 @@ REMEMBERED_COMMITS = 4
 """Of so many versions a host can tell what was done, for those who ask when the next batch has begun."""
 ASK_SECONDS = 0.02
 """So long after one question for the completed version the next one is asked, however many readers wait for it."""
+UNKNOWN_SECONDS = 0.5
+"""For so long a host believes that there is no such run: anybody may name any, and the coordinator has more to do."""
+IDLE_RUN_SECONDS = 60.0
+"""For so long a host without partitions of a run remembers what it has asked of it last."""
+MOST_ASKED = 1000
+"""Of so many runs a host knows when it has asked for them."""
 InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
 RunKey = tuple[str, str, int]
@@ -173,10 +179,21 @@ class KeyWindows(Protocol):
 
 @dataclass
 class _Asking:
-    """Who asks for the completed version of a run asks for all that wait; ``at`` is when, of ``time.monotonic``."""
+    """Who asks for the completed version of a run asks for all that wait; ``at`` is when, of ``time.monotonic``.
+
+    ``answered`` is when the last question that has been answered was asked. ``refusal``: the coordinator said that there is no such run.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     at: float = float("-inf")
+    answered: float = float("-inf")
+    refusal: UnknownRunError | RetiredRunError | None = None
+
+    def raise_refusal(self) -> None:
+        """Raise what the coordinator has said just now."""
+        refusal = self.refusal
+        if refusal is not None and time.monotonic() - self.at < UNKNOWN_SECONDS:
+            raise type(refusal)(*refusal.args)  # one of its own for every thread
 
 
 @dataclass(frozen=True)
@@ -667,7 +684,11 @@ class Host:
             return newest
         deadline = time.monotonic() + seconds
         with self._lock:
-            asking = self._asking.setdefault(run_id, _Asking())
+            asking = self._asking.get(run_id)
+            if asking is None:
+                while len(self._asking) >= MOST_ASKED:
+                    del self._asking[next(iter(self._asking))]
+                asking = self._asking[run_id] = _Asking()
         while True:
             newest = self.completed.newest(run_id)
             left = deadline - time.monotonic()
@@ -676,16 +697,30 @@ class Host:
             if not asking.lock.acquire(timeout=left):
                 continue
             try:
+                if run_id not in self._registrations:
+                    asking.raise_refusal()
                 # Somebody else may have asked meanwhile.
                 pause = asking.at + ASK_SECONDS - time.monotonic()
                 newest = self.completed.wait(run_id, at_least, min(left, pause))
                 if newest is None or newest.version < at_least:
-                    asking.at = time.monotonic()
+                    asking.at, asking.refusal = time.monotonic(), None
                     self.completed.note(
                         self._of_run(run_id, lambda: self._coordinator.completed(run_id, self.info.host_id))
                     )
+                    asking.answered = asking.at
+            except (UnknownRunError, RetiredRunError) as error:
+                asking.refusal = type(error)(*error.args)
+                if run_id not in self._registrations:  # else the heartbeat says that it is over
+                    self.completed.forget(run_id)
+                    self._tell_ended(run_id)
+                raise
             finally:
                 asking.lock.release()
+
+    def has_asked_since(self, run_id: str, moment: float) -> bool:
+        """Whether ``completed_version`` has asked for a run since then, a time of ``time.monotonic``, and was answered."""
+        asking = self._asking.get(run_id)
+        return asking is not None and asking.answered >= moment
 
     def commit(
         self,
@@ -764,6 +799,7 @@ class Host:
         log.debug("Doing maintenance")
         for work in self._maintained:
             work()
+        self._forget_idle_runs()
         self._unload_others()
         begun = []
         with self._lock:
@@ -781,6 +817,14 @@ class Host:
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._instances]:
                 del self._uploading[key]
         return begun
+
+    def _forget_idle_runs(self) -> None:
+        """Of runs that this host has no part of, nobody says that they are over; who asks for one again, has it asked for."""
+        until = time.monotonic() - IDLE_RUN_SECONDS
+        for run_id in self.completed.runs():
+            asking = self._asking.get(run_id)
+            if run_id not in self._registrations and (asking is None or asking.at <= until):
+                self.completed.forget(run_id)
 
     def _unload_others(self) -> None:
         with self._lock:
@@ -883,26 +927,19 @@ class Host:
     def describe(self) -> dict[str, object]:
         """What this host is and holds, for people."""
         with self._lock:
-            return {
-                "host_id": self.info.host_id,
-                "incarnation": self.info.incarnation,
-                "address": self.info.address,
-                "node_id": self.info.node_id,
-                **self._counters,
-                "instances": [
-                    {
-                        "query_id": i.registration.query_id,
-                        "run_id": i.registration.run_id,
-                        "operator": i.operator,
-                        "partition": i.partition,
-                        "version": i.state.version,
-                        **_size(i.state),
-                        "last_commit": {"version": max(i.commits), **i.commits[max(i.commits)][0]} if i.commits else {},
-                        "commits": {v: {"ms": ms, **to_builtins(f)} for v, (ms, f) in i.commits.items()},
-                    }
-                    for i in self._instances.values()
-                ],
-            }
+            counters, held = dict(self._counters), list(self._instances.values())
+        described = []
+        for instance in held:  # without the lock: a partition that is just being loaded tells its size only then
+            with suppress(StoreClosedError):  # it is being unloaded
+                described.append(_described(instance))
+        return {
+            "host_id": self.info.host_id,
+            "incarnation": self.info.incarnation,
+            "address": self.info.address,
+            "node_id": self.info.node_id,
+            **counters,
+            "instances": described,
+        }
 
     def close(self) -> None:
         """Unload everything and remove the local files."""
@@ -920,6 +957,20 @@ class Host:
     @staticmethod
     def _describe_id(instance: Instance) -> str:
         return f"StateStoreId[operator={instance.operator}, partition={instance.partition}]"
+
+
+def _described(instance: Instance) -> dict[str, object]:
+    commits = instance.commits
+    return {
+        "query_id": instance.registration.query_id,
+        "run_id": instance.registration.run_id,
+        "operator": instance.operator,
+        "partition": instance.partition,
+        "version": instance.state.version,
+        **_size(instance.state),
+        "last_commit": {"version": max(commits), **commits[max(commits)][0]} if commits else {},
+        "commits": {v: {"ms": ms, **to_builtins(f)} for v, (ms, f) in commits.items()},
+    }
 
 
 def _size(state: PartitionState) -> dict[str, int]:

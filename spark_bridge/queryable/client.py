@@ -81,7 +81,8 @@ class QueryableStateClient:
     commit aside; ``version=`` is one that is still retained.
 
     **Time.** A call waits for hosts that are restarted or moved, and for a query that is started again, until its ``timeout``
-    (seconds; by default the client's) is over, and then raises ``QueryTimeoutError`` with the last failure.
+    (seconds; by default the client's) is over, and then raises ``QueryTimeoutError`` with the last failure, or ``QueryEndedError`` for a query
+    that has not come back. A client that has never read of an ended query is told so at once.
 
     **Errors** are ``QueryableStateError``s that say what was asked and what exists: ``UnknownOperatorError``, ``QueryEndedError``,
     ``UnknownKvStateIdError`` (no such state variable), ``UnknownKeyOrNamespaceError`` (a key that cannot be one), ``StateVersionError``,

@@ -26,6 +26,7 @@ from backends.operator_schema import StateVariable
 from backends.partition_state import PartitionState
 from backends.storage import CheckpointStorage
 from coordinator_actor import state_reader
+from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.manifests import ManifestLog
 from coordinator_actor.state_reader import LOOKS, ChangedPairs, Piece, StatePlace, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError
@@ -58,6 +59,7 @@ class _Manifests:
     """The manifests of a run's state as they were seen last."""
 
     log: ManifestLog
+    used: float
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -75,11 +77,18 @@ class HostChanges:
         host.on_maintenance(self.release_idle)
 
     def read(
-        self, plan: OperatorPlan, variable: StateVariable, after: int, until: int, keys: pa.BinaryArray | None
+        self,
+        plan: OperatorPlan,
+        variable: StateVariable,
+        after: int,
+        until: int,
+        keys: pa.BinaryArray | None,
+        behind_run: str = "",
     ) -> StateAnswer:
         """What the versions behind ``after`` up to ``until`` changed, of the rows of some grouping keys or of all.
 
-        Raises ``StateVersionError`` if they are not all there, ``RequestError`` if they are none.
+        ``behind_run``: the earlier run that gave what is before. Raises ``StateVersionError`` if they are not all there or do
+        not follow from what that run gave, ``RequestError`` if they are none, ``RetiredRunError`` if a newer run has begun.
         """
         if after > until:
             raise RequestError(f"Changes behind version {after} up to version {until}: there can be none.")
@@ -90,7 +99,10 @@ class HostChanges:
         rows = VariableRows(plan.schema, variable)
         made = VariableChanges(rows)
         try:
-            pieces = self._versions(plan, noted.version).reading_of_changes(plan.operator, after, until).pieces
+            versions = self._versions(plan, noted.version)
+            if behind_run not in ("", plan.run_id):
+                _require_same_history(plan, versions, after, behind_run)
+            pieces = versions.reading_of_changes(plan.operator, after, until).pieces
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
         chosen = None if keys is None else _ChosenKeys.of(rows, keys)
@@ -104,13 +116,14 @@ class HostChanges:
         return StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
 
     def _versions(self, plan: OperatorPlan, completed: int) -> StateVersions:
-        """The manifests as they are now: what was completed before has its own."""
+        """The manifests as they are now: what was completed before has its own. Raises ``RetiredRunError``."""
         place = self._place(plan)
         with self._lock:
             held = self._manifests.get(plan.run_id)
             if held is None:
                 log = ManifestLog(self._host.open_storage(place.state_location, place.options), "reader")
-                held = self._manifests[plan.run_id] = _Manifests(log)
+                held = self._manifests[plan.run_id] = _Manifests(log, self._clock())
+            held.used = self._clock()
         with held.lock:
             for look in range(LOOKS):
                 held.log.refresh()
@@ -122,6 +135,13 @@ class HostChanges:
                     if look + 1 == LOOKS:
                         raise
             held.log.forget({m.id for m in chain.values()})
+            newest = held.log.newest_epoch()
+        # A run claims its epoch before it writes manifests: without a later claim, none of those are another run's.
+        if newest is not None and newest.run_id != plan.run_id:
+            self._drop(plan.run_id)
+            raise RetiredRunError(
+                f"Run {plan.run_id} of operator {plan.operator!r} has been replaced by run {newest.run_id}: locate it again."
+            )
         return StateVersions(place, held.log, chain, completed, plan.registration.key_groups)
 
     @staticmethod
@@ -212,7 +232,10 @@ class HostChanges:
         self.release_idle()
 
     def release_idle(self) -> None:
-        """Remove copies that nobody has used for a while, and those that are too many."""
+        """Remove copies that nobody has used for a while, and those that are too many.
+
+        So too what is known of runs of whose end nobody would tell this host.
+        """
         until = self._clock() - IDLE_SECONDS
         with self._lock:
             held = [(f, k) for k, fs in list(self._followers.items()) for f in fs]
@@ -220,6 +243,9 @@ class HostChanges:
             gone = [one for i, one in enumerate(held) if one[0].used <= until or i < len(held) - KEPT_FOLLOWERS]
             for follower, key in gone:
                 self._followers[key].remove(follower)
+            for run in [r for r, m in self._manifests.items() if m.used <= until]:
+                if self._host.registration(run) is None:
+                    del self._manifests[run]
         for follower, _ in gone:
             follower.state.destroy()
 
@@ -231,6 +257,20 @@ class HostChanges:
                 del self._manifests[run]
         for follower in followers:
             follower.state.destroy()
+
+
+def _require_same_history(plan: OperatorPlan, versions: StateVersions, after: int, behind_run: str) -> None:
+    """Raise ``StateVersionError`` if a run behind ``behind_run`` has made the version ``after``, or may have."""
+    made = versions.chain.get(after)
+    if made is None or made.run_id == behind_run:
+        return  # the empty version is every run's, and one that is not kept is refused anyway
+    runs = list(versions.log.runs())  # the last one first
+    if behind_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(behind_run):
+        return
+    raise StateVersionError(
+        f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run {made.run_id}, but the "
+        f"changes up to it have been given by run {behind_run} already, and no longer hold. Read the state anew and watch from there."
+    )
 
 
 class _Before:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -23,7 +25,7 @@ from spark_bridge.exceptions import NotOwnerError
 from spark_bridge.host import Host
 from spark_bridge.queryable.host_changes import HostChanges
 from spark_bridge.queryable.host_views import WAIT_SECONDS, HostViews, PartitionView
-from spark_bridge.queryable.key_reads import FoundPairs, WindowedKeys, find_pairs, rows_of_keys, values_of
+from spark_bridge.queryable.key_reads import FoundPairs, WindowedKeys, find_pairs, joined, rows_of_keys, values_of
 from spark_bridge.queryable.operator_plan import OperatorPlan
 from spark_bridge.queryable.operator_words import described_operator
 from spark_bridge.queryable.reads import StateAnswer
@@ -37,6 +39,10 @@ from spark_bridge.queryable.wire import Changes, KeyRows, Lookup, Scan
 AWAIT_SECONDS = 1.0
 """So often the coordinator is asked, while somebody waits for a version, in a host that nobody tells of it."""
 _BRIEFLY = 0.001
+KEPT_SECONDS = 0.5
+"""For so long answers of the coordinator about operators are given again: anybody may ask, and it has commits to take."""
+ASKED_AT_ONCE = 4
+"""So many scans and lookups ask the coordinator at once which partitions are this host's."""
 _KNOWN_PLANS = 1000
 
 
@@ -58,21 +64,40 @@ class HostReads:
         self._changes = HostChanges(host, wait_seconds)
         self._plans: dict[tuple[str, str], OperatorPlan] = {}
         self._asked: dict[str, float] = {}
+        self._locations: dict[tuple[str, str | None], tuple[float, OperatorLocation]] = {}
+        self._operators: tuple[float, tuple[RunningOperator, ...]] = (-math.inf, ())
+        self._asking = threading.Semaphore(ASKED_AT_ONCE)
 
     # -- what there is -------------------------------------------------------------------------
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """See ``StateReads``."""
-        return self._host.locate(operator, query)
+        """See ``StateReads``. The answer may be half a second old, as any is by the time it arrives."""
+        key, now = (operator, query), time.monotonic()
+        until, location = self._locations.get(key, (-math.inf, None))
+        if location is None or now >= until:
+            location = self._host.locate(operator, query)
+            self._locations.pop(key, None)
+            while len(self._locations) >= _KNOWN_PLANS:
+                self._locations.pop(next(iter(self._locations)), None)
+            self._locations[key] = (now + KEPT_SECONDS, location)
+        return location
 
     def operators(self) -> list[dict[str, Any]]:
         """See ``StateReads``."""
-        return [described_operator(found) for found in self._host.operators()]
+        return [described_operator(found) for found in self._running()]
+
+    def _running(self) -> tuple[RunningOperator, ...]:
+        until, operators = self._operators
+        now = time.monotonic()
+        if now >= until:
+            operators = self._host.operators()
+            self._operators = (now + KEPT_SECONDS, operators)
+        return operators
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
         """See ``StateReads``. ``held`` are the partitions that are loaded here, by operator."""
         info = self._host.info
-        asked = [o for o in self._host.operators() if _is_asked(o, operator, query)]
+        asked = [o for o in self._running() if _is_asked(o, operator, query)]
         if operator is not None and not asked:
             self._host.locate(operator, query)  # says what there is, or that the query has ended
         described = []
@@ -177,7 +202,7 @@ class HostReads:
                 lambda view: values_of(view, parts[view.partition], request.column_family),
                 keep,
             )
-        values = found[0] if len(found) == 1 else pa.concat_arrays(found) if found else pa.array([], pa.binary())
+        values = joined(found)
         self._host.count_keys_read(len(keys))
         return version, values if back is None else values.take(pa.array(back))
 
@@ -279,7 +304,8 @@ class HostReads:
         plan = self._plan(request.run_id, request.operator)
         if keys is not None:
             plan.groups_of(keys)
-        return self._changes.read(plan, plan.variable(request.state), request.after, request.until, keys)
+        variable = plan.variable(request.state)
+        return self._changes.read(plan, variable, request.after, request.until, keys, request.behind_run)
 
     # -- where ---------------------------------------------------------------------------------
 
@@ -302,7 +328,8 @@ class HostReads:
 
     def _own_partitions(self, plan: OperatorPlan) -> list[int]:
         """Those that the coordinator has given to this host."""
-        owners = self._host.locate(plan.operator, plan.run_id).owners
+        with self._asking:  # not what is kept: of a partition that has just come, rows would be missing
+            owners = self._host.locate(plan.operator, plan.run_id).owners
         ours = (self._host.info.host_id, self._host.info.incarnation)
         return [p for p, owner in enumerate(owners) if (owner.host_id, owner.incarnation) == ours]
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.partition_state import PartitionState
 from spark_bridge.completed_versions import CompletedVersion
-from spark_bridge.exceptions import NotOwnerError, RequestError, StateVersionError
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host import Host, Instance, RunKey
 from spark_bridge.queryable.operator_plan import OperatorPlan
 from spark_bridge.queryable.version_copies import VersionCopies
@@ -65,8 +65,8 @@ class HostViews:
         """What ``read`` gives for each partition, and the version: one for all of them, but with ``latest`` the lowest one.
 
         ``read`` may be called again if the version has gone meanwhile; what it has opened before must not matter then. What is
-        read later, as iterators, may be read until ``keep`` is closed. Raises ``StateVersionError``, ``NotOwnerError``, ``RequestError``, and
-        what the coordinator raises.
+        read later, as iterators, may be read until ``keep`` is closed. Raises ``StateVersionError``, ``HostUnavailableError`` if the coordinator
+        does not say whether the version is completed, ``NotOwnerError``, ``RequestError``, and what the coordinator raises.
         """
         if at.isolation == "completed":
             return self._completed(plan, partitions, at.version, read)
@@ -94,11 +94,18 @@ class HostViews:
                 self._settle(plan, partitions[len(found)], noted, failure)
 
     def _noted(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
+        begun = time.monotonic()
         noted = self._host.completed_version(plan.run_id, at_least, self.wait_seconds)
         if noted is None or noted.version < at_least:
-            there = "none is known" if noted is None else f"version {noted.version} is the last one that is"
+            if noted is None or not self._host.has_asked_since(plan.run_id, begun):
+                there = "none is known" if noted is None else f"version {noted.version} is the last one that is known"
+                raise HostUnavailableError(
+                    f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether version {at_least} of "
+                    f"operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. The coordinator does not answer."
+                )
             raise StateVersionError(
-                f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; {there}."
+                f"Version {at_least} of operator {plan.operator!r} (run {plan.run_id}) is not completed; version {noted.version} is the "
+                "last one that is."
             )
         return noted
 

@@ -122,6 +122,7 @@ class KeptOracles:
 
     def start(self) -> None:
         """Refresh what is used, again after ``stop``."""
+        self._wake.clear()  # else nobody would begin a thread again
         self._stopping.clear()
 
     def stop(self) -> None:

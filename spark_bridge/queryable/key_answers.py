@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from msgspec.structs import replace
 
-from spark_bridge.exceptions import RequestError, RequestLimitError, UnknownKeyOrNamespaceError
+from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.asked_windows import (
     KeysWithWindows,
     check_window,
@@ -20,6 +20,7 @@ from spark_bridge.queryable.asked_windows import (
 )
 from spark_bridge.queryable.client_scans import StateScan
 from spark_bridge.queryable.locations import KnownOperator
+from spark_bridge.queryable.one_version import OneVersion
 from spark_bridge.queryable.router import KEYS_PER_REQUEST, RoutedAnswer, StateRouter, moved
 from spark_bridge.queryable.state_views import ONE_ROW, ROWS, VALUE, WINDOWS, StateView
 from spark_bridge.queryable.wire import At, KeyRows, Scan
@@ -163,23 +164,26 @@ class KeyAnswers:
         """What is answered for the keys at one version, in parts, each with the place of its first key.
 
         A part is of fewer keys if hosts refuse it as too large, or its answer does not fit into an array; parts before it are not asked for
-        again.
+        again, unless their version is gone (``OneVersion``).
         """
         answers: list[tuple[int, T]] = []
-        at, begin, most = self.at, 0, KEYS_PER_REQUEST
+        wanted, begin, most = OneVersion(self.at), 0, KEYS_PER_REQUEST
         while begin < len(keys) or not answers:
             part = keys.slice(begin, most)
             try:
-                version, answer = ask(part, at)
+                version, answer = ask(part, wanted.at)
             except RequestLimitError:
                 if len(part) <= 1:
                     raise
                 most = (len(part) + 1) // 2
                 continue
+            except StateVersionError as error:
+                if wanted.begins_anew(error):
+                    answers, begin = [], 0
+                continue
             answers.append((begin, answer))
             begin += len(part)
-            if at.isolation == "completed":
-                at = At("version", version)
+            wanted.answered(version)
         return answers
 
     def _rows(self, keys: pa.BinaryArray) -> pa.Table:

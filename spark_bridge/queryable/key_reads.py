@@ -12,14 +12,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import list_parts
+from backends.columns import MAX_BYTES, list_parts
 from backends.exceptions import SchemaMismatchError
 from backends.key_groups import key_groups
 from backends.keys import decode_keys, encode_keys
-from spark_bridge.exceptions import RequestError
+from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.queryable.host_views import PartitionView
 from spark_bridge.queryable.key_windows import KeyWindowIndex
 from spark_bridge.queryable.operator_plan import OperatorPlan, behind
+from spark_bridge.queryable.request_watch import check_request, hold
 from spark_bridge.queryable.row_selection import POSITION
 from spark_bridge.state_rows import Positions, Rows, VariableRows, key_groups_of
 from spark_bridge.stateful.stored_keys import prefix_range
@@ -29,6 +30,10 @@ CANDIDATES = 1 << 16
 """Keys with windows that are looked up at once."""
 READ_KEYS = 1 << 14
 """Keys that are read at once."""
+READ_BYTES = 64 << 20
+"""Values that are read at once, as far as one can tell by those before."""
+FIRST_KEYS = 1 << 10
+"""Keys that are read at first, to see how large values are."""
 DECODED_ROWS = 1 << 14
 """Keys whose rows are decoded at once."""
 LONG_ROWS = 1 << 8
@@ -53,11 +58,33 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
     if family != DEFAULT_FAMILY and family not in view.state.column_families(view.version, head=view.head):
         return pa.nulls(len(keys), pa.binary())
     # What is completed is applied when the reads of what was before are done: none may take long.
-    parts = [
-        view.state.get_many(keys.slice(at, READ_KEYS), view.version, family, head=view.head, remember=False)
-        for at in range(0, max(1, len(keys)), READ_KEYS)
-    ]
-    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+    parts: list[pa.BinaryArray] = []
+    at, nbytes, step = 0, 0, FIRST_KEYS
+    while at < len(keys) or not parts:
+        check_request()
+        part = view.state.get_many(keys.slice(at, step), view.version, family, head=view.head, remember=False)
+        hold(part.nbytes - 4 * len(part))  # what is not there costs little, and is soon dropped where windows are tried
+        parts.append(part)
+        at, nbytes = at + len(part), nbytes + part.nbytes
+        require_bytes(nbytes)
+        step = max(1, min(READ_KEYS, READ_BYTES * at // max(1, nbytes)))
+    return joined(parts)
+
+
+def require_bytes(nbytes: int) -> None:
+    """Raises ``RequestLimitError`` for more than one Arrow array can have."""
+    if nbytes > MAX_BYTES:
+        raise RequestLimitError(
+            f"The answer has {nbytes:,} bytes, more than the {MAX_BYTES:,} that one can have: ask for fewer keys."
+        )
+
+
+def joined(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
+    """Keys or values one behind the other. Raises ``RequestLimitError`` if they are too many bytes."""
+    if len(parts) == 1:
+        return parts[0]
+    require_bytes(sum(part.nbytes for part in parts))
+    return pa.concat_arrays(parts) if parts else pa.array([], pa.binary())
 
 
 def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, positions: Positions) -> FoundPairs:
@@ -132,6 +159,7 @@ class WindowedKeys:
         index = KeyWindowIndex.of(view.instance, self.rows.key, self.place)
         found: list[FoundPairs] = []
         for keys, partitions, positions in self._candidates(plan, index, index.windows(view)):
+            check_request()
             own = partitions == view.partition
             found.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
         if not found:
@@ -139,8 +167,8 @@ class WindowedKeys:
             return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {})
         return FoundPairs(
             np.concatenate([f.positions for f in found]),
-            pa.concat_arrays([f.keys for f in found]),
-            pa.concat_arrays([f.values for f in found]),
+            joined([f.keys for f in found]),
+            joined([f.values for f in found]),
             {},
         )
 
@@ -178,8 +206,8 @@ def rows_of_keys(
     ``by_window``: the rows of one key are in several partitions, and come in the order of their windows.
     """
     positions = np.concatenate([f.positions for f in found]) if found else np.zeros(0, np.int64)
-    keys = pa.concat_arrays([f.keys for f in found]) if found else pa.array([], pa.binary())
-    values = pa.concat_arrays([f.values for f in found]) if found else pa.array([], pa.binary())
+    keys = joined([f.keys for f in found])
+    values = joined([f.values for f in found])
     more = {position: pairs for f in found for position, pairs in f.more.items()}
     if by_window:
         # Without their key groups, keys of one grouping key are in the order of what they are made of.
@@ -213,6 +241,7 @@ def _rows_of_long(
 ) -> Iterator[pa.RecordBatch]:
     """The part of a key's rows that is kept elsewhere, which comes before what is beside the key."""
     for batch in pairs:
+        check_request()
         for at in range(0, batch.num_rows, LONG_ROWS):
             keys, values = batch.column(0)[at : at + LONG_ROWS], batch.column(1)[at : at + LONG_ROWS]
             yield _decoded(plan, rows, rows.second or "", keys, values, np.full(len(keys), position))

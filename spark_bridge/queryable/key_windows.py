@@ -62,9 +62,10 @@ class KeyWindowIndex:
 
     def windows(self, view: PartitionView) -> frozenset[bytes]:
         """At least those that there are in a version."""
-        is_known = view.head in self._heads and (view.head is not None or view.version == 0)
-        if is_known and len(self._windows) <= 2 * self._scanned + _SCANNED_AGAIN:
-            return self._windows
+        with self._lock:  # another thread may just put the windows of another version in their place
+            is_known = view.head in self._heads and (view.head is not None or view.version == 0)
+            if is_known and len(self._windows) <= 2 * self._scanned + _SCANNED_AGAIN:
+                return self._windows
         scanned = view.state.scan(view.version, head=view.head)
         found = self._windows_of(batch.column(0) for batch in scanned)
         with self._lock:

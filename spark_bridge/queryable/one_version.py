@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -19,9 +19,12 @@ from spark_bridge.queryable.questions import Question
 from spark_bridge.queryable.reads import StateReads
 from spark_bridge.queryable.wire import At
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 REMEMBERED_RUNS = 4096
+NEW_BEGINNINGS = 3
+"""So often the parts of a large question are asked all over again before storage is read."""
 
 
 class CompletedVersions:
@@ -41,9 +44,11 @@ class CompletedVersions:
         if version <= self._versions.get(run_id, 0):
             return
         with self._lock:
-            self._versions[run_id] = max(version, self._versions.pop(run_id, 0))
-            if len(self._versions) > REMEMBERED_RUNS:
+            if version <= self._versions.get(run_id, 0):
+                return
+            if run_id not in self._versions and len(self._versions) >= REMEMBERED_RUNS:
                 del self._versions[next(iter(self._versions))]
+            self._versions[run_id] = version  # in place: get takes no lock, and must never find less
 
 
 _in_use: WeakSet[CompletedVersions] = WeakSet()
@@ -92,7 +97,7 @@ class Interrogation:
                 versions = [version for version, _ in answers]
                 low, high = min(versions), max(versions)
         except StateVersionError as error:
-            raise self.lagging(run_id, at, error) from error
+            raise lagging(at, error) from error
         if is_completed:
             self._versions.note(run_id, low)
         elif at.isolation == "version" and not low == high == at.version:
@@ -100,12 +105,6 @@ class Interrogation:
                 f"Version {at.version} of run {run_id} was asked for, versions {versions} came."
             )
         return low, [answer for _, answer in answers]
-
-    def lagging(self, run_id: str, at: At, error: StateVersionError) -> Exception:
-        """What to raise instead of ``error``: that a host does not know a version which others have shown passes."""
-        if at.isolation == "completed" and 0 < at.version <= self._versions.get(run_id):
-            return HostUnavailableError(f"A host does not know yet that version {at.version} is completed: {error}")
-        return error
 
     def _level(
         self, questions: Sequence[Question[T]], answers: list[tuple[int, T]], floor: int, deadline: float
@@ -154,6 +153,62 @@ class Interrogation:
         if failure is not None:
             raise failure
         return answers
+
+
+def lagging(at: At, error: StateVersionError) -> Exception:
+    """What to raise instead of ``error``, if ``at`` is what was asked for.
+
+    Who asks for the completed version has named none: that a host does not know one which others have shown, or has it no more, passes.
+    """
+    if at.isolation != "completed":
+        return error
+    return HostUnavailableError(f"A host does not have a version that others have shown to be completed: {error}")
+
+
+class OneVersion:
+    """What the parts of a question ask for, one after the other, so that the answers are of one version: ``at`` is for the next part.
+
+    The first answer says which version. If the parts take long, hosts may not hold it in memory any more. Then all begins anew, a few
+    times; if that does not help, the rest is read from storage, which takes every host much longer.
+    """
+
+    def __init__(self, asked: At) -> None:
+        self.at = asked
+        self._asked = asked
+        self._beginnings = NEW_BEGINNINGS
+
+    def answered(self, version: int) -> None:
+        """A part has been answered."""
+        if self.at.isolation == "completed":
+            self.at = At("version", version, held_only=True)
+
+    def begins_anew(self, error: StateVersionError) -> bool:
+        """After a part has failed: whether all parts are asked again; else this one is. Raises if neither may help."""
+        if self._asked.isolation != "completed" or not self.at.held_only:
+            raise lagging(self._asked, error) from error
+        if not self._beginnings:
+            self.at = At("version", self.at.version)
+            return False
+        self._beginnings -= 1
+        self.at = self._asked
+        return True
+
+
+def in_parts(parts: Sequence[P], at: At, ask: Callable[[P, At], tuple[int, T]]) -> tuple[int, list[T]]:
+    """The version, and what ``ask`` answers to each of the parts, of which there must be one at least."""
+    wanted = OneVersion(at)
+    version = 0
+    answers: list[T] = []
+    while len(answers) < len(parts):
+        try:
+            version, answer = ask(parts[len(answers)], wanted.at)
+        except StateVersionError as error:
+            if wanted.begins_anew(error):
+                answers.clear()
+            continue
+        answers.append(answer)
+        wanted.answered(version)
+    return version, answers
 
 
 def _with(answers: list[tuple[int, T]], places: list[int], newer: list[tuple[int, T]]) -> list[tuple[int, T]]:

@@ -23,6 +23,7 @@ from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.connections import KvStream
+from spark_bridge.queryable.request_watch import check_request
 from spark_bridge.queryable.retries import MOVED, Attempts, should_locate
 from spark_bridge.queryable.row_batches import BatchDecoder
 from spark_bridge.queryable.wire import At, Batch, End, Scan
@@ -201,6 +202,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 self._shares.remove(share)
                 continue
             if not batch.num_rows:
+                self._check()
                 continue
             share.given += batch.num_rows
             if self._left is not None:
@@ -209,6 +211,14 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             return batch
         self.close()
         raise StopIteration
+
+    def _check(self) -> None:
+        """Where a proxy answers with these rows: whether its client still wants them."""
+        try:
+            check_request()
+        except BaseException:
+            self.close()
+            raise
 
     def _next_share(self) -> _Share:
         """One that has something to read; each gets its turn."""
@@ -264,7 +274,9 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                     attempts = self._attempts()
                     seen += batch.num_rows
                     behind = seen - drop
-                    if behind > 0:
+                    if behind <= 0:
+                        check_request()
+                    else:
                         yield batch.slice(max(0, batch.num_rows - behind))
                 drop = max(0, drop - seen)
                 del left[0]

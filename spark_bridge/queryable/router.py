@@ -8,15 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError
+from spark_bridge.exceptions import HostUnavailableError, RequestError, RequestLimitError, StateVersionError
 from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.one_version import CompletedVersions, Interrogation
+from spark_bridge.queryable.one_version import CompletedVersions, Interrogation, in_parts, lagging
 from spark_bridge.queryable.questions import CountQuestion, KeyRowsQuestion, LookupQuestion, unexpected
 from spark_bridge.queryable.reads import StateReads
 from spark_bridge.queryable.routed_scan import Opened, RoutedScan, ScanPlan, StateRows
@@ -111,16 +112,16 @@ class StateRouter:
         request = Lookup(run_id, location.operator.name, at, family, self._forward)
         address = table.address_of(key) if self._via is None else self._proxy()
         value: bytes | None
-        if self._local is not None and address == self._local_address:
-            version, value = self._local.lookup_one(request, key)
-        else:
-            try:
+        try:
+            if self._local is not None and address == self._local_address:
+                version, value = self._local.lookup_one(request, key)
+            else:
                 reply, body = self._connections.request(address, request, pack_one(key), deadline)
-            except StateVersionError as error:
-                raise self._hosts.lagging(run_id, at, error) from error
-            if type(reply) is not Values:
-                unexpected(address, reply)
-            version, value = reply.version, unpack_one(body)
+                if type(reply) is not Values:
+                    unexpected(address, reply)
+                version, value = reply.version, unpack_one(body)
+        except StateVersionError as error:
+            raise lagging(at, error) from error
         if is_completed:
             self.versions.note(run_id, version)
         return version, value
@@ -132,13 +133,11 @@ class StateRouter:
 
         No keys need no host: the version is then the highest one seen.
         """
-        answers: list[pa.BinaryArray] = []
-        version = at.version if at.isolation == "version" else self.versions.get(location.run_id)
-        for part in parts(keys) if len(keys) else ():
-            version, values = self._lookup_part(location, family, part, at, deadline)
-            answers.append(values)
-            if at.isolation == "completed":
-                at = At("version", version)
+        if not len(keys):
+            return at.version if at.isolation == "version" else self.versions.get(location.run_id), joined([])
+        version, answers = in_parts(
+            list(parts(keys)), at, lambda part, at: self._lookup_part(location, family, part, at, deadline)
+        )
         return version, joined(answers)
 
     def _lookup_part(
@@ -160,22 +159,23 @@ class StateRouter:
 
         The rows of one key come together and in order, except for those of an aggregate by windows: these come from all hosts.
         """
-        version, at = 0, request.at
-        schema: pa.Schema | None = None
-        batches: list[pa.RecordBatch] = []
-        begin = 0
-        for part in parts(keys):
-            asked = replace(request, run_id=location.run_id, forward=self._forward)
-            shares = self._shares(location, part, self._table(location).is_windowed(request.state))
+        asked = replace(request, run_id=location.run_id, forward=self._forward)
+        is_windowed = self._table(location).is_windowed(request.state)
+
+        def ask(part: pa.BinaryArray, at: At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
+            shares = self._shares(location, part, is_windowed)
             questions = [KeyRowsQuestion(share, replace(asked, partitions=share.partitions)) for share in shares]
             version, answers = self._hosts.answers(location.run_id, questions, at, self._soon(deadline, part))
-            for share, (schema_of_share, rows) in zip(shares, answers, strict=True):
-                schema = schema or schema_of_share
-                batches.extend(moved(batch, share.rows, begin) for batch in rows)
-            if at.isolation == "completed":
-                at = At("version", version)
-            begin += len(part)
-        return RoutedAnswer(version, schema, iter(batches))
+            found = zip(shares, answers, strict=True)
+            return version, (answers[0][0], [moved(b, share.rows, 0) for share, (_, rows) in found for b in rows])
+
+        split = list(parts(keys))
+        version, answers = in_parts(split, request.at, ask)
+        begins = accumulate(map(len, split), initial=0)
+        batches = [
+            moved(batch, None, begin) for begin, (_, rows) in zip(begins, answers, strict=False) for batch in rows
+        ]
+        return RoutedAnswer(version, answers[0][0], iter(batches))
 
     def _shares(self, location: OperatorLocation, keys: pa.BinaryArray, is_everywhere: bool = False) -> list[KeyShare]:
         if keys.null_count:
@@ -221,11 +221,12 @@ class StateRouter:
         if not shares:
             raise RequestError("A scan of no partitions was asked for; partitions= must name one at least.")
         request = replace(request, run_id=location.run_id, forward=self._forward)
-        is_completed = request.at.isolation == "completed"
+        asked = request.at
+        is_completed = asked.isolation == "completed"
         if is_completed:
-            request = replace(request, at=self._hosts.not_before(location.run_id, request.at))
+            request = replace(request, at=self._hosts.not_before(location.run_id, asked))
             if len(shares) > 1:
-                version = self._completed_now(request, shares, deadline)
+                version = self._completed_now(location, request, shares, deadline)
                 request = replace(request, at=At("version", version))
         plan = ScanPlan(
             request=request,
@@ -241,9 +242,7 @@ class StateRouter:
         try:
             batches = RoutedScan(plan, shares, deadline, in_order=in_order)
         except StateVersionError as error:
-            if is_completed:
-                raise self._hosts.lagging(location.run_id, At("completed", request.at.version), error) from error
-            raise
+            raise lagging(asked, error) from error
         if is_completed:
             self.versions.note(location.run_id, batches.version)
         return RoutedAnswer(batches.version, batches.schema, batches)
@@ -260,8 +259,10 @@ class StateRouter:
         groups = [[p for _, mine in shares[i::streams] for p in mine] for i in range(streams)]
         return [(proxy, group) for group in groups if group]
 
-    def _completed_now(self, request: Scan, shares: list[tuple[str, list[int]]], deadline: float) -> int:
-        """The version of a scan, which all hosts are asked for then: what one of the owners says.
+    def _completed_now(
+        self, location: OperatorLocation, request: Scan, shares: list[tuple[str, list[int]]], deadline: float
+    ) -> int:
+        """The version of a scan, which all hosts are asked for then: what one of the owners says, or what came with the location.
 
         Others may not have heard of the run for long.
         """
@@ -280,6 +281,11 @@ class StateRouter:
             if type(reply) is not Counted:
                 unexpected(address, reply)
             completed = reply.count
+        if completed < 0:
+            raise HostUnavailableError(
+                f"{address} knows no completed version of run {request.run_id}: it could not ask the coordinator."
+            )
+        completed = max(completed, location.completed_version)
         # What the caller asks for is not noted: it may be a version that will never be.
         self.versions.note(request.run_id, completed)
         return max(request.at.version, completed)

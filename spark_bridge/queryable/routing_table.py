@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from backends.changelog import DEFAULT_FAMILY
 from backends.columns import binary_content
 from backends.operator_schema import OperatorSchema, StateVariable
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownKvStateKeyGroupLocationError
+from spark_bridge.queryable.state_views import TIMERS
 from spark_bridge.queryable.windowed_keys import window_of
 
 GROUP_BYTES = 2
@@ -142,9 +144,14 @@ def is_windowed(schema: str, state: str | None) -> bool:
 @lru_cache(256)
 def is_stable(schema: str, state: str | None) -> bool:
     """Whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL."""
-    return all(v.ttl_ms is None for v in _variables(schema, state)) if schema else False
+    chosen = _variables(schema, state)
+    return bool(chosen) and all(v.ttl_ms is None for v in chosen)
 
 
 def _variables(schema: str, state: str | None) -> list[StateVariable]:
+    """What a host would read (``OperatorPlan.variable``), or all that it might choose from; none if the schema is not known."""
     known = [v for v in OperatorSchema.from_json(schema).variables if not v.deleted] if schema else []
-    return [v for v in known if v.name == state or (state is None and len(known) == 1)]
+    if state is None:
+        own = [v for v in known if v.name == DEFAULT_FAMILY]
+        return own or [v for v in known if v.kind != TIMERS] or known
+    return [v for v in known if v.name == state]

@@ -61,6 +61,9 @@ class RowSelection:
             taken = [i for i in range(len(output)) if i not in hidden]
         else:
             taken = [_place(output, name) for name in columns]
+            if len(set(taken)) < len(taken):
+                twice = next(name for name in output.names if columns.count(name) > 1)
+                raise RequestError(f"Column {twice!r} is asked for more than once; name each column once.")
             if not taken:
                 raise RequestError("columns=[] asks for no columns; name at least one, or leave it out.")
         fields = [output.field(i) for i in taken]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
+from spark_bridge.queryable.request_watch import check_request
+
 BATCH_ROWS = 1 << 14
 BATCH_BYTES = 1 << 20
 """Smaller batches are put together until there is one of so many rows or bytes."""
@@ -49,6 +51,8 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
         rows = batch if left is None else batch.slice(0, left)
         if rows.num_rows:
             yield rows
+        else:
+            check_request()  # much may be read without anything being found
         if left is not None:
             left -= rows.num_rows
             if not left:
@@ -60,6 +64,7 @@ def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     held: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:
+        check_request()
         if not batch.num_rows:
             continue
         held.append(batch)

@@ -14,6 +14,7 @@ from backends.keys import GROUP_BYTES
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.host_views import PartitionView
 from spark_bridge.queryable.operator_plan import behind
+from spark_bridge.queryable.request_watch import check_request
 from spark_bridge.queryable.row_stream import gathered
 from spark_bridge.state_access import KeyRange
 from spark_bridge.state_rows import VariableRows
@@ -62,7 +63,14 @@ class KeyBounds:
 
 def pairs_of(view: PartitionView, rows: VariableRows, groups: range, bounds: KeyBounds) -> Pairs:
     """The pairs that rows are made of, by family. All is opened at once: it shows this moment, however long it is read."""
-    return {family: _pairs(view, rows, family, groups, bounds) for family in rows.families}
+    return {family: _checked(_pairs(view, rows, family, groups, bounds)) for family in rows.families}
+
+
+def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same, as long as the request is wanted: here, for of what is read there may be no rows for long."""
+    for batch in pairs:
+        check_request()
+        yield batch
 
 
 def _pairs(
@@ -76,11 +84,11 @@ def _pairs(
     if rows.kind == "timers":
         # Kept by time: those of some keys are everywhere.
         found = state.scan(at, None, None, family, head=view.head)
-        return gathered(bounds.within(batch, GROUP_BYTES + _EXPIRY_BYTES) for batch in found)
+        return gathered(bounds.within(batch, GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(found))
     ranges = bounds.ranges(groups)
     if len(ranges) > MOST_RANGES:
         found = state.scan(at, ranges[0][0], ranges[-1][1], family, head=view.head)
-        return gathered(bounds.within(batch) for batch in found)
+        return gathered(bounds.within(batch) for batch in _checked(found))
     return gathered(chain.from_iterable(state.scan_ranges(ranges, at, family, head=view.head)))
 
 

@@ -16,6 +16,7 @@ from backends.partition_state import PartitionState
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import StateVersionError, TooManyRequestsError
 from spark_bridge.host import Host
+from spark_bridge.queryable.request_watch import before_slow_work
 
 KEPT_VERSIONS = 4
 """So many versions of operators are held at most, each with the partitions that were asked for."""
@@ -64,6 +65,8 @@ class VersionCopies:
         """
         key = (registration.run_id, spec.name, version)
         self.release_idle()
+        if not self._is_loaded(key, partition):
+            before_slow_work()
         with self._lock:
             copies = self._reserved(key)
             copies.users += 1
@@ -77,6 +80,12 @@ class VersionCopies:
             yield loaded.result()
         finally:
             self._release(copies)
+
+    def _is_loaded(self, key: CopyKey, partition: int) -> bool:
+        with self._lock:
+            held = self._held.get(key)
+            loaded = None if held is None else held.partitions.get(partition)
+        return loaded is not None and loaded.done()
 
     def _reserved(self, key: CopyKey) -> _Copies:
         held = self._held.get(key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from spark_bridge.exceptions import ConnectionClosedError, StateVersionError
+from spark_bridge.exceptions import ConnectionClosedError, RequestLimitError, StateVersionError
 from spark_bridge.queryable.locations import KnownOperator
 from spark_bridge.queryable.retries import Attempts
 from spark_bridge.queryable.row_batches import BatchDecoder
@@ -54,7 +54,7 @@ class StateWatch:
     the last change (or ``position``, which counts versions that changed nothing too) as ``from_version``.
 
     It outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``; else it raises
-    ``QueryTimeoutError``. It raises ``StateVersionError`` if versions to be read next are no longer retained, or if the query went back to an
+    ``QueryTimeoutError``, or ``QueryEndedError`` if the query has not. It raises ``StateVersionError`` if versions to be read next are no longer retained, or if the query went back to an
     older version than it has given already: what it gave of later ones no longer holds. For one thread at a time; ``close`` is for any.
     """
 
@@ -75,6 +75,7 @@ class StateWatch:
         self._timeout = client.timeout if timeout is None else timeout
         self._position = from_version
         self._run_id: str | None = None
+        self._given_by = ""
         self._closed = threading.Event()
         self._changes = self._all_changes()
 
@@ -110,6 +111,10 @@ class StateWatch:
             begun = self._position
             try:
                 yield from self._next_changes(attempts.deadline)
+            except RequestLimitError:
+                if self._position == begun:
+                    raise
+                attempts = self._attempts()  # whoever took the changes took long: the rest is another answer
             except Exception as error:  # noqa: BLE001 - delay raises what no attempt can help
                 if self._position != begun:
                     attempts = self._attempts()
@@ -127,17 +132,19 @@ class StateWatch:
         while position < completed and not self._closed.is_set():
             until = min(completed, position + VERSIONS_AT_ONCE)
             for change in self._changes_until(known, position, until, time.monotonic() + self._timeout):
-                self._position = change.version
+                self._position, self._given_by = change.version, known.location.run_id
                 yield change
                 if self._closed.is_set():
                     return
-            self._position = position = until
+            self._position, self._given_by = until, known.location.run_id
+            position = until
 
     def _begin(self, known: KnownOperator, deadline: float) -> int:
         """The position, which is found out at the beginning and proved when the query has been restarted."""
         location = known.location
         if self._position is None:
             self._position = max(location.completed_version, self._completed(known, 0, 0.0, deadline))
+            self._given_by = location.run_id
         elif location.run_id != self._run_id and location.completed_version < self._position:
             self._prove(known, self._position, deadline)
         self._run_id = location.run_id
@@ -180,7 +187,9 @@ class StateWatch:
         if self._keys is not None:
             codec = view.without_window
             body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
-        request = Changes(location.run_id, location.operator.name, after, until, view.variable.name)
+        # A run that begins below the position may be past it by now: the host knows whose version it is.
+        behind = self._given_by if self._given_by != location.run_id else ""
+        request = Changes(location.run_id, location.operator.name, after, until, view.variable.name, behind)
         decoder = BatchDecoder()
         version, parts = after, list[pa.RecordBatch]()
         stream = self._client.stream(request, body, deadline)

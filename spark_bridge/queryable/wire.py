@@ -32,6 +32,9 @@ _ABSENT = -1
 Isolation = Literal["completed", "latest", "version"]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+RunId = Annotated[str, msgspec.Meta(max_length=256)]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Of an operator, query, state variable or column: hosts remember some of those that they were asked for."""
 
 
 class At(Struct, frozen=True, array_like=True):
@@ -56,8 +59,8 @@ class Hello(Struct, frozen=True, array_like=True, tag="hello"):
 class Locate(Struct, frozen=True, array_like=True, tag="locate"):
     """Where is an operator? ``query`` is a name, query id or run id. Answered by ``Located``."""
 
-    operator: str
-    query: str | None = None
+    operator: Name
+    query: Name | None = None
 
 
 class Lookup(Struct, frozen=True, array_like=True, tag="lookup"):
@@ -66,10 +69,10 @@ class Lookup(Struct, frozen=True, array_like=True, tag="lookup"):
     ``forward``: partitions that this host does not own are asked of their owners; else they are a ``NotOwnerError``.
     """
 
-    run_id: str
-    operator: str
+    run_id: RunId
+    operator: Name
     at: At = At()
-    column_family: str = DEFAULT_FAMILY
+    column_family: Name = DEFAULT_FAMILY
     forward: bool = False
 
 
@@ -80,11 +83,11 @@ class KeyRows(Struct, frozen=True, array_like=True, tag="rows"):
     ``partitions``: where the windows of windowed keys are looked for, which may be in any; None is all that this host owns.
     """
 
-    run_id: str
-    operator: str
-    state: str | None = None
+    run_id: RunId
+    operator: Name
+    state: Name | None = None
     at: At = At()
-    columns: list[str] | None = None
+    columns: Annotated[list[Name], msgspec.Meta(max_length=4096)] | None = None
     forward: bool = False
     partitions: list[Natural] | None = None
 
@@ -95,7 +98,7 @@ class Comparison(Struct, frozen=True, array_like=True):
     Values of types that JSON has not are strings that Arrow casts to the column's type.
     """
 
-    column: str
+    column: Name
     comparison: Literal["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
     values: list[str | int | float | bool] = []
 
@@ -107,14 +110,14 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
     group. ``partitions`` None is all that this host owns, with ``forward`` all. ``where``: all must hold. ``limit`` counts rows of this answer.
     """
 
-    run_id: str
-    operator: str
-    state: str | None = None
+    run_id: RunId
+    operator: Name
+    state: Name | None = None
     at: At = At()
     start: bytes | None = None
     end: bytes | None = None
-    columns: list[str] | None = None
-    where: list[Comparison] = []
+    columns: Annotated[list[Name], msgspec.Meta(max_length=4096)] | None = None
+    where: Annotated[list[Comparison], msgspec.Meta(max_length=1024)] = []
     limit: Natural | None = None
     collect: bool = False
     partitions: list[Natural] | None = None
@@ -131,19 +134,22 @@ class Changes(Struct, frozen=True, array_like=True, tag="changes"):
     """The rows that the versions behind ``after`` up to ``until`` changed, in the order of versions, whichever layout they are in.
 
     Read from storage, so any host can answer. The body, if there is one, is the grouping keys that matter. Answered as a ``Scan``.
+    ``behind_run``: the run that gave what is before, if it is an earlier one. A version ``after`` that a later run has made anew is a
+    ``StateVersionError``.
     """
 
-    run_id: str
-    operator: str
+    run_id: RunId
+    operator: Name
     after: Natural
     until: Natural
-    state: str | None = None
+    state: Name | None = None
+    behind_run: RunId = ""
 
 
 class Await(Struct, frozen=True, array_like=True, tag="await"):
     """Wait until a version behind ``after`` is completed, ``seconds`` at most. Answered by ``Counted`` with the completed version."""
 
-    run_id: str
+    run_id: RunId
     after: Natural
     seconds: Seconds
 
@@ -155,8 +161,8 @@ class Operators(Struct, frozen=True, array_like=True, tag="operators"):
 class Describe(Struct, frozen=True, array_like=True, tag="describe"):
     """What this host holds, and how it has answered. With ``forward``, of all hosts of the operator's query. Answered by ``Described``."""
 
-    operator: str | None = None
-    query: str | None = None
+    operator: Name | None = None
+    query: Name | None = None
     forward: bool = False
 
 

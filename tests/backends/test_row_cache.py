@@ -256,6 +256,29 @@ def test_caches_share_a_budget():
     assert budget.used == 0
 
 
+def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
+    """As by the garbage collector, which may let go of any stream, and the copy that it read, at any allocation."""
+    budget = CacheBudget(MIB)
+    first, second = Below(budget), Below(budget)
+    keys = [b"%08d" % i for i in range(500)]
+    first.get(keys)
+    assert budget.used > 0
+    used, emptied = budget._used, []
+
+    def collecting():
+        found = used()
+        if not emptied:
+            emptied.append(found)
+            first.cache.clear()
+        return found
+
+    monkeypatch.setattr(budget, "_used", collecting)
+    thread = threading.Thread(target=second.get, args=(keys,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and emptied and budget.used == second.cache.nbytes
+
+
 @pytest.mark.parametrize("limit", [30_000, MIB])
 def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
     """Values ascend: whoever asks must see what was there when it asked, or something later."""
@@ -363,5 +386,21 @@ def test_nothing_is_held_behind_a_write_that_failed(tmp_path, all_rows):
     with pytest.raises(LocalStateDamagedError, match="No space left"):
         write(engine, {b"a": b"2"})
     engine._db = db
+    assert engine.get_many(binary([b"a"])).to_pylist() == [b"2"]
+    engine.close()
+
+
+def test_a_cache_that_fails_does_not_fail_the_write(tmp_path, all_rows, monkeypatch, caplog):
+    engine = LocalRocksDB(tmp_path / "db", conf())
+    write(engine, {b"a": b"1"})
+    assert engine.get_many(binary([b"a"])).to_pylist() == [b"1"]
+
+    def update(*given):
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RowCache, "update", update)
+        write(engine, {b"a": b"2"})
+    assert "are forgotten" in caplog.text
     assert engine.get_many(binary([b"a"])).to_pylist() == [b"2"]
     engine.close()

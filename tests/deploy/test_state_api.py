@@ -10,7 +10,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -127,7 +127,8 @@ def test_windows(http: TestClient, memory: MemoryClient) -> None:
     assert memory.asked[-1][5]["window"] == (start, end)
     http.get("/v1/operators/by_window/keys/2024-03-09T23:00:00Z")
     assert memory.asked[-1][2] == start
-    assert http.get("/v1/operators/per_minute/keys/42?window=soon").status_code == 400
+    for wrong in ("soon", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"):
+        assert http.get("/v1/operators/per_minute/keys/42", params={"window": wrong}).status_code == 400
     bounds = {"start": "2024-03-09T23:00:00Z", "end": "2024-03-10T00:00:00Z"}
     http.post("/v1/operators/per_minute/lookup", json={"keys": [[42, bounds]]})
     assert memory.asked[-1][2] == [(42, {"start": start, "end": end})]
@@ -440,6 +441,28 @@ def test_limits(http: TestClient, memory: MemoryClient) -> None:
     assert memory.open_scans == 0
 
 
+def test_a_large_answer_of_a_lookup_is_refused(memory: MemoryClient) -> None:
+    with TestClient(create_app(connected(memory), Tokens(), HttpLimits(max_lookup_bytes=500)), headers=BEARER) as http:
+        assert http.post("/v1/operators/users/lookup", json={"keys": [1]}).status_code == 200
+        answer = http.post("/v1/operators/users/lookup", json={"keys": list(range(100))})
+    assert (answer.status_code, answer.json()["error"]) == (413, "RequestLimitError")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(memory: MemoryClient) -> None:
+    app = create_app(connected(memory), Tokens(), HttpLimits(body_seconds=0.2))
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(20)
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=BEARER) as client:
+            return await asyncio.wait_for(client.post("/v1/operators/users/lookup", content=slowly()), 5)
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.headers["content-type"]) == (408, PROBLEM)
+
+
 def test_more_rows_than_allowed_end_a_scan(memory: MemoryClient) -> None:
     app = create_app(connected(memory), Tokens(), HttpLimits(max_rows=1500))
     pieces, ended = raw(app, "POST", "/v1/operators/users/scan", b"{}")
@@ -573,6 +596,17 @@ def test_values_go_through_json_and_back(data: st.DataObject) -> None:
     assert values.from_json(through, kind, "it") == value
 
 
+def test_durations() -> None:
+    assert values.to_json(dt.timedelta(days=1, hours=2, microseconds=500_000)) == "P1DT2H0.5S"
+    assert values.to_json(-dt.timedelta(seconds=90)) == "-PT1M30S"
+    assert (values.to_json(dt.timedelta(0)), values.to_json(dt.timedelta(days=3))) == ("PT0S", "P3D")
+    table = pa.table({"spent": pa.array([dt.timedelta(seconds=5), None], pa.duration("us"))})
+    assert values.rows_to_json(table) == [{"spent": "PT5S"}, {"spent": None}]
+    for wrong in ("", "P", "PT", "P1DT", "1D", "P1Y", "PT1.S", "P999999999DT999999999H", 5, "PT٣S"):
+        with pytest.raises(UnknownKeyOrNamespaceError):
+            values.from_json(wrong, pa.duration("us"), "it")
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.text(), min_size=2, max_size=4))
 def test_keys_in_a_path_go_through_quotes(parts: list[str]) -> None:
@@ -608,7 +642,9 @@ def test_any_json_is_a_value_or_said_to_be_none(value: Any, kind: pa.DataType) -
     except UnknownKeyOrNamespaceError as error:
         assert str(error).startswith("it: ")
     else:
-        assert made is None or isinstance(made, int | float | str | bytes | bool | dt.date | dt.timedelta | Decimal | list | dict)
+        assert made is None or isinstance(
+            made, int | float | str | bytes | bool | dt.date | dt.timedelta | Decimal | list | dict
+        )
 
 
 # -- fuzz ----------------------------------------------------------------------------------------

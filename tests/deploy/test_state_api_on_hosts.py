@@ -206,6 +206,26 @@ def test_a_host_that_dies_is_a_problem_and_no_hang(tmp_path: Path) -> None:
         made.close()
 
 
+def test_a_query_that_has_ended_is_409_for_those_who_have_read_it_too(tmp_path: Path) -> None:
+    made = Cluster(tmp_path)
+    made.batch({1: (1, "x")})
+    try:
+        with answering(made.client(), HttpLimits(timeout=1.5)) as http:
+            assert http.get("/v1/operators/totals/keys/1").status_code == 200
+            made.c.deactivate_instances("run1")
+            for host in made.hosts:
+                host.host.heartbeat()
+            for answer in (
+                http.get("/v1/operators/totals/keys/1"),
+                http.post("/v1/operators/totals/lookup", json={"keys": [1]}),
+                http.post("/v1/operators/totals/scan", json={}),
+            ):
+                assert (answer.status_code, answer.json()["error"]) == (409, "QueryEndedError")
+            assert http.get("/v1/operators/nothing/keys/1").status_code == 404
+    finally:
+        made.close()
+
+
 def test_scans_leave_no_threads(http: TestClient) -> None:
     before = threading.active_count()
     for _ in range(20):

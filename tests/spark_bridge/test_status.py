@@ -38,7 +38,13 @@ HOSTS: list[dict[str, Any]] = [
             {"operator": "aircraft", "partition": 1, "version": 7, "keys": 0, "last_commit": None},
         ],
     },
-    {"host_id": "host-a-1", "address": "grpc://192.0.2.1:6", "query_address": "192.0.2.1:7006", "pid": 13, "instances": []},
+    {
+        "host_id": "host-a-1",
+        "address": "grpc://192.0.2.1:6",
+        "query_address": "192.0.2.1:7006",
+        "pid": 13,
+        "instances": [],
+    },
 ]
 
 

@@ -192,9 +192,9 @@ class Cluster:
 
 
 @contextmanager
-def served(query: Query) -> Iterator[QueryableStateClient]:
+def served(query: Query, limits: RequestLimits | None = None) -> Iterator[QueryableStateClient]:
     """A client of a query that is run by ``state_flows``."""
-    proxy = proxy_of(lambda: query.host, query.c)
+    proxy = proxy_of(lambda: query.host, query.c, limits)
     query.host.info = msgspec.structs.replace(query.host.info, query_address=proxy.server_address)
     query.host.register()
     query.host.heartbeat()

@@ -186,6 +186,42 @@ def test_a_batch_that_hangs_does_not_hold_up_the_next(filled: Cluster) -> None:
     run(filled, check)
 
 
+def test_lookups_of_other_timeouts_go_together_and_nothing_is_kept_of_them(filled: Cluster) -> None:
+    async def check(client: AsyncQueryableStateClient) -> None:
+        sizes = count_batches(client)
+        found = await asyncio.gather(*(client.get("totals", k, timeout=5 + k / 1000) for k in range(100)))
+        assert [row["n"] for row in found] == list(range(100))
+        assert len(sizes) <= 2
+        await asyncio.sleep(0.05)
+        assert client._lookups == {}
+
+    run(filled, check)
+
+
+def test_each_waits_for_its_own_time(filled: Cluster) -> None:
+    async def check(client: AsyncQueryableStateClient) -> None:
+        get_each = client._client.get_each
+        stuck = threading.Event()
+
+        def hanging(*args: Any, **kwargs: Any) -> Any:
+            assert kwargs["timeout"] > 15
+            stuck.wait(20)
+            return get_each(*args, **kwargs)
+
+        client._client.get_each = hanging  # type: ignore[method-assign]
+        begun = time.monotonic()
+        patient = asyncio.ensure_future(client.get("totals", 1, timeout=20))
+        hurried = [client.get("totals", 2, timeout=0.2), client.get("totals", 3)]
+        ended = await asyncio.gather(*hurried, return_exceptions=True)
+        assert [type(error) for error in ended] == [QueryTimeoutError] * 2
+        assert time.monotonic() - begun < 2
+        assert not patient.done()
+        stuck.set()
+        assert (await patient)["n"] == 1
+
+    run(filled, check, timeout=0.5)
+
+
 def test_nobody_answers_is_a_timeout_for_each() -> None:
     async def main() -> None:
         client = await AsyncQueryableStateClient.connect(address="127.0.0.1:1", token=TOKEN, timeout=0.2)

@@ -26,11 +26,14 @@ from coordinator_actor.messages import OperatorFigures
 from spark_bridge.deduplicate_task import DeduplicateLogic, deduplicate_schema
 from spark_bridge.exceptions import (
     AccessDeniedError,
+    HostUnavailableError,
     QueryableStateError,
     QueryEndedError,
     QueryTimeoutError,
     RequestError,
+    RequestLimitError,
     StateVersionError,
+    TooManyRequestsError,
     UnknownKeyOrNamespaceError,
     UnknownKvStateIdError,
     UnknownOperatorError,
@@ -132,6 +135,52 @@ def test_more_keys_than_a_host_allows_are_asked_in_several_requests(cluster: Cal
     for direct in (True, False):
         client = small.client(direct=direct)
         assert client.get_many("totals", list(NAMES)).column("n").to_pylist() == list(NAMES)
+        assert sorted(client.key_rows("totals", list(NAMES), columns=["n"]).to_arrow()["n"].to_pylist()) == list(NAMES)
+
+
+def test_lists_and_maps_of_more_keys_than_a_host_allows(tmp_path: Path) -> None:
+    def fill(n: int) -> Callable[[Any], None]:
+        def of(state: Any) -> None:
+            state.visits.appendList([("/", n), ("/b", n)])
+            state.pages.updateValue(("/a", "x"), (n, None))
+
+        return of
+
+    flow = Flow(tmp_path)
+    flow.batch({("k", n): fill(n) for n in range(30)})
+    keys: list[Any] = [("k", n) for n in [*range(30), 99, 3]]
+    with served(flow, RequestLimits(max_keys=4)) as client:
+        visits = client.get_many("op", keys, state="visits", as_="pylist")
+        expected = [{"page": "/", "at": 3}, {"page": "/b", "at": 3}]
+        assert [row["list_value"] for row in visits][3] == visits[-1]["list_value"] == expected
+        assert [row["list_value"] and row["list_value"][1]["at"] for row in visits] == [*range(30), None, 3]
+        pages = client.get_many("op", keys, state="pages", as_="pylist")
+        assert [row["map_value"] and row["map_value"][0][1]["n"] for row in pages] == [*range(30), None, 3]
+        assert client.key_rows("op", keys, state="visits").to_arrow().num_rows == 60
+    flow.close()
+
+
+def test_what_was_answered_before_a_limit_is_not_asked_for_again(
+    filled: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And columns are in chunks, as all of one may be more than an Arrow array can have."""
+    monkeypatch.setattr("spark_bridge.queryable.key_answers.KEYS_PER_REQUEST", 80)
+    client = filled.client(direct=True)
+    asked: list[int] = []
+    lookup = client._router.lookup
+
+    def limited(location: Any, family: str, keys: pa.BinaryArray, *args: Any) -> Any:
+        if asked and len(keys) > 30:
+            raise RequestLimitError("too many")
+        asked.append(len(keys))
+        return lookup(location, family, keys, *args)
+
+    monkeypatch.setattr(client._router, "lookup", limited)
+    users = [k for k in NAMES if k not in (7, 8)]
+    table = client.get_many("totals", users)
+    assert table.column("user").to_pylist() == table.column("n").to_pylist() == users
+    assert (asked[0], sum(asked), max(asked[1:])) == (80, len(users), 20)
+    assert table.column("n").num_chunks == len(asked)
 
 
 # -- scans -----------------------------------------------------------------------------------
@@ -252,6 +301,31 @@ def test_nobody_answers_is_a_timeout_that_names_the_last_failure() -> None:
             client.operators(timeout=0.1)
 
 
+@pytest.mark.parametrize("error", [HostUnavailableError("it hangs"), TooManyRequestsError("busy")])
+def test_a_lookup_that_fails_has_one_deadline(
+    filled: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    client = filled.client(direct=True)
+    assert client.get("totals", 5) == {"n": 5, "name": "user 5"}
+    asked: list[float] = []
+
+    def lookup_one(location: Any, family: str, key: bytes, at: Any, deadline: float) -> Any:
+        asked.append(time.monotonic())
+        if isinstance(error, HostUnavailableError):
+            time.sleep(max(0.0, deadline - time.monotonic()))
+        raise error
+
+    monkeypatch.setattr(client._router, "lookup_one", lookup_one)
+    begun = time.monotonic()
+    with pytest.raises(QueryTimeoutError, match=rf"within 0\.4 s.*{error}"):
+        client.get("totals", 5, timeout=0.4)
+    assert time.monotonic() - begun < 3
+    if isinstance(error, HostUnavailableError):
+        assert len(asked) == 1
+    else:
+        assert asked[1] - asked[0] >= 0.01, "who is busy is left alone for a moment"
+
+
 # -- when hosts, coordinator and queries come and go -------------------------------------------
 
 
@@ -313,7 +387,7 @@ def test_a_restarted_query_is_found_again_with_other_partitions(
 def test_an_ended_query_says_so(cluster: Callable[..., Cluster]) -> None:
     c = cluster()
     c.batch(NAMES)
-    client = c.client(timeout=1)
+    client = c.client(timeout=1.5)
     assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
     c.c.deactivate_instances("run1")
     for h in c.hosts:
@@ -379,6 +453,23 @@ def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> 
             client.get("nothing", 5)
 
 
+def test_who_has_little_time_waits_for_the_coordinator_no_longer(filled: Cluster) -> None:
+    given: list[float] = []
+
+    def within(seconds: float) -> Any:
+        given.append(seconds)
+        return filled.c
+
+    entry = CoordinatorEntry(filled.c, within)
+    assert entry.proxy()
+    entry.locate("totals", None, time.monotonic() + 30)
+    assert given == []
+    entry.locate("totals", None, time.monotonic() + 0.5)
+    assert 0 < given[0] <= 0.5
+    with pytest.raises(HostUnavailableError, match="no time left"):
+        entry.locate("totals", None, time.monotonic() - 1)
+
+
 def test_without_queries_there_are_no_operators(tmp_path: Path) -> None:
     connections = KvConnections(TOKEN)
     entry = CoordinatorEntry(World(tmp_path).coordinator())
@@ -432,7 +523,8 @@ import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("ray", "pyspark", "raydp", "rocksdict", "obstore"):
+        # All that is not msgspec, numpy, pyarrow or xxhash.
+        if name.split(".")[0] in ("ray", "pyspark", "raydp", "rocksdict", "obstore", "pandas", "psutil", "rich", "typer", "polars"):
             raise ImportError(f"{name} is not installed here")
 
 sys.meta_path.insert(0, Blocked())

@@ -230,7 +230,11 @@ def figures(server: KvStateServer, reads: MemoryReads) -> tuple[int, int, int, i
     gc.collect()
     serving = server._serving
     assert serving is not None
-    turns = (serving.lookups, serving.forwarded_lookups, serving.questions, serving.scans, serving.forwarded_scans)
+    turns = (
+        *(serving.lookups, serving.forwarded_lookups, serving.slow, serving.forwarded_slow),
+        *(serving.locates, serving.questions, serving.forwarded_questions, serving.scans, serving.forwarded_scans),
+        serving.connections,
+    )
     taken = sum(t.taken for t in turns) + serving.buffered.taken
     return threading.active_count(), psutil.Process().num_fds(), reads.open_iterators, taken
 

@@ -727,13 +727,17 @@ def test_only_one_statement_that_reads(statement: str) -> None:
 
 
 def test_what_is_explained_changes_nothing_for_later_statements() -> None:
-    for change in ("create macro avg(x) as 42", "create or replace macro sum(x) as 43", "create table main.users as select 7 as n"):
+    for change in (
+        "create macro avg(x) as 42",
+        "create or replace macro sum(x) as 43",
+        "create table main.users as select 7 as n",
+    ):
         try:
             assert sql(memory(), f"explain analyze {change}").fetchall()
         except duckdb.Error:
             continue
     assert sql(memory(), "select avg(user), sum(user) from users").fetchall() == [(49.5, 4950)]
-    assert "users" in str(sql(memory(), "explain select avg(user) from users").fetchall()).lower()
+    assert "projection" in str(sql(memory(), "explain select avg(user) from users").fetchall()).lower()
 
 
 def test_no_files_and_no_python_variables() -> None:

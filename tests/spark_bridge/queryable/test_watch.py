@@ -14,7 +14,7 @@ import pytest
 
 from spark_bridge.exceptions import (
     ConnectionClosedError,
-    QueryTimeoutError,
+    QueryEndedError,
     StateVersionError,
     UnknownKeyOrNamespaceError,
     UnknownKvStateIdError,
@@ -245,11 +245,11 @@ def test_what_is_no_longer_retained_is_an_error_that_names_what_there_is(cluster
     assert next(c.client().watch("totals", from_version=oldest)).version == oldest + 1
 
 
-def test_a_query_that_does_not_come_back_is_a_timeout(cluster: Callable[..., Cluster]) -> None:
+def test_a_query_that_does_not_come_back_has_ended(cluster: Callable[..., Cluster]) -> None:
     c = cluster()
     c.batch({1: (1, "a")})
     client = c.client()
-    changes = client.watch("totals", from_version=0, timeout=0.5)
+    changes = client.watch("totals", from_version=0, timeout=1.5)
     assert next(changes).version == 1
     c.c.deactivate_instances("run1")
     for h in c.hosts:

@@ -1,0 +1,359 @@
+"""One client with a token, or without one, cannot stop the others: what long requests hold, and for how long."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from coordinator_actor.exceptions import UnknownRunError
+from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
+from spark_bridge import host as host_module
+from spark_bridge.exceptions import RequestError, RequestLimitError
+from spark_bridge.queryable import host_reads, key_reads, scans, server, server_connection, version_copies
+from spark_bridge.queryable.request_watch import watched
+from spark_bridge.queryable.routed_scan import RoutedScan, ScanPlan
+from spark_bridge.queryable.row_stream import gathered, limited
+from spark_bridge.queryable.wire import (
+    At,
+    Await,
+    Batch,
+    Comparison,
+    Count,
+    Counted,
+    Hello,
+    KeyRows,
+    Lookup,
+    Request,
+    Scan,
+    Values,
+    decode_request,
+    pack_bytes,
+)
+from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
+from tests.spark_bridge.queryable.memory_reads import (
+    ROWS,
+    TOKEN,
+    MemoryReads,
+    RawClient,
+    eventually,
+    failed_with,
+    rows,
+    serving,
+)
+
+NOTHING = [Comparison("n", "=", [-1])]
+
+
+class Stopped(Exception):
+    """Nobody wants the answer any more."""
+
+
+class Watch:
+    """Ends a request at its ``checks``-th check, or when it holds more than ``room`` bytes."""
+
+    def __init__(self, checks: float = float("inf"), room: float = float("inf")) -> None:
+        self.checks = checks
+        self.room = room
+
+    def check(self) -> None:
+        self.checks -= 1
+        if self.checks <= 0:
+            raise Stopped
+
+    def before_slow_work(self) -> None:
+        pass
+
+    def hold(self, nbytes: int) -> None:
+        self.room -= nbytes
+        if self.room < 0:
+            raise Stopped
+
+
+@pytest.fixture
+def world(tmp_path) -> Iterator[HostWorld]:
+    made = HostWorld(tmp_path, n=1)
+    made.batch({k: k for k in range(20)})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def endless(world, monkeypatch) -> dict[str, int]:
+    """A state that has the same pairs for ever; how many iterators of it are open."""
+    open_now = {"iterators": 0}
+    values = STATE.encode_values(pa.record_batch([pa.array([7]), pa.array([7])], names=["n", "w"]))
+    pairs = pa.record_batch([stored([1]), values], names=["key", "value"])
+
+    def forever(*_: Any) -> Iterator[pa.RecordBatch]:
+        open_now["iterators"] += 1
+        try:
+            while True:
+                time.sleep(0.002)
+                yield pairs
+        finally:
+            open_now["iterators"] -= 1
+
+    monkeypatch.setattr(scans, "_pairs", forever)
+    monkeypatch.setattr(server_connection, "QUIET_SECONDS", 0.05)
+    return open_now
+
+
+# -- scans that find nothing -----------------------------------------------------------------------
+
+
+def test_who_waits_for_a_rare_row_hears_that_there_is_work_and_may_leave(world, endless):
+    scan = Scan(world.run, "op", where=NOTHING)
+    with serving(world.reads[0], max_scans=1) as (served, _):
+        with RawClient(served.server_address) as client:
+            client.say(scan)
+            bodies = []
+            for _ in range(3):
+                reply, body = client.hear()
+                assert isinstance(reply, Batch)
+                bodies.append(body)
+            heard = pa.ipc.open_stream(b"".join(bodies)).read_all()
+            assert heard.num_rows == 0 and heard.column_names == ["k", "n", "w"]
+            assert endless["iterators"] == 1
+        eventually(lambda: endless["iterators"] == 0 and served.num_connections == 0)
+        with RawClient(served.server_address) as client:
+            client.say(scan)
+            eventually(lambda: endless["iterators"] == 1)
+        # The server ends it, too.
+    assert endless["iterators"] == 0
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda run: Scan(run, "op", where=NOTHING),
+        lambda run: Count(Scan(run, "op", where=NOTHING)),
+        lambda run: Count(Scan(run, "op", start=b"\x00")),
+    ],
+)
+def test_scans_and_counts_have_an_end_whatever_they_find(world, endless, made: Callable[[str], Request]):
+    with serving(world.reads[0], scan_seconds=0.2) as (served, _), RawClient(served.server_address) as client:
+        client.say(made(world.run))
+        while isinstance((reply := client.hear()[0]), Batch):
+            pass
+        assert "0.2 s" in failed_with(reply, "RequestLimitError")
+        eventually(lambda: endless["iterators"] == 0)
+
+
+def test_who_leaves_is_not_counted_for_and_a_revoked_token_counts_nothing(world, endless, monkeypatch):
+    monkeypatch.setattr(server_connection, "TOKEN_SECONDS", 0.05)
+    count = Count(Scan(world.run, "op", start=b"\x00"))
+    with serving(world.reads[0]) as (served, _):
+        with RawClient(served.server_address) as client:
+            client.say(count)
+            eventually(lambda: endless["iterators"] == 1)
+        eventually(lambda: endless["iterators"] == 0)
+        with RawClient(served.server_address) as client:
+            client.say(count)
+            eventually(lambda: endless["iterators"] == 1)
+            served._tokens.valid.clear()  # type: ignore[attr-defined]
+            failed_with(client.hear()[0], "AccessDeniedError")
+        eventually(lambda: endless["iterators"] == 0)
+
+
+def test_rows_that_are_dropped_are_checked_for_everywhere():
+    def none() -> Iterator[pa.RecordBatch]:
+        return itertools.repeat(rows(0, 0))
+
+    owner = HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s")
+    location = OperatorLocation("q", "run", None, OperatorSpec("totals", 1, ""), 16, 7, (owner,))
+    plan = ScanPlan(
+        Scan("run", "totals"), location, lambda *_: lambda: (7, ROWS, none()), lambda *_: "a:1", None, timeout=1.0
+    )
+    for batches in (limited(none(), 5), gathered(none()), RoutedScan(plan, [("a:1", [0])], 0.0)):
+        with watched(Watch(checks=5)), pytest.raises(Stopped):
+            next(batches)
+
+
+# -- strings ---------------------------------------------------------------------------------------
+
+
+def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, monkeypatch):
+    monkeypatch.setattr(host_module, "MOST_ASKED", 10)
+    host, reads = world.hosts[0], world.reads[0]
+    for i in range(30):
+        with pytest.raises(UnknownRunError):
+            reads.await_completed(f"nobody{i}", 0, 0.01)
+    assert len(host._asking) <= 10
+    before = world.port.calls["completed"]
+    for _ in range(30):
+        with pytest.raises(UnknownRunError, match="nobody29"):
+            reads.lookup(Lookup("nobody29", "op"), stored([1]))
+    assert world.port.calls["completed"] == before
+    monkeypatch.setattr(host_module, "UNKNOWN_SECONDS", 0.0)
+    with pytest.raises(UnknownRunError):
+        reads.await_completed("nobody29", 0, 0.01)
+    assert world.port.calls["completed"] == before + 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Await("r" * 257, 0, 1.0),
+        Lookup("r", "o" * 1025),
+        Lookup("r", "o", column_family="f" * 1025),
+        Scan("r", "o", "s" * 1025),
+        Scan("r", "o", columns=["c"] * 4097),
+        Scan("r", "o", where=NOTHING * 1025),
+    ],
+)
+def test_no_name_is_longer_than_names_are(request_):
+    with pytest.raises(msgspec.ValidationError, match="length"):
+        decode_request(msgspec.msgpack.encode(request_))
+
+
+def test_a_column_is_asked_for_once(world):
+    with pytest.raises(RequestError, match="'n' is asked for more than once"):
+        world.reads[0].scan(Scan(world.run, "op", columns=["k", "n", "n"]))
+
+
+# -- the turns of lookups --------------------------------------------------------------------------
+
+
+def keys(*given: bytes) -> bytes:
+    return pack_bytes(pa.array(given, pa.binary()))
+
+
+def test_who_reads_the_rows_of_keys_slowly_holds_up_no_lookup():
+    reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
+    limits = {"max_requests": 1, "max_scans": 1, "wait_seconds": 0.05}
+    with serving(reads, **limits) as (served, _), RawClient(served.server_address) as slow:
+        slow.say(KeyRows("run", "totals"), keys(b"k1"))
+        eventually(lambda: served._serving is not None and served._serving.slow.taken == 1)
+        with RawClient(served.server_address) as other:
+            assert other.ask(Lookup("run", "totals"), keys(b"k1"))[0] == Values(7)
+            assert other.ask(Count(Scan("run", "totals")))[0] == Counted(7, 500_000)
+            failed_with(other.ask(KeyRows("run", "totals"), keys(b"k1"))[0], "TooManyRequestsError")
+            reads.batches = [rows(0, 10)]  # few need no turn of the slow ones
+            assert other.stream(KeyRows("run", "totals"), keys(b"k1"))[0] is not None
+        serving_now = served._serving
+    assert serving_now is not None and serving_now.slow.taken == serving_now.lookups.taken == 0
+
+
+def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
+    for n in range(8):
+        world.batch({1: n})
+    loading, go_on = threading.Event(), threading.Event()
+    fill = version_copies.VersionCopies._fill
+
+    def slowly(*args: Any) -> None:
+        loading.set()
+        assert go_on.wait(10)
+        fill(*args)
+
+    monkeypatch.setattr(version_copies.VersionCopies, "_fill", slowly)
+    old, now = Lookup(world.run, "op", At("version", 1)), Lookup(world.run, "op")
+    for body in (pack_bytes(stored([1])), pack_bytes(stored([1, 2]))):
+        loading.clear()
+        go_on.clear()
+        with (
+            serving(world.reads[0], max_requests=1, wait_seconds=0.05) as (served, _),
+            RawClient(served.server_address) as first,
+            RawClient(served.server_address) as second,
+        ):
+            try:
+                first.say(old, body)
+                assert loading.wait(5)
+                assert second.ask(now, body)[0] == Values(9)
+            finally:
+                go_on.set()
+            assert first.hear()[0] == Values(1)
+        world.reads[0]._views._copies.drop(None)
+
+
+def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
+    monkeypatch.setattr(key_reads, "FIRST_KEYS", 4)
+    monkeypatch.setattr(key_reads, "READ_KEYS", 4)
+    sizes: list[int] = []
+    state = world.instance(0).state
+    get_many = state.get_many
+
+    def counted(asked: pa.BinaryArray, *args: Any, **kw: Any) -> pa.BinaryArray:
+        sizes.append(len(asked))
+        return get_many(asked, *args, **kw)
+
+    monkeypatch.setattr(state, "get_many", counted)
+    lookup = Lookup(world.run, "op")
+    assert world.lookup(range(20))[1] == list(range(20)) and sizes == [4] * 5
+    sizes.clear()
+    with watched(Watch(room=100)), pytest.raises(Stopped):
+        world.reads[0].lookup(lookup, stored(range(20)))
+    assert len(sizes) == 2
+    with watched(Watch(checks=3)), pytest.raises(Stopped):
+        world.reads[0].key_rows(KeyRows(world.run, "op"), stored(range(20)))
+    monkeypatch.setattr(key_reads, "MAX_BYTES", 200)
+    with pytest.raises(RequestLimitError, match="fewer keys"):
+        world.reads[0].lookup(lookup, stored(range(20)))
+    assert world.lookup(range(4))[1] == list(range(4))
+
+
+def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_took(monkeypatch):
+    class Reads(MemoryReads):
+        chunks = 0
+
+        def lookup(self, request: Lookup, asked: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+            for _ in range(100):
+                key_reads.hold(100_000)
+                self.chunks += 1
+            return super().lookup(request, asked)
+
+    limits = {"max_request_bytes": 4096, "max_buffered_bytes": 2 << 20}
+    with serving(Reads(), **limits) as (served, reads), RawClient(served.server_address) as client:
+        for _ in range(3):
+            reads.chunks = 0
+            failed_with(client.ask(Lookup("run", "totals"), keys(b"k1", b"k2"))[0], "RequestLimitError")
+            assert reads.chunks == 20
+
+
+# -- what the coordinator is asked -----------------------------------------------------------------
+
+
+def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypatch):
+    reads, calls = world.reads[0], world.port.calls
+    for _ in range(20):
+        assert reads.locate("op", None).operator.name == "op"
+        assert [o["operator"] for o in reads.operators()] == ["op"]
+        assert len(reads.describe("op", None)["operators"]) == 1
+    assert (calls["locate"], calls["operators"]) == (1, 1)
+    monkeypatch.setattr(host_reads, "KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(host_reads, "_KNOWN_PLANS", 1)
+    reads._locations.clear()
+    for query in (None, world.run, None, world.run):
+        assert reads.locate("op", query).run_id == world.run
+    assert calls["locate"] == 5 and len(reads._locations) == 1
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+def test_who_says_nothing_keeps_nobody_out(monkeypatch):
+    monkeypatch.setattr(server, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(server, "REFUSED_AT_ONCE", 1)
+    asked = (Lookup("run", "totals"), keys(b"k1"))
+    with serving(max_connections=2) as (served, _), RawClient(served.server_address) as first:
+        silent = [RawClient(served.server_address, token=None) for _ in range(3)]
+        eventually(lambda: served.num_connections == 4)
+        with RawClient(served.server_address) as second:  # neither counts the other's
+            assert second.ask(*asked)[0] == Values(7)
+            silent.append(RawClient(served.server_address, token=None))
+            eventually(lambda: served.num_connections == 6)
+            with RawClient(served.server_address, token=None) as one_more:
+                one_more.say(Hello(1, TOKEN))
+                assert "yet to say" in failed_with(one_more.hear()[0], "TooManyRequestsError")
+            assert second.ask(*asked)[0] == first.ask(*asked)[0] == Values(7)
+        for client in silent:
+            client.close()
+        eventually(lambda: served.num_connections == 1)
+        with RawClient(served.server_address) as second:
+            assert second.ask(*asked)[0] == Values(7)
