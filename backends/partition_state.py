@@ -190,6 +190,16 @@ class PartitionState:
         """The path of the changelog that made it; None for the empty version 0."""
         return self._head
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether reads wait until a version is loaded."""
+        return self._loading
+
+    def wait_loaded(self, seconds: float) -> bool:
+        """Whether reads need not wait for a version to be loaded, now or at some moment within ``seconds``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._loading, seconds)
+
     # -- versions ------------------------------------------------------------------------------
 
     def load(self, lineage: Lineage) -> None:

@@ -227,8 +227,8 @@ def _join(
     by_raydp: bool,
     started_ray: bool,
 ) -> None:
-    from spark_bridge.listener import STATE_LOCATION_CONF, StateStoreQueryListener
     from spark_bridge import state_task
+    from spark_bridge.listener import STATE_LOCATION_CONF, StateStoreQueryListener
     from spark_bridge.settings import apply_settings, redact
     from spark_bridge.state_cluster import StateCluster
 

@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.changelog import DEFAULT_FAMILY
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.partition_state import PartitionState
-from backends.sorted_pairs import is_strictly_sorted
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import OperatorLocation, RunningOperator
 from spark_bridge.completed_versions import CompletedVersion
@@ -60,13 +58,14 @@ class HostReads:
     def __init__(self, host: Host, *, now_ms: Callable[[], int] = _now_ms, wait_seconds: float = WAIT_SECONDS) -> None:
         self._host = host
         self._now_ms = now_ms
-        self._views = HostViews(host, VersionCopies(host), wait_seconds)
+        self._views = HostViews(host, VersionCopies(host, wait_seconds=wait_seconds), wait_seconds)
         self._changes = HostChanges(host, wait_seconds)
         self._plans: dict[tuple[str, str], OperatorPlan] = {}
         self._asked: dict[str, float] = {}
         self._locations: dict[tuple[str, str | None], tuple[float, OperatorLocation]] = {}
         self._operators: tuple[float, tuple[RunningOperator, ...]] = (-math.inf, ())
         self._asking = threading.Semaphore(ASKED_AT_ONCE)
+        host.on_run_ended(self._forget_locations)
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -150,7 +149,15 @@ class HostReads:
             return self._host.completed_version(run_id, after + 1, _BRIEFLY)
         except CoordinatorError:
             self._host.completed.forget(run_id)  # the others find out, too
+            self._forget_locations(run_id)
             raise
+
+    def _forget_locations(self, run_id: str | None) -> None:
+        """The run is over (None: all are): whoever asks must hear of it, or of the next one, at once."""
+        for key, (_, location) in list(self._locations.items()):
+            if run_id in (None, location.run_id):
+                self._locations.pop(key, None)
+        self._operators = (-math.inf, ())
 
     # -- lookups -------------------------------------------------------------------------------
 
@@ -164,7 +171,8 @@ class HostReads:
         if at.isolation == "completed":
             noted = self._host.completed.newest(plan.run_id)
             instance = self._host.instance(plan.run_id, plan.operator, partition)
-            if noted is not None and instance is not None and noted.version >= at.version:
+            is_there = instance is not None and not instance.state.is_loading
+            if noted is not None and instance is not None and is_there and noted.version >= at.version:
                 head = noted.head(plan.operator, partition)
                 if head is not None:
                     try:
@@ -181,15 +189,13 @@ class HostReads:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         plan.require_family(request.column_family)
-        groups = plan.groups_of(keys)
+        of_keys = plan.partitions_of(plan.groups_of(keys))
         back = None
-        if not is_strictly_sorted(keys):
-            order = np.asarray(pc.sort_indices(keys))
-            keys, groups = keys.take(pa.array(order)), groups[order]
+        if (of_keys[1:] < of_keys[:-1]).any():
+            order = np.argsort(of_keys.astype(np.uint16), kind="stable")
+            keys, of_keys = keys.take(pa.array(order)), of_keys[order]
             back = np.empty(len(order), np.int64)
             back[order] = np.arange(len(order))
-        # Partitions have groups in a row, so sorted keys are sorted by partition.
-        of_keys = plan.partitions_of(groups)
         begins = [0, *(1 + np.flatnonzero(of_keys[1:] != of_keys[:-1])).tolist()] if len(keys) else []
         partitions = [int(of_keys[i]) for i in begins]
         ends = [*begins[1:], len(keys)] if begins else []
@@ -316,7 +322,11 @@ class HostReads:
         registration = self._host.registration(run_id)
         if registration is None:
             self._host.completed_version(run_id, 0, self._views.wait_seconds)  # raises if there is no such run
-            registration = self._host.open_for_read(run_id, operator, 0).registration
+            registration = self._views.loads.result(
+                (run_id, operator),
+                lambda: self._host.open_for_read(run_id, operator, 0).registration,
+                f"What operator {operator!r} (run {run_id}) is like",
+            )
         plan = OperatorPlan.of(registration, operator)
         while len(self._plans) >= _KNOWN_PLANS:
             self._plans.pop(next(iter(self._plans)), None)

@@ -17,6 +17,7 @@ from backends.partition_state import PartitionState
 from spark_bridge.completed_versions import CompletedVersion
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host import Host, Instance, RunKey
+from spark_bridge.queryable.background_loads import BackgroundLoads
 from spark_bridge.queryable.operator_plan import OperatorPlan
 from spark_bridge.queryable.version_copies import VersionCopies
 from spark_bridge.queryable.wire import At
@@ -52,6 +53,7 @@ class HostViews:
         self._host = host
         self._copies = copies
         self.wait_seconds = wait_seconds
+        self.loads = BackgroundLoads(wait_seconds)
         self._refused: dict[RunKey, tuple[float, str]] = {}
 
     def read(
@@ -66,7 +68,7 @@ class HostViews:
 
         ``read`` may be called again if the version has gone meanwhile; what it has opened before must not matter then. What is
         read later, as iterators, may be read until ``keep`` is closed. Raises ``StateVersionError``, ``HostUnavailableError`` if the coordinator
-        does not say whether the version is completed, ``NotOwnerError``, ``RequestError``, and what the coordinator raises.
+        does not say whether the version is completed or a partition is being loaded for longer than ``wait_seconds``, ``NotOwnerError``, ``RequestError``, and what the coordinator raises.
         """
         if at.isolation == "completed":
             return self._completed(plan, partitions, at.version, read)
@@ -118,6 +120,7 @@ class HostViews:
             if newest is None or newest.version != noted.version:
                 raise VersionNotFoundError(f"Version {noted.version} is not the last completed one any more.")
             head = newest.head(plan.operator, partition)
+        self._wait_loaded(instance)
         return PartitionView(partition, instance.state, noted.version, head, instance)
 
     def _load(self, plan: OperatorPlan, partition: int, *, again: bool = False) -> Instance:
@@ -126,12 +129,25 @@ class HostViews:
         if time.monotonic() < until:
             raise NotOwnerError(message)
         try:
-            return self._host.load_for_read(*key, again=again)
+            return self.loads.result(
+                (*key, again),
+                lambda: self._host.load_for_read(*key, again=again),
+                _name(plan.run_id, plan.operator, partition),
+            )
         except NotOwnerError as error:
             if len(self._refused) >= _MOST_REFUSED:
                 self._refused.clear()
             self._refused[key] = (time.monotonic() + REFUSED_SECONDS, str(error))
             raise
+
+    def _wait_loaded(self, instance: Instance) -> None:
+        """Wait a moment for another version to be loaded, if one is, for the reads themselves wait as long as it takes."""
+        state = instance.state
+        if state.is_loading:
+            what = _name(*instance.run_key)
+            with self.loads.waiting(what):
+                if not state.wait_loaded(self.wait_seconds):
+                    raise self.loads.unavailable(what)
 
     def _settle(self, plan: OperatorPlan, partition: int, noted: CompletedVersion, failure: Exception) -> None:
         """Do what may help a partition that does not have the version that is noted last."""
@@ -168,6 +184,7 @@ class HostViews:
         while True:
             held = self._host.instance(plan.run_id, plan.operator, partition)
             instance = self._load(plan, partition) if held is None else held
+            self._wait_loaded(instance)
             version, head = instance.state.newest()
             try:
                 return version, read(PartitionView(partition, instance.state, version, head, instance))
@@ -197,6 +214,7 @@ class HostViews:
         while True:
             held = self._host.instance(plan.run_id, plan.operator, partition)
             instance = self._load(plan, partition) if held is None else held
+            self._wait_loaded(instance)
             known = self._host.completed.at(plan.run_id, at.version)
             head = None if known is None else known.head(plan.operator, partition)
             try:
@@ -217,3 +235,7 @@ class HostViews:
                 break
         copy = keep.enter_context(self._copies.at(plan.registration, plan.spec, partition, at.version))
         return read(PartitionView(partition, copy, at.version, None))
+
+
+def _name(run_id: str, operator: str, partition: int) -> str:
+    return f"Partition {partition} of operator {operator!r} (run {run_id})"

@@ -53,6 +53,14 @@ class RoutingTable:
         return self._hosts[groups * self.num_partitions // self.key_groups]
 
     @cached_property
+    def _ranks_of_groups(self) -> npt.NDArray[np.uint16]:
+        """The place of each key group's partition, if those of one owner come together."""
+        ranks = np.empty(self.num_partitions, np.uint16)
+        ranks[np.argsort(self._hosts, kind="stable")] = np.arange(self.num_partitions)
+        groups = np.arange(self.key_groups, dtype=np.int64)
+        return ranks[groups * self.num_partitions // self.key_groups]
+
+    @cached_property
     def _addresses_of_groups(self) -> list[str]:
         return [self.addresses[host] for host in self._hosts_of_groups.tolist()]
 
@@ -65,7 +73,7 @@ class RoutingTable:
         return address or self._nobody()
 
     def shares_of(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """Stored keys by owner; of those of one owner the order stays."""
+        """Stored keys by owner, those of one partition together: the owner need not order them again."""
         if len(self.addresses) == 1 or not len(keys):
             return [KeyShare(self.addresses[0] or self._nobody(), keys, None)]
         content, offsets = binary_content(keys)
@@ -79,7 +87,7 @@ class RoutingTable:
         first = int(hosts[0])
         if (hosts == first).all():
             return [KeyShare(self.addresses[first] or self._nobody(), keys, None)]
-        order = np.argsort(hosts, kind="stable")
+        order = np.argsort(self._ranks_of_groups[groups], kind="stable")
         ordered = keys.take(pa.array(order))
         shares, begin = [], 0
         for host, count in enumerate(np.bincount(hosts, minlength=len(self.addresses)).tolist()):

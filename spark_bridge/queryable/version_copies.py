@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,13 +14,14 @@ from backends.exceptions import MissingFileError, VersionNotFoundError
 from backends.manifest import Lineage
 from backends.partition_state import PartitionState
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
-from spark_bridge.exceptions import StateVersionError, TooManyRequestsError
+from spark_bridge.exceptions import HostUnavailableError, StateVersionError, TooManyRequestsError
 from spark_bridge.host import Host
 from spark_bridge.queryable.request_watch import before_slow_work
 
 KEPT_VERSIONS = 4
 """So many versions of operators are held at most, each with the partitions that were asked for."""
 IDLE_SECONDS = 60.0
+WAIT_SECONDS = 2.0
 LOADS_AT_ONCE = 2
 """Loading takes disk and network, which reads and commits need as well."""
 CopyKey = tuple[str, str, int]
@@ -29,7 +30,7 @@ CopyKey = tuple[str, str, int]
 
 @dataclass(eq=False)
 class _Copies:
-    """The partitions of one operator at one version. ``users`` read them; ``used`` is when the last one has begun or ended."""
+    """The partitions of one operator at one version. ``users`` read or load them; ``used`` is when the last one has begun or ended."""
 
     users: int = 0
     used: float = 0.0
@@ -43,13 +44,19 @@ class _Copies:
 
 
 class VersionCopies:
-    """Thread-safe. A reader waits only for the loading of what it reads itself, ``LOADS_AT_ONCE`` of which go on together."""
+    """Thread-safe. A reader waits only for the loading of what it reads itself, ``LOADS_AT_ONCE`` of which go on together.
 
-    def __init__(self, host: Host, clock: Callable[[], float] = time.monotonic) -> None:
+    It waits for ``wait_seconds`` at most; the loading goes on then, for who asks again.
+    """
+
+    def __init__(
+        self, host: Host, clock: Callable[[], float] = time.monotonic, *, wait_seconds: float = WAIT_SECONDS
+    ) -> None:
         self._host = host
+        self._wait = wait_seconds
         self._clock = clock
         self._lock = threading.RLock()  # a stream that nobody has any more may be released by any allocation
-        self._loads = threading.Semaphore(LOADS_AT_ONCE)
+        self._loads = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
         self._held: dict[CopyKey, _Copies] = {}
         host.on_run_ended(self.drop)
         host.on_maintenance(self.release_idle)
@@ -61,7 +68,7 @@ class VersionCopies:
         """A copy of a partition, which stays at that version as long as it is used.
 
         Raises ``StateVersionError`` if the version is not kept, ``TooManyRequestsError`` if as many others as may be are in use,
-        and what loading raises.
+        ``HostUnavailableError`` if it is not loaded yet, and what loading raises.
         """
         key = (registration.run_id, spec.name, version)
         self.release_idle()
@@ -71,12 +78,16 @@ class VersionCopies:
             copies = self._reserved(key)
             copies.users += 1
             loaded = copies.partitions.get(partition)
-            is_ours = loaded is None
             if loaded is None:
                 loaded = copies.partitions[partition] = Future()
+                copies.users += 1
+                self._loads.submit(self._load, loaded, copies, registration, spec, partition, version)
         try:
-            if is_ours:
-                self._load(loaded, copies, registration, spec, partition, version)
+            if not wait([loaded], self._wait).done:
+                raise HostUnavailableError(
+                    f"Version {version} of partition {partition} of operator {spec.name!r} (run {registration.run_id}) is being "
+                    "loaded from storage, which takes longer; ask again in a moment."
+                )
             yield loaded.result()
         finally:
             self._release(copies)
@@ -120,20 +131,21 @@ class VersionCopies:
         version: int,
     ) -> None:
         try:
-            with self._loads:
-                directory = f"operators/{spec.name}/{spec.num_partitions}/{partition}/default"
-                local = self._host.scratch / uuid.uuid4().hex
-                state = self._host.open_copy(registration, directory, spec.backend, local)
-                try:
-                    self._fill(state, registration.run_id, spec.name, partition, version)
-                except BaseException:
-                    state.destroy()
-                    raise
+            directory = f"operators/{spec.name}/{spec.num_partitions}/{partition}/default"
+            local = self._host.scratch / uuid.uuid4().hex
+            state = self._host.open_copy(registration, directory, spec.backend, local)
+            try:
+                self._fill(state, registration.run_id, spec.name, partition, version)
+            except BaseException:
+                state.destroy()
+                raise
             loaded.set_result(state)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for it is told, and so is this one
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
             with self._lock:
                 del copies.partitions[partition]  # the next one tries again
             loaded.set_exception(error)
+        finally:
+            self._release(copies)
 
     def _fill(self, state: PartitionState, run_id: str, operator: str, partition: int, version: int) -> None:
         try:

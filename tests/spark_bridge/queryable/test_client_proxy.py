@@ -537,6 +537,23 @@ def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
         oracles.stop()
 
 
+def test_oracles_that_are_started_again_are_looked_at_again() -> None:
+    now = [100.0]
+    source = Source()
+    source.running["q1"] = oracle_of("r1")
+    oracles = KeptOracles(source, lambda: now[0])
+    try:
+        oracles.location("r1", "op")
+        oracles.start()
+        oracles.stop()
+        oracles.start()
+        now[0] += 2.1
+        oracles.location("r1", "op")
+        eventually(lambda: source.fetched == 2)
+    finally:
+        oracles.stop()
+
+
 def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
     source = Source()
     source.running["q1"] = oracle_of("r1")

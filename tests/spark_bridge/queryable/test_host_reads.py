@@ -16,7 +16,13 @@ from backends.exceptions import StoreClosedError
 from coordinator_actor.exceptions import QueryEndedError, RetiredRunError, UnknownOperatorError, UnknownRunError
 from coordinator_actor.messages import Completed
 from spark_bridge import exceptions
-from spark_bridge.exceptions import NotOwnerError, RequestError, StateVersionError, UnknownKvStateIdError
+from spark_bridge.exceptions import (
+    HostUnavailableError,
+    NotOwnerError,
+    RequestError,
+    StateVersionError,
+    UnknownKvStateIdError,
+)
 from spark_bridge.queryable import host_reads, scans, version_copies
 from spark_bridge.queryable.wire import At, Comparison, Lookup, Scan
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
@@ -111,6 +117,34 @@ def test_a_version_that_others_know_of_is_asked_for_at_once_and_once_for_all(mak
     assert len(asked) == 1
     assert w.one(1, At("completed", 2)) == (2, 2)
     assert w.lookup([1], exactly(2)) == (2, [2])
+
+
+def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
+    w = make()
+    w.batch(filled(1))
+    w.lookup(KEYS)
+    go_on = threading.Event()
+
+    def silent(*args: str) -> Any:
+        assert go_on.wait(30)
+        return w.c.completed(*args)
+
+    w.port.completed = silent
+    first = threading.Thread(target=lambda: w.hosts[0].completed_version(w.run, 2, 30.0))
+    first.start()
+    try:
+        for at in (At("completed", 2), exactly(2), exactly(2, held_only=True)):
+            with pytest.raises(HostUnavailableError, match=r"whether version 2 .* is completed; version 1 is the last"):
+                w.lookup([1], at)
+        w.hosts[0].completed.forget(w.run)
+        with pytest.raises(HostUnavailableError, match="none is known here"):
+            w.lookup([1])
+        w.write(filled(2))
+        w.complete(tell=False)
+    finally:
+        go_on.set()
+        first.join(30)
+    assert w.lookup([1], At("completed", 2)) == (2, [2])
 
 
 def test_a_version_that_is_not_completed_is_waited_for_a_little_and_then_refused(make):

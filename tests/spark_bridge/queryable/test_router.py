@@ -31,12 +31,16 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
     UnknownKvStateKeyGroupLocationError,
 )
+from spark_bridge.queryable import key_answers
 from spark_bridge.queryable import router as router_module
 from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.key_answers import KeyAnswers
 from spark_bridge.queryable.limits import RequestLimits
+from spark_bridge.queryable.locations import KnownOperator
+from spark_bridge.queryable.one_version import REMEMBERED_RUNS, CompletedVersions
 from spark_bridge.queryable.reads import StateAnswer
 from spark_bridge.queryable.router import StateRouter
-from spark_bridge.queryable.routing_table import is_stable
+from spark_bridge.queryable.routing_table import RoutingTable, is_stable
 from spark_bridge.queryable.server import KvStateServer
 from spark_bridge.queryable.wire import At, KeyRows, Lookup, Scan
 from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
@@ -205,6 +209,13 @@ def test_rows_that_may_expire_are_known_by_the_schema() -> None:
     assert [is_stable(schema, state) for state in ("v", "w")] == [False, True]
     assert is_stable(OperatorSchema.of_rows(TOTALS).to_json(), None)
     assert not is_stable("", None)
+    assert not is_stable(schema, None), "one of them may be meant"
+    assert not is_stable(schema, "u")
+    timers = StateVariable("timers", "timers", families)
+    for ttl_ms, stable in ((1000, False), (None, True)):
+        processor = OperatorSchema(variables=(StateVariable("v", "value", families, ttl_ms=ttl_ms), timers))
+        assert is_stable(processor.to_json(), None) is stable, "the only one, timers apart"
+        assert is_stable(processor.to_json(), "v") is stable
 
 
 # -- one version -------------------------------------------------------------------------------
@@ -357,7 +368,7 @@ def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connecti
     try:
         with pytest.raises(StateVersionError, match="77"):
             router.lookup(memory.location, FAMILY, keys, At("version", 77), soon())
-        with pytest.raises(StateVersionError, match="77"):
+        with pytest.raises(HostUnavailableError, match="77"):  # somebody has shown it, so it is asked again
             router.lookup(memory.location, FAMILY, keys, At("completed", 77), soon())
         with pytest.raises(StateVersionError, match="77"):
             router.scan(memory.location, Scan("", "totals", at=At("version", 77)), soon())
@@ -420,6 +431,155 @@ def test_many_requests_of_one_call_are_of_one_version(
         assert (answer.version, {v for b in answer.batches for v in b["v"].to_pylist()}) == (3, {"3"})
     finally:
         memory.close()
+
+
+class Racing(Lagging):
+    """There are three new versions whenever it is asked for one, ``races`` times. What it does not hold comes from storage."""
+
+    def __init__(self, races: int) -> None:
+        super().__init__([1])
+        self.races = races
+        self.copies = 0
+
+    def _at(self, at: At) -> int:
+        if at.isolation == "version":
+            if not self.version - 1 <= at.version <= self.version:
+                if at.held_only:
+                    raise StateVersionError(f"Version {at.version} is not held; version {self.version} is.")
+                self.copies += 1
+            return at.version
+        version = self.version
+        if self.races:
+            self.races -= 1
+            self.version += 3
+        return version
+
+
+@pytest.mark.parametrize("races", [2, 100])
+def test_parts_that_take_long_begin_anew_rather_than_read_storage(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch, races: int
+) -> None:
+    keys = stored(range(35))
+
+    def values(router: StateRouter, location: OperatorLocation) -> tuple[int, list[Any]]:
+        version, found = router.lookup(location, FAMILY, keys, COMPLETED, soon())
+        return version, found.to_pylist()
+
+    def rows(router: StateRouter, location: OperatorLocation) -> tuple[int, list[Any]]:
+        answer = router.key_rows(location, KeyRows("", "totals"), keys, soon())
+        found = pa.Table.from_batches(list(answer.batches)).sort_by("position")
+        assert found["position"].to_pylist() == list(range(35))
+        return answer.version, [v.encode() for v in found["v"].to_pylist()]
+
+    def parts(router: StateRouter, location: OperatorLocation) -> tuple[int, list[Any]]:
+        known = KnownOperator.of(location, 0.0, None)
+        answer = KeyAnswers(router, known, known.view(None), COMPLETED, soon()).key_rows(KeyRows("", "totals"), keys)
+        found = pa.Table.from_batches(list(answer.batches)).sort_by("position")
+        assert found["position"].to_pylist() == list(range(35))
+        return answer.version, [v.encode() for v in found["v"].to_pylist()]
+
+    asks = [(values, router_module), (rows, router_module), (parts, key_answers)]
+    for ask, module in asks:
+        reads = Racing(races)
+        memory = Memory([reads])
+        try:
+            with monkeypatch.context() as smaller:
+                smaller.setattr(module, "KEYS_PER_REQUEST", 10)
+                version, found = ask(StateRouter(connections), memory.location)
+            assert found == [b"%d" % version] * 35
+            # Of four parts the first has said which version; the fourth beginning was the last one.
+            assert (reads.copies, version) == ((0, 7) if races == 2 else (3, 10))
+        finally:
+            memory.close()
+
+
+def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not_know(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator does not answer the host that lags. What was asked can be asked again."""
+    memory = Memory([Lagging([5]), Lagging([1])])
+    keys = stored(range(100))
+    try:
+        with pytest.raises(HostUnavailableError, match="Version 5 is not completed"):
+            StateRouter(connections).lookup(memory.location, FAMILY, keys, COMPLETED, soon())
+        with pytest.raises(HostUnavailableError, match="Version 1 is not held"):
+            StateRouter(connections).scan(
+                replace(memory.location, owners=memory.location.owners[::-1]), Scan("", "totals"), soon()
+            )
+        lagging = memory.reads[1]
+        local = StateRouter(connections, local=(memory.servers[1].server_address, lagging))
+        local.versions.note("run", 5)  # another client has shown it
+        table = RoutingTable(memory.location)
+        key = next(k for k in keys.to_pylist() if table.address_of(k) == memory.servers[1].server_address)
+        with pytest.raises(HostUnavailableError, match="Version 5 is not completed"):
+            local.lookup_one(memory.location, FAMILY, key, COMPLETED, soon())
+        with pytest.raises(StateVersionError, match="Version 5 is not held"):
+            local.lookup_one(memory.location, FAMILY, key, At("version", 5), soon())
+    finally:
+        memory.close()
+
+    class Forgetful(Lagging):
+        """Knows no version that it has said."""
+
+        def _at(self, at: At) -> int:
+            if at.isolation == "version":
+                raise StateVersionError(f"Version {at.version} is not completed.")
+            return super()._at(at)
+
+    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 10)
+    memory = Memory([Forgetful([5])])
+    try:
+        with pytest.raises(HostUnavailableError, match="Version 5 is not completed"):
+            StateRouter(connections).lookup(memory.location, FAMILY, keys, COMPLETED, soon())
+    finally:
+        memory.close()
+
+
+def test_a_completed_scan_is_of_no_version_that_a_host_has_made_up(connections: KvConnections) -> None:
+    class Ignorant(Lagging):
+        """Has not heard of the run, and could not ask the coordinator."""
+
+        def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+            return -1
+
+    memory = Memory([Ignorant([5]), Lagging([5])])
+    try:
+        with pytest.raises(HostUnavailableError, match="knows no completed version"):
+            StateRouter(connections).scan(memory.location, Scan("", "totals"), soon())
+        local = StateRouter(connections, local=(memory.servers[0].server_address, memory.reads[0]))
+        with pytest.raises(HostUnavailableError, match="knows no completed version"):
+            local.scan(memory.location, Scan("", "totals"), soon())
+        # What came with the location is completed, even if the owner that is asked has not heard of it.
+        memory.reads[1].version = 4
+        location = replace(memory.location, completed_version=5, owners=memory.location.owners[::-1])
+        assert StateRouter(connections).scan(location, Scan("", "totals"), soon()).version == 5
+    finally:
+        memory.close()
+
+
+def test_the_highest_version_seen_never_goes_down_and_is_never_away() -> None:
+    versions = CompletedVersions()
+    seen: list[int] = []
+
+    class Watched(dict[str, int]):
+        """Looks, as any thread may at any time, while it is changed."""
+
+        def __setitem__(self, run_id: str, version: int) -> None:
+            seen.append(versions.get("run"))
+            super().__setitem__(run_id, version)
+            seen.append(versions.get("run"))
+
+    versions._versions = Watched()
+    for version in (1, 5, 3, 5, 6):
+        versions.note("run", version)
+    assert seen == [0, 1, 1, 5, 5, 6]
+    for i in range(REMEMBERED_RUNS - 1):
+        versions.note(f"other{i}", 1)
+    versions.note("other7", 2)
+    assert (versions.get("run"), versions.get("other7")) == (6, 2), "nothing has to go for a run that is known"
+    versions.note("new", 1)
+    assert [versions.get(run) for run in ("run", "other0", "new")] == [0, 1, 1]
+    assert len(versions._versions) == REMEMBERED_RUNS
 
 
 def test_threads_see_one_version_and_never_an_older_one(connections: KvConnections) -> None:

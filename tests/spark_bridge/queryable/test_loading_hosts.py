@@ -1,0 +1,202 @@
+"""A host that loads for long: who asks for what is being loaded is told so, and everybody else is answered meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from backends.manifest import Lineage
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.queryable import background_loads
+from spark_bridge.queryable.background_loads import BackgroundLoads
+from spark_bridge.queryable.key_windows import KeyWindowIndex
+from spark_bridge.queryable.wire import At, Lookup, Scan
+from tests.spark_bridge.queryable.host_world import HostWorld, partitions_of, stored
+
+KEYS = range(40)
+OF = [[k for k, p in zip(KEYS, partitions_of(KEYS, 2), strict=True) if p == of] for of in (0, 1)]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[HostWorld]:
+    made = HostWorld(tmp_path)
+    for value in range(1, 7):
+        made.batch(dict.fromkeys(KEYS, value))
+    yield made
+    made.close()
+
+
+@contextmanager
+def running(work: Callable[[], object], over: threading.Event) -> Iterator[threading.Thread]:
+    """Work in another thread that lasts until ``over``."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        over.set()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def in_time(ask: Callable[[], Any], seconds: float = 3.0) -> Any:
+    """What is answered or raised, without waiting for ever."""
+    answers: list[Any] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            answers.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert answers, f"no answer within {seconds} s"
+    return answers[0]
+
+
+@contextmanager
+def loading_anew(state: Any) -> Iterator[None]:
+    """Another version is being loaded into a partition, from storage that hangs."""
+    begun, over = threading.Event(), threading.Event()
+    state._load = lambda lineage: (begun.set(), over.wait(20))
+    with running(lambda: state.load(Lineage(99)), over):
+        assert begun.wait(5)
+        yield
+
+
+def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(world: HostWorld) -> None:
+    world.hosts[0]._unload(world.instance(0))
+    lock = world.hosts[0]._loading_lock(next(key for key in world.hosts[0]._loading if key[2] == 0))
+    with lock:
+        begun = time.monotonic()
+        answers: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(in_time(lambda: world.lookup(OF[0])))) for _ in range(40)
+        ]
+        for thread in threads:
+            thread.start()
+        assert in_time(lambda: world.lookup(OF[1])) == (6, [6] * len(OF[1]))
+        while len(answers) < len(threads) - background_loads.MOST_WAITING:
+            time.sleep(0.01)
+            assert time.monotonic() - begun < 5
+        for thread in threads:
+            thread.join()
+        assert {type(a) for a in answers} == {HostUnavailableError}, answers
+        assert "Partition 0 of operator 'op'" in str(answers[0])
+    assert world.lookup(OF[0]) == (6, [6] * len(OF[0]))
+
+
+def test_reads_do_not_wait_for_another_version_to_be_loaded(world: HostWorld) -> None:
+    world.reads[0]._views.wait_seconds = 0.1
+    with loading_anew(world.instance(0).state):
+        for at in (At(), At("latest"), At("version", 5)):
+            for ask in (
+                lambda at=at: world.one(OF[0][0], at),
+                lambda at=at: world.lookup(OF[0], at),
+                lambda at=at: world.reads[0].scan(Scan(world.run, "op", at=at)),
+            ):
+                assert isinstance(in_time(ask), HostUnavailableError)
+            assert in_time(lambda at=at: world.lookup(OF[1], at))[1] == [5 if at.version else 6] * len(OF[1])
+    assert world.lookup(OF[0]) == (6, [6] * len(OF[0]))
+
+
+def test_describing_a_host_that_loads_keeps_nobody_waiting(world: HostWorld) -> None:
+    host = world.hosts[0]
+    described: list[Any] = []
+    with loading_anew(world.instance(0).state):
+        thread = threading.Thread(target=lambda: described.append(host.describe()))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive(), "it waits for the size of the partition"
+        assert in_time(host.report) is not None
+        assert in_time(host.heartbeat) is None
+    thread.join(5)
+    assert [i["version"] for i in described[0]["instances"]] == [6, 6]
+    unloading = world.instance(0)
+    unloading.state.close()
+    assert [i["partition"] for i in host.describe()["instances"]] == [1]
+
+
+def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
+    copies = world.reads[0]._views._copies
+    over, fill, filled = threading.Event(), copies._fill, list[Any]()
+    copies._fill = lambda *a: (over.wait(20), filled.append(a[-2:]), fill(*a))
+    lookup = Lookup(world.run, "op", At("version", 1))
+    copies._wait = 0.1
+    for _ in range(2):
+        error = in_time(lambda: world.reads[0].lookup(lookup, stored(OF[0])))
+        assert isinstance(error, HostUnavailableError) and "Version 1 of partition 0" in str(error)
+    over.set()
+    copies._wait = 10.0
+    assert world.lookup(KEYS, lookup.at) == (1, [1] * len(KEYS))
+    assert filled == [(0, 1), (1, 1)], "each once"
+    over.clear()
+    copies._wait = 0.1
+    assert isinstance(in_time(lambda: world.lookup(OF[0], At("version", 2))), HostUnavailableError)
+    copies.drop(world.run)
+    over.set()
+    until = time.monotonic() + 5
+    while any(world.hosts[0].scratch.glob("*")) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(world.hosts[0].scratch.glob("*")), "what was loaded for nobody is removed"
+
+
+def test_a_load_is_shared_and_its_errors_are_everybodys() -> None:
+    loads = BackgroundLoads(5.0)
+    over, calls = threading.Event(), list[int]()
+
+    def load() -> int:
+        calls.append(1)
+        over.wait(5)
+        if len(calls) == 2:
+            raise ValueError("broken")
+        return 7
+
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(loads.result("a", load, "It"))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    while loads._waiting._value > background_loads.MOST_WAITING - 5:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert (found, calls) == ([7] * 5, [1])
+    with pytest.raises(ValueError, match="broken"):
+        loads.result("a", load, "It")
+    assert loads.result("a", load, "It") == 7
+
+
+def test_windows_of_another_version_are_not_taken_for_those_asked_for() -> None:
+    """Between the look whether they are known and their reading, another thread puts others in their place."""
+    index = KeyWindowIndex(pa.schema([("window", pa.int64()), ("k", pa.string())]), 0)
+    ours, theirs = frozenset({b"ours"}), frozenset({b"theirs"})
+    threads: list[threading.Thread] = []
+
+    def replace() -> None:
+        with index._lock:
+            index._windows, index._heads = theirs, {"head1": None}
+
+    class Heads(dict[Any, None]):
+        def __contains__(self, head: object) -> bool:
+            is_there = super().__contains__(head)
+            threads.append(threading.Thread(target=replace))
+            threads[-1].start()
+            threads[-1].join(0.2)
+            return is_there
+
+    index._windows, index._heads = ours, Heads({"head1": None, "head2": None})
+    view: Any = type("View", (), {"head": "head2", "version": 2})
+    assert index.windows(view) == ours
+    threads[0].join()
+    assert index._windows == theirs
