@@ -62,7 +62,14 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
     at, nbytes, step = 0, 0, FIRST_KEYS
     while at < len(keys) or not parts:
         check_request()
-        part = view.state.get_many(keys.slice(at, step), view.version, family, head=view.head, remember=False)
+        try:
+            part = view.state.get_many(keys.slice(at, step), view.version, family, head=view.head, remember=False)
+        except pa.ArrowInvalid as error:
+            if "overflow" not in str(error):
+                raise
+            raise RequestLimitError(
+                f"{step:,} values are more than one answer can have: ask for fewer keys."
+            ) from error
         hold(part.nbytes - 4 * len(part))  # what is not there costs little, and is soon dropped where windows are tried
         parts.append(part)
         at, nbytes = at + len(part), nbytes + part.nbytes

@@ -151,7 +151,7 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
 
 
 def test_a_load_is_shared_and_its_errors_are_everybodys() -> None:
-    loads = BackgroundLoads(5.0)
+    loads = BackgroundLoads(5.0, most_waiting=5)
     over, calls = threading.Event(), list[int]()
 
     def load() -> int:
@@ -165,9 +165,12 @@ def test_a_load_is_shared_and_its_errors_are_everybodys() -> None:
     threads = [threading.Thread(target=lambda: found.append(loads.result("a", load, "It"))) for _ in range(5)]
     for thread in threads:
         thread.start()
-    while loads._waiting._value > background_loads.MOST_WAITING - 5:
+    while loads._waiting._value:
         time.sleep(0.001)
-    time.sleep(0.05)
+    begun = time.monotonic()
+    with pytest.raises(HostUnavailableError, match="It is being loaded"):
+        loads.result("b", load, "It")
+    assert time.monotonic() - begun < 2, "as many wait as may"
     over.set()
     for thread in threads:
         thread.join()

@@ -293,9 +293,18 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
     with watched(Watch(checks=3)), pytest.raises(Stopped):
         world.reads[0].key_rows(KeyRows(world.run, "op"), stored(range(20)))
     monkeypatch.setattr(key_reads, "MAX_BYTES", 200)
+    sizes.clear()
     with pytest.raises(RequestLimitError, match="fewer keys"):
         world.reads[0].lookup(lookup, stored(range(20)))
+    assert 1 < len(sizes) < 5
     assert world.lookup(range(4))[1] == list(range(4))
+
+    def overflowing(*_: Any, **__: Any) -> pa.BinaryArray:
+        raise pa.ArrowInvalid("offset overflow while concatenating arrays, consider casting")
+
+    monkeypatch.setattr(state, "get_many", overflowing)
+    with pytest.raises(RequestLimitError, match="fewer keys"):
+        world.reads[0].lookup(lookup, stored(range(4)))
 
 
 def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_took(monkeypatch):
