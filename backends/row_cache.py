@@ -31,6 +31,8 @@ from backends.columns import binary_content
 WAYS = 8
 """Entries of a bucket: 64 bytes, a line of a processor's cache."""
 
+_looking = threading.Semaphore(2)
+"""More threads than that, with so much to do for each that takes turns at the interpreter, only hinder each other."""
 STEP_ROWS = 1 << 13
 """Keys looked up at once: the temporary arrays of so many stay in a processor's cache."""
 
@@ -371,14 +373,15 @@ class RowCache:
         rows = self.rows
         if not (rows.count or keep):
             return read(keys)
-        hashes = hash_keys(keys)
         if not rows.count:
             values = read(keys)
-            self._keep(keys, hashes, values, epoch)
+            self._keep(keys, hash_keys(keys), values, epoch)
             return values
-        entries, is_held = rows.find(keys, hashes)
-        if is_held is None:
-            return rows.values_of(entries, None)
+        with _looking:
+            hashes = hash_keys(keys)
+            entries, is_held = rows.find(keys, hashes)
+            if is_held is None:
+                return rows.values_of(entries, None)
         missing = np.flatnonzero(~is_held)
         if len(missing) == len(keys):
             values = read(keys)
