@@ -518,13 +518,13 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
     inside, go = threading.Event(), threading.Event()
     real = provider.engine.get_many
 
-    def slow(self, keys, column_family="default"):
+    def slow(self, keys, column_family="default", **keep):
         if threading.current_thread().name == "slow":
-            first = real(self, keys[:1], column_family)
+            first = real(self, keys[:1], column_family, **keep)
             inside.set()
             go.wait(5)
-            return pa.concat_arrays([first, real(self, keys[1:], column_family)])
-        return real(self, keys, column_family)
+            return pa.concat_arrays([first, real(self, keys[1:], column_family, **keep)])
+        return real(self, keys, column_family, **keep)
 
     monkeypatch.setattr(provider.engine, "get_many", slow)
     found = []
@@ -535,7 +535,9 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
     assert inside.wait(5)
     completing = threading.Thread(target=state.complete, args=(2, ref.path))
     completing.start()
+    deadline = time.monotonic() + 10
     while state.version == 1:
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     # Not written yet, but version 2 is to be had already, and version 1 still is.
     assert state.get_many(binary(b"a", b"b"), 2).to_pylist() == [b"2", b"2"]
