@@ -35,11 +35,12 @@ from spark_bridge.queryable.wire import (
     Scan,
     pack_bytes,
 )
+from tests.effort import effort
 from tests.spark_bridge.queryable import client_world
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import RawClient, eventually
 
-ROUNDS = pytest.mark.parametrize("rounds", [200, pytest.param(5000, marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [200, pytest.param(effort(500, 5000), marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module")
