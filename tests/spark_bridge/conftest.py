@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from ray.exceptions import RayError
 
 from backends import StateStoreConf
 from backends.schema import from_spark_type
@@ -157,10 +159,13 @@ def settle(query: Any) -> None:
     deadline = time.monotonic() + 60
     while True:
         run = next(q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id)
-        held = [i for h in cluster.describe_hosts() for i in h["instances"] if i["run_id"] == run_id]
+        held, described = [], False
+        with suppress(RayError):  # a host that the test has killed is being restarted
+            held = [i for h in cluster.describe_hosts() for i in h["instances"] if i["run_id"] == run_id]
+            described = True
         commits = Path(run["checkpoint_location"].removeprefix("file:"), "commits")
         wanted = max((int(p.name) for p in commits.glob("[0-9]*")), default=-1) + 1
-        if run["completed_version"] == wanted and all(i["version"] == wanted for i in held):
+        if described and run["completed_version"] == wanted and all(i["version"] == wanted for i in held):
             return
         assert time.monotonic() < deadline, (
             f"Spark is at version {wanted}, the coordinator says {run}, hosts hold {held}"
