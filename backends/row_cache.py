@@ -30,9 +30,6 @@ from backends.columns import binary_content
 
 WAYS = 8
 """Entries of a bucket: 64 bytes, a line of a processor's cache."""
-
-_looking = threading.Semaphore(2)
-"""More threads than that, with so much to do for each that takes turns at the interpreter, only hinder each other."""
 STEP_ROWS = 1 << 13
 """Keys looked up at once: the temporary arrays of so many stay in a processor's cache."""
 
@@ -377,11 +374,10 @@ class RowCache:
             values = read(keys)
             self._keep(keys, hash_keys(keys), values, epoch)
             return values
-        with _looking:
-            hashes = hash_keys(keys)
-            entries, is_held = rows.find(keys, hashes)
-            if is_held is None:
-                return rows.values_of(entries, None)
+        hashes = hash_keys(keys)
+        entries, is_held = rows.find(keys, hashes)
+        if is_held is None:
+            return rows.values_of(entries, None)
         missing = np.flatnonzero(~is_held)
         if len(missing) == len(keys):
             values = read(keys)

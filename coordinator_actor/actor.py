@@ -39,6 +39,7 @@ from coordinator_actor.messages import (
     SavepointStatus,
     SnapshotUploaded,
 )
+from coordinator_actor.priority import take_ordinary_priority
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class StateStoreCoordinator:
     def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("coordinator_actor").setLevel(logging.INFO)
+        take_ordinary_priority()
         self._namespace = namespace
         self._name = name
         store = ClusterStore(namespace, name)

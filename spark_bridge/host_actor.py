@@ -42,6 +42,7 @@ from coordinator_actor.messages import (
     SavepointExported,
     SnapshotUploaded,
 )
+from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.executor_transport import checked_call
 from spark_bridge.flight_server import HostFlightServer
@@ -185,6 +186,7 @@ class StateStoreHost:
     ) -> None:
         quiet_logging()
         sys.setswitchinterval(SWITCH_SECONDS)
+        take_ordinary_priority()
         self._namespace = namespace
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self._host_file = host_files_dir(session_dir, namespace, session_id) / f"{host_id}.json"

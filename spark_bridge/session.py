@@ -322,7 +322,10 @@ def _join_or_start_ray(address: str | None, cpus: int) -> bool:
                 "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
                 running,
             )
-    ray.init(address="local", num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=None, **quiet)
+    # Executors and their Python workers run as they do without Ray, not with Ray's niceness of 15.
+    config = {"worker_niceness": 0}
+    num_cpus = max(cpus, os.cpu_count() or 1)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=config, **quiet)
     return True
 
 

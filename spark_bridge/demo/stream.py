@@ -229,6 +229,7 @@ def start_ray(directory: Path) -> str:
         log_to_driver=False,
         namespace=NAMESPACE,
         _temp_dir=str(directory),
+        _system_config={"worker_niceness": 0},
     )
     return str(context.address_info["gcs_address"])
 

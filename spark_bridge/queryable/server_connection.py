@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from spark_bridge.exceptions import (
     TooManyRequestsError,
 )
 from spark_bridge.queryable.framed_socket import ClientGoneError, FramedSocket, IdleClientError
-from spark_bridge.queryable.limits import RequestLimits, Turns, seconds_left
+from spark_bridge.queryable.limits import Crowd, RequestLimits, Turns, seconds_left
 from spark_bridge.queryable.reads import StateAnswer, StateReads
 from spark_bridge.queryable.request_statistics import RequestStatistics
 from spark_bridge.queryable.request_watch import watched
@@ -80,6 +80,9 @@ SLOW_SECONDS = 5.0
 """Rows of keys that take longer than this to find go on in a turn of the slow ones."""
 QUESTIONS = 4
 """So many questions about operators and hosts at once: the coordinator answers them, which has commits to take."""
+COMPUTING_BYTES = 1 << 18
+"""Lookups of so many bytes of keys are worked on one at a time; of each larger one nobody could say how long it keeps the others waiting."""
+COMPUTING_PATIENCE = 0.05
 QUIET_SECONDS = 1.0
 """A scan that has found nothing for so long sends an empty batch: the client sees that it goes on, the server that the client is gone."""
 LARGE_ANSWER_BYTES = 1 << 16
@@ -123,6 +126,7 @@ class Serving:
     forwarded_scans: Turns = field(init=False)
     buffered: Turns = field(init=False)
     connections: Turns = field(init=False)
+    computing: Crowd = field(default_factory=lambda: Crowd(1, COMPUTING_PATIENCE))
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -296,11 +300,13 @@ class ServerConnection:
                     turns.release()
             self._send(Values(version), _ABSENT_VALUE if value is None else pack_one(value))
             return
-        keys = self._keys(body)
-        with self._watch(request.forward) as watch:
-            version, values = serving.reads.lookup(request, keys)
-            watch.hold_at_least(values.nbytes)
-            packed = pack_bytes(values)
+        is_alone = not request.forward and len(body) <= COMPUTING_BYTES
+        with serving.computing if is_alone else nullcontext():
+            keys = self._keys(body)
+            with self._watch(request.forward) as watch:
+                version, values = serving.reads.lookup(request, keys)
+                watch.hold_at_least(values.nbytes)
+                packed = pack_bytes(values)
         self._send(Values(version), packed)
 
     def _watch(self, forward: bool, *, may_stay: bool = True) -> _Watch:

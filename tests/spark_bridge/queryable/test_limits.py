@@ -9,7 +9,7 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.limits import RequestLimits, Turns
+from spark_bridge.queryable.limits import Crowd, RequestLimits, Turns
 from tests.spark_bridge.queryable.memory_reads import eventually
 
 
@@ -104,3 +104,41 @@ def test_no_turn_is_lost_between_giving_up_and_being_served():
     for thread in threads:
         thread.join()
     assert refused and turns.taken == 0 and not turns._waiting
+
+
+def test_one_after_the_other_until_patience_ends():
+    crowd, inside, most, may_end = Crowd(1, patience=0.2), 0, [], threading.Event()
+    counting = threading.Lock()
+
+    def work() -> None:
+        nonlocal inside
+        with crowd:
+            with counting:
+                inside += 1
+                most.append(inside)
+            may_end.wait(10)
+            with counting:
+                inside -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(most) == 1)
+    eventually(lambda: len(most) == 3)  # the others do not wait for ever
+    assert time.monotonic() - began >= 0.2
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    # All of it has been given back, and no more than that.
+    most.clear()
+    may_end.clear()
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: most == [1])
+    time.sleep(0.05)
+    assert most == [1]
+    may_end.set()
+    for thread in threads:
+        thread.join()
