@@ -18,6 +18,7 @@ from backends.schema import normalized_type
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
 
 MAX_BYTES = (1 << 31) - 1
 """What one Arrow binary array can hold: its offsets are int32."""
@@ -138,11 +139,29 @@ def binary_array(
 
 def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
     """A structured array as a binary array: each record's bytes."""
-    width = rows.dtype.itemsize
-    check_size(len(rows) * width)
-    return binary_array(
-        np.ascontiguousarray(rows).view(np.uint8).reshape(-1), np.arange(len(rows) + 1, dtype=np.int64) * width
-    )
+    return even_array(np.ascontiguousarray(rows))
+
+
+def even_rows(array: pa.BinaryArray) -> Records | None:
+    """The elements as records of one width, without a copy; None if widths differ, or there are none, nulls or only empty ones."""
+    n = len(array)
+    if not n or array.null_count:
+        return None
+    _, bounds, content = array.buffers()
+    offsets = np.frombuffer(bounds, np.int32, n + 1, 4 * array.offset)
+    first = int(offsets[0])
+    width = int(offsets[1]) - first
+    if width <= 0 or int(offsets[n]) - first != n * width or not (offsets[1:] - offsets[:-1] == width).all():
+        return None
+    return np.ndarray((n,), f"V{width}", content, first)
+
+
+def even_array(rows: npt.NDArray[Any]) -> pa.BinaryArray:
+    """Contiguous records as a binary array over the same memory, which nobody may change any more: the inverse of ``even_rows``."""
+    n, width = len(rows), rows.dtype.itemsize
+    check_size(n * width)
+    offsets = np.arange(0, n * width + 1, width, np.int32)
+    return pa.Array.from_buffers(pa.binary(), n, [None, pa.py_buffer(offsets), pa.py_buffer(rows)])
 
 
 def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:

@@ -59,7 +59,8 @@ class StateEngine(Protocol):
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
         """Get changes ready, in any thread and beside reads and writes; the function that is returned writes them all.
 
-        It is given what they lead to, may be called much later or never, and after a crash all of it is there, or nothing.
+        It is given what they lead to, may be called much later or never. After a crash all of it is there, or nothing, or a ``state`` of no
+        version, from which nobody goes on. While it writes, keys that do not change may be read.
         """
 
     def capture(self, directory: Path) -> Callable[[], None]:

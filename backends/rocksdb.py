@@ -34,6 +34,7 @@ from rocksdict import (
     WriteOptions,
 )
 
+from backends import fault_points
 from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.conf import StateStoreConf
 from backends.engine import LocalState
@@ -48,6 +49,8 @@ SCAN_ROWS = 1 << 14
 _SCAN_STEP = 1 << 9  # so that a processor's cache holds its Python objects
 _PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
 BULK_ROWS = 1 << 16
+WRITE_ROWS = 1 << 10
+"""Pairs of one write batch: while RocksDB writes it, which takes about a microsecond a pair, no other thread can run."""
 FEW_ROWS = 12
 """So few keys are faster got one by one."""
 META_FAMILY = "__statestore__"
@@ -139,6 +142,7 @@ class LocalRocksDB:
         self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
+        self._damage: StateStoreError | None = None
         self._opened = object()
         self._db: Any = None
         self.state = LocalState()
@@ -150,7 +154,7 @@ class LocalRocksDB:
 
     def _open(self) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
-        self._opened = object()
+        self._opened, self._damage = object(), None
         try:
             names = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else [DEFAULT_FAMILY]
             options = self._options()
@@ -254,32 +258,34 @@ class LocalRocksDB:
             raise self._failure("read", error) from error
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Collect all changes in a write batch; what is returned writes it, and what it leads to, atomically."""
+        """Collect all changes in write batches; what is returned writes them, and what they lead to with the last one.
+
+        While several are written, what is held is no version that anybody knows, and so it is after a crash among them.
+        """
         self._check_open()
         opened, families = self._opened, self._families
-        batch = _batch(changes, families) if families.keys() >= changes.families.keys() else None
+        batches = _batches(changes, families) if families.keys() >= changes.families.keys() else None
         hashes: dict[str, Hashes] = {}
         if self._conf.rocksdb_row_cache_bytes:
             hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
 
         def apply(state: LocalState) -> None:
             # Handles are those of one opening of the database.
-            self._apply(changes, hashes, state, batch if opened is self._opened else None)
+            self._apply(changes, hashes, state, batches if opened is self._opened else None)
 
         return apply
 
     def _apply(
-        self, changes: Changes, hashes: Mapping[str, Hashes], state: LocalState, batch: WriteBatch | None
+        self, changes: Changes, hashes: Mapping[str, Hashes], state: LocalState, batches: list[WriteBatch] | None
     ) -> None:
         self._check_open()
         try:
-            if batch is None:
+            if batches is None:
                 for name in changes.families:
                     if name not in self._families:
                         self._create(name)
-                batch = _batch(changes, self._families)
-            batch.put(_META_KEY, msgspec.json.encode(state), self._families[META_FAMILY].handle)
-            self._db.write(batch, self._write_options)
+                batches = _batches(changes, self._families)
+            self._write(batches, state)
         except Exception as error:  # rocksdict raises plain Exception
             self._forget_rows()
             raise self._failure("write", error) from error
@@ -293,6 +299,23 @@ class LocalRocksDB:
             except Exception:  # it is written: an error now would leave the engine ahead of what others hold it for
                 log.exception("The rows of family %r of %s that were read before are forgotten.", name, self._path)
                 cache.clear()
+
+    def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
+        """Write all, and ``state`` with the last one. If that ends midway nothing can be read any more."""
+        meta = self._families[META_FAMILY].handle
+        unfinished = LocalState(state.version, f"{state.head}, unfinished", None)
+        if len(batches) > 1:
+            batches[0].put(_META_KEY, msgspec.json.encode(unfinished), meta)
+        batches[-1].put(_META_KEY, msgspec.json.encode(state), meta)
+        for i, batch in enumerate(batches):
+            try:
+                if i:
+                    fault_points.reached("apply:batch")
+                self._db.write(batch, self._write_options)
+            except Exception as error:  # rocksdict raises plain Exception
+                if i:
+                    self.state, self._damage = unfinished, self._failure("write", error)
+                raise
 
     def _forget_rows(self) -> None:
         for family in self._families.values():
@@ -388,6 +411,8 @@ class LocalRocksDB:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self._path} is closed.")
+        if self._damage is not None:
+            raise self._damage
 
     def _failure(self, verb: str, error: Exception) -> StateStoreError:
         if self._closed:
@@ -398,12 +423,15 @@ class LocalRocksDB:
         )
 
 
-def _batch(changes: Changes, families: Mapping[str, _Family]) -> WriteBatch:
-    batch = WriteBatch(raw_mode=True)
+def _batches(changes: Changes, families: Mapping[str, _Family]) -> list[WriteBatch]:
+    """All changes, some in each; one at least."""
+    batches: list[WriteBatch] = []
     for name, pairs in changes.families.items():
-        for at in range(0, len(pairs), BULK_ROWS):
-            _fill(batch, pairs.slice(at, BULK_ROWS), families[name].handle)
-    return batch
+        for at in range(0, len(pairs), WRITE_ROWS):
+            batch = WriteBatch(raw_mode=True)
+            _fill(batch, pairs.slice(at, WRITE_ROWS), families[name].handle)
+            batches.append(batch)
+    return batches or [WriteBatch(raw_mode=True)]
 
 
 def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
+from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points, rocksdb
 
 KILLED, DONE = 9, 7
 SAY = os.write
@@ -40,6 +40,7 @@ CONF = StateStoreConf(
 ALL_KEPT = replace(CONF, min_versions_to_retain=100)
 SYNCED = replace(CONF, fsync=True)
 MADE_BEFORE = 7
+rocksdb.WRITE_ROWS = 2  # so that a version takes several write batches
 
 
 def content_of(version):
