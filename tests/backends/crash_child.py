@@ -26,7 +26,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points, rocksdb
+from backends import (
+    FileStateStoreProvider,
+    RocksDBStateStoreProvider,
+    StateStoreConf,
+    StateStoreId,
+    fault_points,
+    rocksdb,
+)
 
 KILLED, DONE = 9, 7
 SAY = os.write

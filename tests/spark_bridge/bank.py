@@ -1,6 +1,7 @@
 """Transfers between accounts whose sum never changes, and tellers that ask for all balances while everything is being killed.
 
     python -m tests.spark_bridge.bank --answers 100000 --seed 7
+    python -m tests.spark_bridge.bank --answers 100000 --seed 7 --pause 2    fewer blows, more versions
 
 Each micro-batch moves money between accounts of all partitions, so that an answer whose partitions are not at one version has another
 sum, or, if it has the sum, balances that there never were. Every answer is compared with the balances of all versions that
@@ -186,7 +187,9 @@ class Chaos:
             os.kill(pid, signal.SIGKILL)
 
 
-def run_bank(stream: Any, directory: Path, seed: int, answers: int, seconds: float) -> tuple[int, dict[str, int], int]:
+def run_bank(
+    stream: Any, directory: Path, seed: int, answers: int, seconds: float, pause: float = PAUSE
+) -> tuple[int, dict[str, int], int]:
     """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows, versions seen.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with what a teller has found.
@@ -223,7 +226,7 @@ def run_bank(stream: Any, directory: Path, seed: int, answers: int, seconds: flo
             time.sleep(chaos.random.uniform(0.05, 0.5))
             if time.monotonic() < next_blow:
                 continue
-            next_blow = time.monotonic() + PAUSE
+            next_blow = time.monotonic() + pause
             kind = chaos.choose()
             if kind == "query":
                 query.stop()
@@ -248,6 +251,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=900.0)
+    parser.add_argument("--pause", type=float, default=PAUSE, help="seconds between two blows")
     parser.add_argument("--teller", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.teller is not None:
@@ -267,7 +271,9 @@ def main() -> None:
             directory = Path(root) / "tellers"
             directory.mkdir()
             stream = Stream(spark, Path(root), "account long, amount long")
-            total, blows, newest = run_bank(stream, directory, arguments.seed, arguments.answers, arguments.seconds)
+            total, blows, newest = run_bank(
+                stream, directory, arguments.seed, arguments.answers, arguments.seconds, arguments.pause
+            )
         print(f"{total:,} answers, none broken; the newest was of version {newest}; blows: {blows}")
     finally:
         stop_spark()
