@@ -94,7 +94,8 @@ def build_app(args: Settings) -> Application:
         name="StateApi",
         max_ongoing_requests=most,
         max_queued_requests=most,
-        ray_actor_options={"num_cpus": 0.1},
+        # None: the executors of a stream may have taken them all, and then it would wait for ever.
+        ray_actor_options={"num_cpus": 0},
         health_check_period_s=10,
     )
     application: Application = deployment.bind()
