@@ -60,6 +60,8 @@ def plain(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
             column = column.chunk(0)
         else:
             column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if column.type in _FIXED:
+        return column
     wanted = normalized_type(name, column.type)
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
@@ -101,11 +103,10 @@ def fixed_values(array: pa.Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 def fixed_array(values: npt.NDArray[Any], mask: Mask | None, data_type: pa.DataType) -> pa.Array:
     """The inverse of ``fixed_values``."""
+    n = len(values)
     if pa.types.is_boolean(data_type):
-        content = np.packbits(values.astype(np.bool_), bitorder="little")
-    else:
-        content = np.ascontiguousarray(values)
-    return pa.Array.from_buffers(data_type, len(values), [validity(mask), _buffer(content)])
+        values = np.packbits(values.astype(np.bool_), bitorder="little")
+    return pa.Array.from_buffers(data_type, n, [validity(mask), _buffer(values)])
 
 
 def binary_values(array: pa.Array) -> pa.BinaryArray:
@@ -153,15 +154,34 @@ def even_rows(array: pa.BinaryArray) -> Records | None:
     width = int(offsets[1]) - first
     if width <= 0 or int(offsets[n]) - first != n * width or not (offsets[1:] - offsets[:-1] == width).all():
         return None
-    return np.ndarray((n,), f"V{width}", content, first)
+    rows: Records = np.ndarray((n,), f"V{width}", content, first)
+    return rows
 
 
 def even_array(rows: npt.NDArray[Any]) -> pa.BinaryArray:
     """Contiguous records as a binary array over the same memory, which nobody may change any more: the inverse of ``even_rows``."""
     n, width = len(rows), rows.dtype.itemsize
     check_size(n * width)
-    offsets = np.arange(0, n * width + 1, width, np.int32)
-    return pa.Array.from_buffers(pa.binary(), n, [None, pa.py_buffer(offsets), pa.py_buffer(rows)])
+    offsets = np.arange(0, n * width + 1, width, dtype=np.int32)
+    return pa.Array.from_buffers(pa.binary(), n, [None, pa.py_buffer(offsets), pa.py_buffer(rows.view(np.uint8))])
+
+
+def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
+    """The elements in these rows: Arrow's ``take``, in less time for those of one width. Rows must be ascertained to be there."""
+    even = even_rows(array)
+    return array.take(pa.array(rows)) if even is None else even_array(even.take(rows))
+
+
+def placed(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
+    """Each element in the row that is named for it; every row must be named once. The inverse of ``taken``."""
+    even = even_rows(array)
+    if even is None:
+        back = np.empty(len(rows), np.int64)
+        back[rows] = np.arange(len(rows))
+        return array.take(pa.array(back))
+    in_place = np.empty_like(even)
+    in_place[rows] = even
+    return even_array(in_place)
 
 
 def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:

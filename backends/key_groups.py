@@ -30,6 +30,8 @@ _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
 _P3 = np.uint64(0x165667B19E3779F9)
 _P4 = np.uint64(0x85EBCA77C2B2AE63)
 _P5 = np.uint64(0x27D4EB2F165667C5)
+_SEED_4 = _P5 + np.uint64(4)
+_SEED_8 = _P5 + np.uint64(8)
 
 
 def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
@@ -38,7 +40,10 @@ def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
     Raises ``UnsupportedTypeError`` naming a column whose type cannot be a key.
     """
     check_num_groups(num_groups)
-    groups: npt.NDArray[np.int64] = spark_xxhash64(batch) % np.int64(num_groups)
+    hashes = spark_xxhash64(batch)
+    # For a power of 2 the same, without a division.
+    is_power = num_groups & (num_groups - 1) == 0
+    groups: npt.NDArray[np.int64] = hashes & np.int64(num_groups - 1) if is_power else hashes % np.int64(num_groups)
     return groups.astype(np.int32)
 
 
@@ -144,18 +149,25 @@ def _hash_bytes(values: list[bytes | None] | list[bytes], seeds: Hashes) -> Hash
 
 
 def _rotate(values: Hashes, bits: int) -> Hashes:
-    rotated: Hashes = (values << np.uint64(bits)) | (values >> np.uint64(64 - bits))
+    """Of an array that may be changed."""
+    rotated: Hashes = values << np.uint64(bits)
+    values >>= np.uint64(64 - bits)
+    rotated |= values
     return rotated
 
 
 def _hash_8(values: Hashes, seeds: Hashes) -> Hashes:
-    hashes: Hashes = seeds + (_P5 + np.uint64(8))
-    hashes ^= _rotate(values * _P2, 31) * _P1
-    return _avalanche(_rotate(hashes, 27) * _P1 + _P4)
+    hashes: Hashes = _rotate(values * _P2, 31)
+    hashes *= _P1
+    hashes ^= seeds + _SEED_8
+    hashes = _rotate(hashes, 27)
+    hashes *= _P1
+    hashes += _P4
+    return _avalanche(hashes)
 
 
 def _hash_4(values: npt.NDArray[np.uint32], seeds: Hashes) -> Hashes:
-    hashes: Hashes = seeds + (_P5 + np.uint64(4))
+    hashes: Hashes = seeds + _SEED_4
     hashes ^= values.astype(np.uint64) * _P1
     return _avalanche(_rotate(hashes, 23) * _P2 + _P3)
 

@@ -11,6 +11,7 @@ A null of a fixed-width column takes the width of its column, so such keys all h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,7 +62,7 @@ def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArr
     groups = np.asarray(groups)
     if len(groups) != batch.num_rows:
         raise InvalidStateStoreArgument(f"{batch.num_rows} rows came with {len(groups)} key groups.")
-    if len(groups) and not (groups.min() >= 0 and groups.max() < MAX_KEY_GROUPS):
+    if len(groups) and not _are_groups(groups):
         raise InvalidStateStoreArgument(
             f"Key groups must be 0 to {MAX_KEY_GROUPS - 1}, not {groups.min()} to {groups.max()}."
         )
@@ -69,6 +70,12 @@ def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArr
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         pieces += _pieces(name, plain(name, column))
     return _assemble(pieces, batch.num_rows)
+
+
+def _are_groups(groups: npt.NDArray[Any]) -> bool:
+    if groups.dtype == np.int32:
+        return bool(groups.view(np.uint32).max() < MAX_KEY_GROUPS)  # a negative one is a large one then
+    return bool(groups.min() >= 0 and groups.max() < MAX_KEY_GROUPS)
 
 
 def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.RecordBatch:
@@ -128,7 +135,7 @@ def _assemble(pieces: list[Piece], n: int) -> pa.BinaryArray:
             run.append(piece)
             continue
         if run:
-            rows = np.empty(n, [(f"f{i}", values.dtype) for i, values in enumerate(run)])
+            rows = np.empty(n, _records(tuple(values.dtype for values in run)))
             for i, values in enumerate(run):
                 rows[f"f{i}"] = values
             parts.append(rows_as_binary(rows))
@@ -136,6 +143,11 @@ def _assemble(pieces: list[Piece], n: int) -> pa.BinaryArray:
         if piece is not None:
             parts.append(piece)
     return join(parts)
+
+
+@lru_cache(256)
+def _records(dtypes: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
+    return np.dtype([(f"f{i}", dtype) for i, dtype in enumerate(dtypes)])
 
 
 def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -694,7 +694,9 @@ class PartitionState:
         keys = as_binary("keys", keys)
         if keys.null_count:
             raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
-        with self._reading(version, head) as view:
+        reader = object()
+        view = self._begin_read(reader, version, head)
+        try:
             self._check_family(column_family, view)
             values = self._engine.get_many(keys, column_family)
             if remember and not view.layers and len(keys) and is_strictly_sorted(keys):
@@ -702,6 +704,8 @@ class PartitionState:
             for layer in view.layers:
                 if column_family in layer.changes.families:
                     values = layer.changes.families[column_family].overlay(keys, values)
+        finally:
+            self._end_read(reader)
         if remember:
             self._custom["get_ms"] = (time.perf_counter() - started) * 1e3
         return values

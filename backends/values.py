@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from backends.columns import (
     binary_content,
     binary_values,
     check_ranges,
+    even_rows,
     fixed_array,
     fixed_dtype,
     fixed_values,
@@ -81,9 +83,12 @@ def decode_values(
     Each row may have been written with ``schema`` or one of the ``history``: its number is the place in the two together.
     Raises ``SchemaMismatchError`` if the bytes are of another schema.
     """
-    newest = _readable(schema)
-    layout = _Layout.of(newest.types, numbered=True)
-    content, offsets = binary_content(_filled(as_binary("values", values), layout, len(history)))
+    newest, layout = _prepared(schema)
+    values = as_binary("values", values)
+    even = layout.even_columns(values, len(history))
+    if even is not None:
+        return pa.RecordBatch.from_arrays(even, schema=newest)
+    content, offsets = binary_content(_filled(values, layout, len(history)))
     rows = layout.heads(content, offsets) if layout.fits(offsets).all() else None
     if rows is None or (rows["number"] != len(history)).any():
         columns = _decode_mixed(content, offsets, [*map(_readable, history), newest])
@@ -95,6 +100,13 @@ def decode_values(
 def _readable(schema: pa.Schema) -> pa.Schema:
     # Where the schema forbids nulls, an absent row still is one.
     return pa.schema([pa.field(f.name, normalized_type(f.name, f.type)) for f in schema])
+
+
+@lru_cache(256)
+def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
+    """What values of that schema are read with: the schema of the rows, and how they lie."""
+    newest = _readable(schema)
+    return newest, _Layout.of(newest.types, numbered=True)
 
 
 def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) -> list[pa.Array]:
@@ -206,6 +218,33 @@ class _Layout:
     def heads(self, content: Bytes, offsets: Offsets) -> npt.NDArray[Any]:
         """The heads of the rows, all of which fit."""
         return gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether there are only columns of fixed width."""
+        return all(part.dtype is not None for part in self.parts)
+
+    def even_columns(self, values: pa.BinaryArray, number: int) -> list[pa.Array] | None:
+        """The columns of rows with that schema number, none of which is null or has a null: in fewest steps, or None if that is not so."""
+        even = even_rows(values) if self.is_flat else None
+        if even is None or even.dtype.itemsize != self.dtype.itemsize:
+            return None
+        rows = even.view(self.dtype)
+        if self.head_mask is None:
+            is_plain = not rows["nulls"].any() and bool((rows["number"] == number).all())
+        else:  # number and nulls in one word
+            words: npt.NDArray[np.uint64] = np.ndarray((len(rows),), "<u8", rows, 0, rows.strides)
+            words = words & self.head_mask
+            is_plain = bool((words == np.uint64(number)).all())
+        if not is_plain:
+            return None
+        return [fixed_array(rows[f"fixed{i}"], None, kind) for i, kind in enumerate(self.kinds)]
+
+    @cached_property
+    def head_mask(self) -> np.uint64 | None:
+        """What a row's number and nulls are of its first 8 bytes, if it has so many, and these are among them."""
+        length = _NUMBER.itemsize + int(self.dtype["nulls"].itemsize)
+        return np.uint64((1 << 8 * length) - 1) if length <= 8 <= self.dtype.itemsize else None
 
     def columns(self, rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object) -> list[pa.Array]:
         """The columns of rows with these heads."""

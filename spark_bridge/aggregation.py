@@ -8,13 +8,14 @@ state's schema alone says how to read it. Everything works on whole columns: row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from spark_bridge.aggregate_kinds import State, kind_of
+from spark_bridge.aggregate_kinds import Kind, State, kind_of
 from spark_bridge.aggregate_output import Output, split_function
 from spark_bridge.column_order import plain
 from spark_bridge.exceptions import SparkBridgeError
@@ -129,14 +130,21 @@ def outputs_of(state: pa.Schema) -> list[tuple[str, str, list[pa.Field]]]:
 def results(states: pa.RecordBatch) -> list[pa.Array]:
     """Output columns from state columns, in the types of ``result_fields``; a row of nulls gives a row of nulls."""
     columns = []
-    for _, function, parts in outputs_of(states.schema):
-        state = [states.column(states.schema.get_field_index(f.name)) for f in parts]
-        name, arguments = split_function(function)
+    for kind, name, arguments, parts, places in _results_of(states.schema):
         try:
-            columns.append(kind_of(function).result(name, arguments, parts, state))
+            columns.append(kind.result(name, arguments, parts, [states.column(i) for i in places]))
         except SumOverflow as error:
             raise _overflow(parts[0]) from error
     return columns
+
+
+@lru_cache(256)
+def _results_of(state: pa.Schema) -> list[tuple[Kind, str, tuple[str, ...], list[pa.Field], list[int]]]:
+    """How each output is made: the kind, name and arguments of its function, its state columns and their places."""
+    return [
+        (kind_of(function), *split_function(function), parts, [state.get_field_index(f.name) for f in parts])
+        for _, function, parts in outputs_of(state)
+    ]
 
 
 def _groups(ids: GroupIds, num_groups: int) -> Groups:

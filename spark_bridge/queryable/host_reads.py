@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from backends.changelog import DEFAULT_FAMILY
+from backends.columns import placed, taken
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
 from backends.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError
@@ -189,17 +191,14 @@ class HostReads:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         plan.require_family(request.column_family)
-        of_keys = plan.partitions_of(plan.groups_of(keys))
-        back = None
-        if (of_keys[1:] < of_keys[:-1]).any():
-            order = np.argsort(of_keys.astype(np.uint16), kind="stable")
-            keys, of_keys = keys.take(pa.array(order)), of_keys[order]
-            back = np.empty(len(order), np.int64)
-            back[order] = np.arange(len(order))
-        begins = [0, *(1 + np.flatnonzero(of_keys[1:] != of_keys[:-1])).tolist()] if len(keys) else []
-        partitions = [int(of_keys[i]) for i in begins]
-        ends = [*begins[1:], len(keys)] if begins else []
-        parts = {p: keys[a:b] for p, a, b in zip(partitions, begins, ends, strict=True)}
+        of_keys = plan.partitions_of_keys(keys)
+        runs, order = _runs(of_keys, plan.spec.num_partitions), None
+        if runs is None:
+            order = np.argsort(of_keys, kind="stable")
+            keys = taken(keys, order)
+            runs = _runs(of_keys.take(order), plan.spec.num_partitions) or {}
+        partitions = list(runs)
+        parts = {partition: keys[begin:end] for partition, (begin, end) in runs.items()}
         with ExitStack() as keep:
             version, found = self._views.read(
                 plan,
@@ -210,7 +209,7 @@ class HostReads:
             )
         values = joined(found)
         self._host.count_keys_read(len(keys))
-        return version, values if back is None else values.take(pa.array(back))
+        return version, values if order is None else placed(values, order)
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -342,6 +341,18 @@ class HostReads:
             owners = self._host.locate(plan.operator, plan.run_id).owners
         ours = (self._host.info.host_id, self._host.info.incarnation)
         return [p for p, owner in enumerate(owners) if (owner.host_id, owner.incarnation) == ours]
+
+
+def _runs(of_keys: npt.NDArray[np.uint16], num_partitions: int) -> dict[int, tuple[int, int]] | None:
+    """Where the keys of each partition begin and end; None if those of one are not all together."""
+    if not len(of_keys):
+        return {}
+    changes = (of_keys[1:] != of_keys[:-1]).nonzero()[0]
+    if len(changes) >= num_partitions:
+        return None
+    begins: list[int] = [0, *(changes + 1).tolist()]
+    runs = dict(zip(of_keys[begins].tolist(), pairwise([*begins, len(of_keys)]), strict=True))
+    return runs if len(runs) == len(begins) else None
 
 
 def _value_of(state: PartitionState, key: bytes, family: str, version: int, head: str | None) -> bytes | None:

@@ -119,6 +119,8 @@ class KeyAnswers:
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or have_windows(view, keys)):
             columns = self._with_windows(keys, window) if view.kind == WINDOWS else view.codec.columns(keys)
             parts = self._values(view.codec.encode(columns))
+            if len(parts) == 1:
+                return view.table(columns, parts[0][1])
             # Column by column in chunks: all of it may be more than an Arrow array can have.
             return pa.concat_tables([view.table(columns.slice(begin, len(part)), part) for begin, part in parts])
         if window is not None:

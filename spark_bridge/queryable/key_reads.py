@@ -70,9 +70,10 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
             raise RequestLimitError(
                 f"{step:,} values are more than one answer can have: ask for fewer keys."
             ) from error
-        hold(part.nbytes - 4 * len(part))  # what is not there costs little, and is soon dropped where windows are tried
+        size = part.nbytes
+        hold(size - 4 * len(part))  # what is not there costs little, and is soon dropped where windows are tried
         parts.append(part)
-        at, nbytes = at + len(part), nbytes + part.nbytes
+        at, nbytes = at + len(part), nbytes + size
         require_bytes(nbytes)
         step = max(1, min(READ_KEYS, READ_BYTES * at // max(1, nbytes)))
     return joined(parts)
@@ -90,8 +91,11 @@ def joined(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
     """Keys or values one behind the other. Raises ``RequestLimitError`` if they are too many bytes."""
     if len(parts) == 1:
         return parts[0]
-    require_bytes(sum(part.nbytes for part in parts))
-    return pa.concat_arrays(parts) if parts else pa.array([], pa.binary())
+    try:
+        return pa.concat_arrays(parts) if parts else pa.array([], pa.binary())
+    except pa.ArrowInvalid:
+        require_bytes(sum(part.nbytes for part in parts))
+        raise
 
 
 def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, positions: Positions) -> FoundPairs:

@@ -106,14 +106,15 @@ class KeyCodec:
         lengths = {len(a) for a in arrays}
         if len(lengths) > 1:
             raise UnknownKeyOrNamespaceError(f"The key columns of {self._whose} have different lengths: {lengths}.")
-        return pa.RecordBatch.from_arrays(arrays, schema=self._nullable)
+        return pa.RecordBatch.from_arrays(arrays, schema=self.columns_schema)
 
     @property
     def _whose(self) -> str:
         return f"operator {self.operator!r} (key columns {self.in_words})"
 
     @cached_property
-    def _nullable(self) -> pa.Schema:
+    def columns_schema(self) -> pa.Schema:
+        """The schema of what ``columns`` returns."""
         return pa.schema([pa.field(f.name, f.type) for f in self.schema])
 
     def _chosen(self, given: _Named) -> list[Any]:
@@ -147,7 +148,7 @@ class KeyCodec:
                 )
             columns = [list(values) for values in zip(*keys, strict=True)] if keys else [[]] * width
         arrays = [self._column(f, values) for f, values in zip(self.schema, columns, strict=True)]
-        return pa.RecordBatch.from_arrays(arrays, schema=self._nullable)
+        return pa.RecordBatch.from_arrays(arrays, schema=self.columns_schema)
 
     def _one_column(self, field: pa.Field, key: Any) -> Any:
         """The value of a key of one column that may be in a tuple, or in a dict under the column's name."""
@@ -232,7 +233,7 @@ class KeyCodec:
         return given
 
     def _encoded_columns(self, values: tuple[Any, ...]) -> bytes:
-        fields = self._nullable
+        fields = self.columns_schema
         arrays = [self._column(fields.field(i), [value]) for i, value in enumerate(values)]
         batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema([fields.field(i) for i in range(len(values))]))
         encoded: bytes = encode_keys(batch, np.zeros(1, np.uint16))[0].as_py()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import binary_array, binary_content, gather_fixed, gather_ranges
+from backends.columns import binary_array, binary_content, even_rows, gather_fixed, gather_ranges
 from backends.key_groups import partition_range
 from backends.keys import GROUP_BYTES
 from backends.operator_schema import OperatorSchema, StateVariable
@@ -125,12 +125,18 @@ class OperatorPlan:
         """The key groups that stored keys begin with; raises ``RequestError`` for what is no key of this operator."""
         if keys.null_count:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
-        content, offsets = binary_content(keys)
-        if len(keys) and int(np.diff(offsets).min()) < GROUP_BYTES:
-            raise RequestError(
-                f"A stored key begins with its key group, {GROUP_BYTES} bytes; one of {len(keys)} is shorter."
-            )
-        groups: npt.NDArray[np.int64] = gather_fixed(content, offsets[:-1], np.dtype(">u2")).astype(np.int64)
+        even = even_rows(keys)
+        stored: npt.NDArray[np.uint16]
+        if even is not None and even.dtype.itemsize >= GROUP_BYTES:
+            stored = np.ndarray((len(even),), ">u2", even, 0, even.strides)
+        else:
+            content, offsets = binary_content(keys)
+            if len(keys) and int(np.diff(offsets).min()) < GROUP_BYTES:
+                raise RequestError(
+                    f"A stored key begins with its key group, {GROUP_BYTES} bytes; one of {len(keys)} is shorter."
+                )
+            stored = gather_fixed(content, offsets[:-1], np.dtype(">u2"))
+        groups: npt.NDArray[np.int64] = stored.astype(np.int64)
         if len(groups) and int(groups.max()) >= self.registration.key_groups:
             raise RequestError(
                 f"A key is of key group {int(groups.max())}, but query {self.registration.query_id} has {self.registration.key_groups}."
@@ -145,6 +151,14 @@ class OperatorPlan:
                 f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key groups."
             )
         return group * self.spec.num_partitions // self.registration.key_groups
+
+    def partitions_of_keys(self, keys: pa.BinaryArray) -> npt.NDArray[np.uint16]:
+        """The partitions of stored keys. Raises as ``groups_of`` does."""
+        return self._partitions_of_groups.take(self.groups_of(keys))
+
+    @cached_property
+    def _partitions_of_groups(self) -> npt.NDArray[np.uint16]:
+        return self.partitions_of(np.arange(self.registration.key_groups)).astype(np.uint16)
 
     def partitions_of(self, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The partitions of key groups."""

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 
+from backends.columns import placed
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import HostUnavailableError, RequestError, RequestLimitError, StateVersionError
 from spark_bridge.queryable.connections import KvConnections
@@ -148,9 +149,8 @@ class StateRouter:
         version, values = self._hosts.answers(location.run_id, questions, at, self._soon(deadline, keys))
         if len(values) == 1:
             return version, values[0]
-        places = np.empty(len(keys), np.int64)
-        places[np.concatenate([share.rows for share in shares if share.rows is not None])] = np.arange(len(keys))
-        return version, joined(values).take(pa.array(places))
+        rows = np.concatenate([share.rows for share in shares if share.rows is not None])
+        return version, placed(joined(values), rows)
 
     def key_rows(
         self, location: OperatorLocation, request: KeyRows, keys: pa.BinaryArray, deadline: float

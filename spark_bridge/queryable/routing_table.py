@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import binary_content
+from backends.columns import Records, binary_content, even_array, even_rows
 from backends.operator_schema import OperatorSchema, StateVariable
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownKvStateKeyGroupLocationError
@@ -53,9 +53,9 @@ class RoutingTable:
         return self._hosts[groups * self.num_partitions // self.key_groups]
 
     @cached_property
-    def _ranks_of_groups(self) -> npt.NDArray[np.uint16]:
-        """The place of each key group's partition, if those of one owner come together."""
-        ranks = np.empty(self.num_partitions, np.uint16)
+    def _ranks_of_groups(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The place of each key group's partition, if those of one owner come together; in few bytes, which are sorted the faster."""
+        ranks = np.empty(self.num_partitions, np.uint8 if self.num_partitions <= 1 << 8 else np.uint16)
         ranks[np.argsort(self._hosts, kind="stable")] = np.arange(self.num_partitions)
         groups = np.arange(self.key_groups, dtype=np.int64)
         return ranks[groups * self.num_partitions // self.key_groups]
@@ -76,26 +76,36 @@ class RoutingTable:
         """Stored keys by owner, those of one partition together: the owner need not order them again."""
         if len(self.addresses) == 1 or not len(keys):
             return [KeyShare(self.addresses[0] or self._nobody(), keys, None)]
-        content, offsets = binary_content(keys)
-        if int(np.diff(offsets).min()) < GROUP_BYTES:
-            raise self._no_key(keys[int(np.diff(offsets).argmin())].as_py())
-        begins = offsets[:-1]
-        groups = (content[begins].astype(np.uint16) << 8) | content[begins + 1]
-        if int(groups.max()) >= self.key_groups:
-            raise self._no_key(keys[int(groups.argmax())].as_py())
-        hosts = self._hosts_of_groups[groups]
-        first = int(hosts[0])
-        if (hosts == first).all():
-            return [KeyShare(self.addresses[first] or self._nobody(), keys, None)]
-        order = np.argsort(self._ranks_of_groups[groups], kind="stable")
-        ordered = keys.take(pa.array(order))
+        even = even_rows(keys)
+        groups = self._groups_of(keys, even)
+        counts = np.bincount(self._hosts_of_groups.take(groups), minlength=len(self.addresses)).tolist()
+        order, ordered = None, keys
+        if max(counts) < len(keys):
+            order = np.argsort(self._ranks_of_groups.take(groups), kind="stable")
+            ordered = keys.take(pa.array(order)) if even is None else even_array(even.take(order))
         shares, begin = [], 0
-        for host, count in enumerate(np.bincount(hosts, minlength=len(self.addresses)).tolist()):
+        for host, count in enumerate(counts):
             if count:
                 address = self.addresses[host] or self._nobody()
+                if order is None:
+                    return [KeyShare(address, keys, None)]
                 shares.append(KeyShare(address, ordered.slice(begin, count), order[begin : begin + count]))
                 begin += count
         return shares
+
+    def _groups_of(self, keys: pa.BinaryArray, even: Records | None) -> npt.NDArray[np.intp]:
+        groups: npt.NDArray[np.intp]
+        if even is not None and even.dtype.itemsize >= GROUP_BYTES:
+            groups = np.ndarray((len(even),), ">u2", even, 0, even.strides).astype(np.intp)
+        else:
+            content, offsets = binary_content(keys)
+            if int(np.diff(offsets).min()) < GROUP_BYTES:
+                raise self._no_key(keys[int(np.diff(offsets).argmin())].as_py())
+            begins = offsets[:-1]
+            groups = (content[begins].astype(np.intp) << 8) | content[begins + 1]
+        if int(groups.max()) >= self.key_groups:
+            raise self._no_key(keys[int(groups.argmax())].as_py())
+        return groups
 
     def shares_everywhere(self, keys: pa.BinaryArray) -> list[KeyShare]:
         """All keys for every owner, in each partition once, whoever has it by then."""

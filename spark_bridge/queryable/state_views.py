@@ -109,7 +109,8 @@ class StateView:
             columns = results(states)
         else:
             columns = [states.column(i) for i, f in enumerate(states.schema) if f.name != TTL_COLUMN]
-        return [c.cast(f.type) for c, f in zip(columns, self.value_fields, strict=True)]
+        fields = self.value_fields
+        return [c if c.type == f.type else c.cast(f.type) for c, f in zip(columns, fields, strict=True)]
 
     @cached_property
     def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
@@ -143,8 +144,19 @@ class StateView:
 
     def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
         """A row per key: the columns of the key, then those of its value."""
-        fields = distinct([*keys.schema, *self.value_fields])
-        return pa.Table.from_arrays([*keys.columns, *self.value_columns(values)], schema=pa.schema(fields))
+        known_keys, schema = self._table_schema
+        if keys.schema != known_keys:
+            schema = self._schema_behind(keys.schema)
+        return pa.Table.from_arrays([*keys.columns, *self.value_columns(values)], schema=schema)
+
+    @cached_property
+    def _table_schema(self) -> tuple[pa.Schema, pa.Schema]:
+        """The columns of keys as they mostly are, and of their rows."""
+        keys = self.codec.columns_schema
+        return keys, self._schema_behind(keys)
+
+    def _schema_behind(self, keys: pa.Schema) -> pa.Schema:
+        return pa.schema(distinct([*keys, *self.value_fields]))
 
     # -- rows ----------------------------------------------------------------------------------
 

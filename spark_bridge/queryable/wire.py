@@ -19,7 +19,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import MAX_BYTES, binary_content
+from backends.columns import MAX_BYTES, binary_content, even_array, even_rows
 from spark_bridge.exceptions import RequestError
 
 PROTOCOL = 1
@@ -241,6 +241,10 @@ def frame(header: Request | Reply, body: bytes | bytearray | memoryview | pa.Buf
 
 def pack_bytes(values: pa.BinaryArray) -> bytes:
     """Keys or values as a body: their number (uint32), their lengths (int32, -1 for null), their bytes."""
+    even = even_rows(values)
+    if even is not None:
+        n, width = len(even), even.dtype.itemsize
+        return b"".join((_COUNT.pack(n), np.full(n, width, "<i4").data, even.view(np.uint8).data))
     content, offsets = binary_content(values.fill_null(b"") if values.null_count else values)
     lengths = np.diff(offsets).astype("<i4")
     if values.null_count:
@@ -256,6 +260,9 @@ def unpack_bytes(body: memoryview | bytes) -> pa.BinaryArray:
     if size < max(begin, _COUNT.size):
         raise RequestError(f"A body of {size} bytes cannot have {count} keys or values.")
     lengths = np.frombuffer(body, "<i4", count, _COUNT.size)
+    width = int(lengths[0]) if count else 0
+    if width > 0 and begin + count * width == size <= MAX_BYTES and (lengths == width).all():
+        return even_array(np.frombuffer(body, f"V{width}", count, begin))
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
     if (count and lengths.min() < _ABSENT) or begin + offsets[-1] != size or offsets[-1] > MAX_BYTES:

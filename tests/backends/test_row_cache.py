@@ -7,8 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from backends import StateStoreConf, rocksdb, row_cache
+from backends import StateStoreConf, cached_rows, rocksdb, row_cache
+from backends.cached_rows import EvenRows, VaryingRows
 from backends.changelog import Changes
+from backends.columns import even_rows
 from backends.engine import LocalState
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.rocksdb import LocalRocksDB
@@ -21,7 +23,9 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def same_hashes_each_time(monkeypatch):
     """A few of many rows find no place, other ones in each process."""
-    monkeypatch.setattr(row_cache, "_SEED", np.uint64(7))
+    rng = random.Random(7)
+    monkeypatch.setattr(cached_rows, "_FACTORS", [np.uint64(rng.getrandbits(64) | 1) for _ in cached_rows._FACTORS])
+    monkeypatch.setattr(cached_rows, "_SEED", np.uint64(7))
 
 
 def binary(values):
@@ -138,7 +142,9 @@ def test_a_value_read_before_a_write_is_not_kept_after_it():
 
 def forced_hashes(number, seed=0):
     """Hashes of which there are only a few: keys of another hash than their own, which many others have as well."""
-    return lambda keys: np.array([hash((seed, key)) % number for key in keys.to_pylist()], np.uint64) << np.uint64(60)
+    return lambda keys, even=None: (
+        np.array([hash((seed, key)) % number for key in keys.to_pylist()], np.uint64) << np.uint64(60)
+    )
 
 
 @pytest.mark.parametrize("collisions", [None, 1, 3, 50])
@@ -169,7 +175,7 @@ def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
 def _tags(cache):
     """What must be unique: bucket and tag of each entry."""
     return [
-        (bucket, entry >> row_cache._TAG_SHIFT)
+        (bucket, entry >> cached_rows.TAG_SHIFT)
         for bucket, entries in enumerate(cache.rows.buckets.tolist())
         for entry in entries
         if entry >= 0
@@ -303,6 +309,148 @@ def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
     rng = random.Random(limit)
     for step in range(1, 250):
         changes = dict.fromkeys(rng.sample(keys, rng.choice((3, 100))), b"%d" % step)
+        below.put(changes)
+        written.update(dict.fromkeys(changes, step))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert below.get(keys) == [below.pairs.get(key) for key in keys]
+
+
+# -- rows of one width -----------------------------------------------------------------------------
+
+
+def user(i):
+    """A key of 11 bytes, as those of one long column are."""
+    return b"\x00\x07\x01" + i.to_bytes(8, "big")
+
+
+@pytest.mark.parametrize("collisions", [None, 1, 3, 50])
+@pytest.mark.parametrize("limit", [3000, 20_000, MIB])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, collisions, seed):
+    """Also absent ones, keys of several widths in one request, and where rows of other widths come later."""
+    if collisions is not None:
+        monkeypatch.setattr(row_cache, "hash_keys", forced_hashes(collisions))
+    rng = random.Random(f"{limit} {collisions} {seed}")
+    below = Below(limit)
+    keys = [user(i) for i in range(120)]
+    others = [b"shorter %d" % i for i in range(20)]
+    for step in range(150):
+        some = rng.choices(keys, k=rng.choice((1, 5, 40, 200)))
+        if step == 30 and seed:  # values of one key in another width, or keys
+            below.put({keys[0]: b"a longer value of another schema"})
+            below.get(keys[:1] if seed == 1 else others)
+        if rng.random() < 0.4:
+            below.put({k: None if rng.random() < 0.3 else b"%04d" % step for k in some})
+        else:
+            asked = rng.choice((some, [*some, *others], others))
+            assert below.get(asked) == [below.pairs.get(key) for key in asked]
+        assert below.cache._budget.used <= limit
+        assert len(set(_tags(below.cache))) == len(_tags(below.cache))
+
+
+def test_rows_of_one_width_are_records_until_others_come():
+    below = Below()
+    keys = [user(i) for i in range(100)]
+    below.get(keys[:10])
+    assert below.cache.rows.widths == (11, None)
+    below.put({key: b"%04d" % i for i, key in enumerate(keys[10:90])})
+    below.get(keys[:50])
+    below.put({keys[3]: b"here", keys[20]: None})
+    assert isinstance(below.cache.rows, EvenRows) and below.cache.rows.widths == (11, 4)
+    below.num_read = 0
+    for asked in (keys[:50], keys[20:40], keys[3:4], keys[20:21], [keys[3], b"other", keys[30], keys[30]]):
+        assert below.get(asked) == [below.pairs.get(key) for key in asked]
+    assert below.num_read == 1
+    assert isinstance(below.cache.rows, VaryingRows)  # because of the other key
+    below.num_read = 0
+    assert below.get(keys[:50]) == [below.pairs.get(key) for key in keys[:50]] and below.num_read == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "widths"),
+    [
+        ([b"k"], [b"v"], (1, 1)),
+        ([b"k", b"l"], [None, b"vw"], (1, 2)),
+        ([b"k", b"l"], [None, None], (1, None)),
+        ([b"k", b"lm"], [b"v", b"w"], None),
+        ([b"k", b"l"], [b"v", b"ww"], None),
+        ([b"k", b"l"], [b"v", b""], None),
+        ([b"k"], [b""], None),
+        ([b""], [b"v"], None),
+        ([b"k" * cached_rows.EVEN_BYTES], [None], (cached_rows.EVEN_BYTES, None)),
+        ([b"k" * cached_rows.EVEN_BYTES], [b"v"], None),
+        ([b"k" * (cached_rows.EVEN_BYTES + 1)], [None], None),
+    ],
+)
+def test_what_can_be_records(keys, values, widths):
+    assert cached_rows.widths_of(binary(keys), binary(values)) == widths
+    below = Below()
+    below.pairs = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
+    for _ in range(2):
+        assert below.get(keys) == values
+    assert below.num_read == len(keys) and below.cache.rows.widths == widths
+
+
+def test_a_row_that_is_not_complete_is_not_read():
+    """As a reader sees the table that began before rows were added to it."""
+    below = Below()
+    keys = [user(i) for i in range(40)]
+    below.pairs = {key: b"%04d" % i for i, key in enumerate(keys)}
+    below.get(keys)
+    asked = binary(keys)
+    rows = below.cache.rows
+    rows.count = 25
+    values, missing = rows.get(asked, even_rows(asked), hash_keys(asked))
+    assert missing.tolist() == list(range(25, 40))
+    assert values.to_pylist() == [*below.pairs.values()][:25] + [None] * 15
+    values.validate(full=True)
+
+
+def test_a_tag_that_is_seen_at_two_places_counts_once():
+    """As a reader may see it whose copy of a bucket is begun before the entry goes from one place, and ended when it is at another."""
+    below = Below()
+    keys = [user(i) for i in range(60)]
+    below.pairs = {key: b"%04d" % i for i, key in enumerate(keys)}
+    below.get(keys[:50])
+    buckets = below.cache.rows.buckets
+    at, ways = (buckets >= 0).nonzero()
+    buckets[at, (ways + 1) % buckets.shape[1]] = buckets[at, ways]
+    for asked in (keys[:50], keys, keys[40:], [keys[55], keys[3]], [keys[3], keys[3]]):
+        assert below.cache.get_many(binary(asked), below.read, keep=False).to_pylist() == [
+            below.pairs[k] for k in asked
+        ]
+
+
+@pytest.mark.parametrize("limit", [10_000, MIB])
+def test_readers_in_threads_while_rows_come_to_be_of_many_widths(limit):
+    below = Below(limit)
+    keys = [user(i) for i in range(300)]
+    below.put(dict.fromkeys(keys, b"%06d" % 0))
+    written = dict.fromkeys(keys, 0)
+    failures, done = [], threading.Event()
+
+    def keep_reading(seed):
+        rng = random.Random(seed)
+        while not done.is_set():
+            asked = rng.sample(keys, 50)
+            before = [written[key] for key in asked]
+            found = below.get(asked)
+            if not all(int(value) >= least for value, least in zip(found, before, strict=True)):
+                failures.append((asked, before, found))
+                return
+
+    threads = [threading.Thread(target=keep_reading, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    rng = random.Random(limit)
+    for step in range(1, 200):
+        if step % 40 == 0:
+            below.cache.clear()
+        width = 6 if step % 40 < 30 else rng.choice((6, 9))
+        changes = dict.fromkeys(rng.sample(keys, rng.choice((3, 100))), b"%0*d" % (width, step))
         below.put(changes)
         written.update(dict.fromkeys(changes, step))
     done.set()

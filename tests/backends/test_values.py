@@ -101,6 +101,28 @@ def test_the_schema_number_is_checked():
         decode_values(pa.array([bytes(stored)]), batch.schema)
 
 
+@pytest.mark.parametrize("num_columns", [1, 7, 8, 9, 48, 49, 60])
+def test_rows_without_nulls_are_those_with_them(num_columns):
+    """The former take a shorter way; where the nulls of many columns go beyond a word, another one."""
+    columns = {f"c{i}": pa.array([i, -i, 7], (pa.int8(), pa.int64(), pa.int32())[i % 3]) for i in range(num_columns)}
+    batch = pa.record_batch(columns)
+    assert decode_values(encode_values(batch), batch.schema).equals(batch)
+    for column in (0, num_columns - 1):
+        nulls = dict(columns)
+        nulls[f"c{column}"] = pa.array([1, None, 7], columns[f"c{column}"].type)
+        batch_with_null = pa.record_batch(nulls)
+        assert decode_values(encode_values(batch_with_null), batch.schema).equals(batch_with_null)
+
+
+def test_rows_of_an_earlier_schema_of_the_same_width_are_not_taken_for_the_newest():
+    batch = pa.record_batch({"a": pa.array([1, 2, 3])})
+    newest = pa.schema([("b", pa.int64())])
+    stored = pa.concat_arrays([encode_values(batch, 0), encode_values(batch.rename_columns(["b"]), 1)])
+    assert decode_values(stored, newest, [batch.schema]).column("b").to_pylist() == [None, None, None, 1, 2, 3]
+    assert decode_values(stored[3:], newest, [batch.schema]).column("b").to_pylist() == [1, 2, 3]
+    assert decode_values(stored[:3], newest, [batch.schema]).column("b").to_pylist() == [None, None, None]
+
+
 def test_bytes_of_another_schema_are_refused():
     stored = encode_values(pa.record_batch({"a": [1, 2], "b": ["x", "yy"]}))
     for other in (

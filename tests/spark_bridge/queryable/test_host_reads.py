@@ -80,6 +80,26 @@ def test_partitions_are_read_at_one_version_while_a_commit_holds_one_of_them(mak
     assert w.lookup(KEYS) == (3, [3] * len(KEYS))
 
 
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_keys_of_several_partitions_come_in_any_order(make, backend):
+    w = make(backend=backend, n=4)
+    w.batch({key: key for key in KEYS})
+    by_partition = [[key for key in KEYS if partitions_of([key], w.n)[0] == p] for p in range(w.n)]
+    assert all(by_partition)
+    rng = random.Random(3)
+    in_turns = [key for keys in zip(*by_partition, strict=False) for key in keys]
+    for asked in (
+        [],
+        by_partition[1],
+        [*by_partition[1], *by_partition[0]],
+        [*by_partition[0], *by_partition[1], by_partition[0][0]],
+        in_turns,
+        rng.choices(range(60), k=200),
+    ):
+        for _ in range(2):
+            assert w.lookup(asked) == (1, [key if key in KEYS else None for key in asked])
+
+
 def test_what_is_completed_is_read_before_anything_of_it_is_applied(make):
     w = make()
     w.batch(filled(1))
