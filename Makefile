@@ -5,6 +5,7 @@ VENV   := .venv
 VENV42 := .venv42
 STAMP   := $(VENV)/.installed
 STAMP42 := $(VENV42)/.installed
+BENCH_STAMP := $(VENV)/.bench-installed
 BIN    := $(VENV)/bin
 BIN42  := $(VENV42)/bin
 
@@ -68,13 +69,21 @@ format: $(STAMP) ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.PHONY: bench
-bench: $(STAMP) ## Measure encoding, the providers against raw rocksdict, and the map of the file provider; some minutes
-	@$(BIN)/python benchmarks/encoding.py
-	@$(BIN)/python benchmarks/store.py $(ARGS)
-	@$(BIN)/python benchmarks/sorted_map.py
+.PHONY: bench bench-smoke bench-list
+bench: $(BENCH_STAMP) ## Measure every comparison and write benchmarks/RESULTS.md, hours; ARGS="throughput --keys 100000" for one
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-smoke: $(BENCH_STAMP) ## The same on small sizes, 3 minutes: are results equal, and has anything become much slower?
+	$(BIN)/python benchmarks/bench.py --smoke $(ARGS)
+
+bench-list: $(STAMP) ## Name the comparisons and their sizes
+	@$(BIN)/python benchmarks/bench.py --list
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[bench]' --constraint constraints.txt
+	@touch $@
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build products
-	rm -rf $(VENV) $(VENV42) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV42) .venv-quix build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from query_clients import OPERATOR, redis_key
+from ray_cluster import own_ray
 from rich.console import Console
 from rich.table import Table
 
@@ -68,7 +69,9 @@ def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Itera
     root = Path(tempfile.mkdtemp(prefix="statestore-queries-"))
     inbox = root / "in"
     inbox.mkdir()
+    ray = ExitStack()
     try:
+        ray.enter_context(own_ray(3))
         spark = init_spark("queries", num_executors=2, executor_cores=1, executor_memory="2g", **session)
         given = spark.readStream.schema("user long, amount double, ts timestamp").option("maxFilesPerTrigger", 1)
         totals = aggregate(
@@ -86,11 +89,22 @@ def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Itera
                 write_users(inbox, first, min(keys, first + ROWS_PER_FILE), f"users-{first}")
                 query.processAllAvailable()
                 status.update(f"Filling the state: {min(keys, first + ROWS_PER_FILE):,} keys ...")
+            await_keys(keys)
         yield query, inbox
         query.stop()
     finally:
         stop_spark()
+        ray.close()
         shutil.rmtree(root, ignore_errors=True)
+
+
+def await_keys(keys: int) -> None:
+    """Wait for the last batch to be completed: hosts hear of it a moment after Spark is done with it."""
+    from spark_bridge import QueryableStateClient
+
+    with QueryableStateClient.connect() as client:
+        while client.count(OPERATOR) < keys:
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -178,8 +192,12 @@ def check_equal(port: int, keys: int) -> None:
     )
     found = redis.Redis(port=port).mget([redis_key(user) for user in users.tolist()])
     theirs = [(None, None, None) if v is None else tuple(msgpack.unpackb(v)) for v in found]
-    if ours != theirs:
-        raise AssertionError("The state store and Redis do not have the same values.")
+    different = [(u, o, t) for u, o, t in zip(users.tolist(), ours, theirs, strict=True) if o != t]
+    if different:
+        raise AssertionError(
+            f"{len(different)} of {len(ours)} keys do not have the same values in the state store and in Redis; (key, ours, Redis'): "
+            f"{different[:3]}"
+        )
 
 
 def lookups(arguments: argparse.Namespace) -> None:

@@ -25,203 +25,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pyspark
 import stateful_profile
-import stateful_queries
-from pyspark import cloudpickle
+from lanes import Input, Lane, available, session, start
 from pyspark.sql import SparkSession
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from stateful_queries import CHECK, CONTESTANTS, INPUT, Contestant, Longs, checked, expected_checks
+from stateful_queries import CONTESTANTS, YARDSTICKS
+from workloads import Workload
 
-EXECUTORS = 2
-BATCH_TIMEOUT = 600.0
-LOOK_EVERY = 0.05
-SPARK_4 = 4
-ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+ROW_COUNT = "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows"
 console = Console(width=max(Console().width, 140), highlight=False)
-
-
-@dataclass
-class Input:
-    """Batches made once: ``directories[i]`` holds the files of batch i, ``checks[keeps_state][i]`` what must come of it."""
-
-    directories: list[Path]
-    checks: dict[bool, list[tuple[int, int]]]
-
-
-def make_input(root: Path, batches: int, rows: int, keys: int) -> Input:
-    """Random users, each as likely as any other, and amounts in cents."""
-    rng = np.random.default_rng(20130101)
-    directories = []
-    made: list[tuple[Longs, Longs]] = []
-    for i in range(batches):
-        users, amounts = rng.integers(0, keys, rows), rng.integers(1, 100_000, rows)
-        made.append((users, amounts))
-        directories.append(root / f"{i:06}")
-        directories[-1].mkdir(parents=True)
-        for part in range(EXECUTORS):
-            columns = [pa.array(values[part::EXECUTORS]) for values in (users, amounts)]
-            path = directories[-1] / f"{part}.parquet"
-            pq.write_table(pa.table(columns, ["user", "amount"]), path)
-            # Spark takes files in the order of their times.
-            os.utime(path, ns=((seconds := 1_700_000_000 + i) * 10**9, seconds * 10**9))
-    return Input(directories, {k: expected_checks(made, keys, keeps_state=k) for k in (True, False)})
-
-
-@dataclass
-class Lane:
-    """One contestant's running query, and the progress of its batches."""
-
-    contestant: Contestant
-    query: Any
-    inbox: Path
-    given: Input
-    progress: list[dict[str, Any]] = field(default_factory=list)
-    counted_from: int = 0
-    store_steps: stateful_profile.Figures = field(default_factory=dict)
-    cpu: stateful_profile.Figures = field(default_factory=dict)
-
-    def run(self, batches: int) -> None:
-        """Give the next batches all at once, and wait until they are through."""
-        start, end = len(self.progress), len(self.progress) + batches
-        for source in self.given.directories[start:end]:
-            # Files appear all at once, by a rename.
-            draft = self.inbox.with_name(f"{self.inbox.name}.draft")
-            shutil.copytree(source, draft, copy_function=os.link)
-            draft.rename(self.inbox / source.name)
-        deadline = time.monotonic() + BATCH_TIMEOUT * batches
-        while len(self.progress) < end:
-            if (error := self.query.exception()) is not None:
-                raise RuntimeError(f"The query of {self.contestant.name} failed: {error}") from error
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.contestant.name} was not through with batch {len(self.progress)} in time")
-            time.sleep(LOOK_EVERY)
-            last = self.query._jsq.lastProgress()
-            if last is not None and last.batchId() >= end - 1:
-                self._note_progress()
-
-    def _note_progress(self) -> None:
-        for event in self.query._jsq.recentProgress():
-            if event.batchId() == len(self.progress) and event.numInputRows():
-                self.progress.append(json.loads(event.json()))
-
-    def check(self) -> None:
-        """Raise unless every batch gave what it must."""
-        expected = self.given.checks[self.contestant.keeps_state]
-        for i, progress in enumerate(self.progress):
-            seen = progress["observedMetrics"][CHECK]
-            if (seen["rows"], seen["hashes"]) != expected[i]:
-                raise AssertionError(
-                    f"Batch {i} of {self.contestant.name} gave {seen}, not {expected[i]} (rows, hashes)"
-                )
-
-    def note_cpu(self, before: dict[str, float], batches: int) -> None:
-        """Keep the CPU time of a turn, in milliseconds per batch."""
-        for name, seconds in stateful_profile.cpu_seconds().items():
-            self.cpu.setdefault(name, []).append((seconds - before.get(name, 0.0)) / batches * 1e3)
-
-    def note_store(self) -> None:
-        """Keep what the hosts say of the last commits of this query's partitions."""
-        from spark_bridge.session import current_cluster
-
-        steps = stateful_profile.store_steps(current_cluster().describe_hosts(), str(self.query.runId))
-        for name, values in steps.items():
-            self.store_steps.setdefault(name, []).extend(values)
-
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU seconds per batch, of all processes."""
-        return sum(map(statistics.median, self.cpu.values())) / 1e3
-
-    @property
-    def counted(self) -> list[dict[str, Any]]:
-        """The progress of the batches that count."""
-        return self.progress[self.counted_from :]
-
-    @property
-    def seconds(self) -> list[float]:
-        """How long each of them took."""
-        return [p["durationMs"]["triggerExecution"] / 1e3 for p in self.counted]
-
-
-def start(spark: SparkSession, contestant: Contestant, root: Path, given: Input) -> Lane:
-    """Start a query that waits for input."""
-    inbox = root / contestant.name / "input"
-    inbox.mkdir(parents=True)
-    df = spark.readStream.schema(INPUT).option("maxFilesPerTrigger", EXECUTORS).parquet(f"{inbox}/*")
-    query = (
-        checked(contestant.make(df))
-        .writeStream.queryName(contestant.name)
-        .outputMode(contestant.output_mode)
-        .option("checkpointLocation", str(root / contestant.name / "checkpoint"))
-        .format("noop")
-        .start()
-    )
-    return Lane(contestant, query, inbox, given)
-
-
-@contextmanager
-def session(options: argparse.Namespace) -> Iterator[SparkSession]:
-    """RayDP with two executors of one core, and the settings of all contestants."""
-    import ray
-
-    from backends import StateStoreConf
-    from spark_bridge import init_spark, stop_spark
-
-    cloudpickle.register_pickle_by_value(stateful_queries)  # executors do not have this directory on their path
-    ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets live below it
-    ray.init(
-        address="local",
-        num_cpus=EXECUTORS + 1,
-        namespace="statestore",
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        include_dashboard=False,
-        _temp_dir=ray_dir,
-        object_store_memory=200 << 20,
-    )
-    try:
-        spark = init_spark(
-            "stateful",
-            num_executors=EXECUTORS,
-            executor_cores=1,
-            executor_memory="1500m",
-            conf=StateStoreConf(provider=options.provider),
-            configs={
-                "spark.sql.shuffle.partitions": str(options.partitions),
-                "spark.sql.streaming.stateStore.providerClass": ROCKSDB,
-                "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
-                "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows": str(options.native_row_count).lower(),
-                "spark.sql.streaming.pollingDelay": "500ms",
-                "spark.sql.streaming.numRecentProgressUpdates": "1000",
-                "spark.ui.enabled": "false",
-                "spark.log.level": "ERROR",
-                **dict(c.split("=", 1) for c in options.conf),
-            },
-        )
-        spark.sparkContext.setLogLevel("ERROR")
-        yield spark
-    finally:
-        stop_spark()
-        ray.shutdown()
-        shutil.rmtree(ray_dir, ignore_errors=True)
 
 
 def measure(spark: SparkSession, options: argparse.Namespace, root: Path) -> list[Lane]:
@@ -230,7 +51,9 @@ def measure(spark: SparkSession, options: argparse.Namespace, root: Path) -> lis
     turns = max(1, -(-options.batches // options.turn))
     total = options.warm_up + turns * options.turn
     with console.status(f"Making {total} batches of {options.rows:,} rows"):
-        given = make_input(root / "batches", total, options.rows, options.keys)
+        given = Input(root / "batches", Workload("long", "a long key", options.rows, options.keys))
+        for _ in range(total):
+            given.add()
     lanes: list[Lane] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     work = sum((1 if c.is_slow else options.warm_up) + turns * (1 if c.is_slow else options.turn) for c in chosen)
@@ -238,7 +61,8 @@ def measure(spark: SparkSession, options: argparse.Namespace, root: Path) -> lis
         task = bar.add_task("warming up", total=work)
         for contestant in chosen:
             bar.update(task, description=f"warming up {contestant.name}")
-            lane = start(spark, contestant, root, given)
+            lane = Lane(contestant, root / contestant.name, given)
+            start(spark, lane, {ROW_COUNT: "true"} if options.native_row_count else None)
             lanes.append(lane)
             for _ in range(1 if contestant.is_slow else options.warm_up):
                 lane.run(1)
@@ -269,7 +93,7 @@ def show(lanes: Sequence[Lane], options: argparse.Namespace) -> None:
         title_justify="left",
     )
     table.add_column("contestant")
-    yardsticks = [lane for lane in lanes if lane.contestant.name in ("native", "spark_rows", "spark_pandas")]
+    yardsticks = [lane for lane in lanes if lane.contestant.name in YARDSTICKS]
     for heading in (
         "batches",
         "median s",
@@ -316,17 +140,18 @@ def _nth(seconds: list[float], i: int, count: int) -> float:
 
 def main() -> None:
     """Measure and print."""
-    has_spark_4 = int(pyspark.__version__.split(".")[0]) >= SPARK_4
-    available = [c.name for c in CONTESTANTS.values() if has_spark_4 or not c.needs_spark_4]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = [name for name in available if CONTESTANTS[name].keeps_state]
+    names = available()
+    # applyInPandasWithState alone takes as long as all others together.
+    unusual = ("native_hdfs", "spark_pandas_state", "aggregate_partial")
+    usual = [n for n in names if CONTESTANTS[n].gives == "totals" and n not in unusual]
     parser.add_argument(
         "--contestants",
         nargs="+",
-        choices=available,
+        choices=names,
         default=usual,
         metavar="NAME",
-        help="some of " + ", ".join(f"{name} ({CONTESTANTS[name].label})" for name in available),
+        help="some of " + ", ".join(f"{name} ({CONTESTANTS[name].label})" for name in names),
     )
     parser.add_argument("--rows", type=int, default=500_000, help="rows per batch (default 500000)")
     parser.add_argument("--keys", type=int, default=100_000, help="keys (default 100000)")
@@ -344,7 +169,11 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show where the time of a batch goes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="statestore-bench-") as temporary, session(options) as spark:
+    configs = dict(c.split("=", 1) for c in options.conf)
+    with (
+        tempfile.TemporaryDirectory(prefix="statestore-bench-") as temporary,
+        session(options.partitions, provider=options.provider, configs=configs) as spark,
+    ):
         lanes = measure(spark, options, Path(temporary))
         show(lanes, options)
         if options.profile:

@@ -1,77 +1,108 @@
-"""The contestants of ``stateful.py``: one running count and sum by user, in every way there is to write it."""
+"""Contestants that keep running totals in a stream: the same work in every way there is to write it, in Spark's and in ours."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
+from workloads import Aggregate, Gives, Workload
 
-from backends.key_groups import spark_xxhash64
-
-INPUT = "user long, amount long"
-OUTPUT = "user long, n long, spent long"
-STATE = "n long, spent long"
 CHECK = "check"
-
-Longs = npt.NDArray[np.int64]
+ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+HDFS = "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider"
+PROVIDER = "spark.sql.streaming.stateStore.providerClass"
+ON_ROCKSDB = {
+    PROVIDER: ROCKSDB,
+    "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
+    "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows": "false",
+}
+"""As Spark's guide advises for speed."""
+ON_HDFS = {PROVIDER: HDFS}
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to write the query: ``make`` from the input, started with Spark's ``output_mode``.
+    """One way to write the query: ``make`` from the input, started with Spark's ``output_mode`` and ``settings``; ``arguments`` are
+    those of its call that are not the usual ones.
 
-    ``is_slow``: it needs many seconds a batch, and takes fewer batches. Without ``keeps_state`` its
-    results are those of each batch alone: what shuffle and Python cost by themselves.
+    ``is_slow``: it needs many seconds a batch, and takes fewer batches.
     """
 
     name: str
     label: str
-    make: Callable[[DataFrame], DataFrame]
+    make: Callable[[DataFrame, Workload], DataFrame]
     output_mode: str = "append"
     needs_spark_4: bool = False
     is_slow: bool = False
-    keeps_state: bool = True
+    gives: Gives = "totals"
+    is_ours: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
 
-def native(df: DataFrame) -> DataFrame:
+def native(df: DataFrame, workload: Workload) -> DataFrame:
     """Spark's own aggregation, in the JVM."""
-    return df.groupBy("user").agg(F.count(F.lit(1)).alias("n"), F.sum("amount").alias("spent"))
+    made = {"n": F.count(F.lit(1)), "spent": F.sum("amount"), "pieces": F.sum("pieces")}
+    made |= {"least": F.min("amount"), "most": F.max("amount")}
+    return df.groupBy(*workload.key_names).agg(*(made[a.name].alias(a.name) for a in workload.aggregates))
 
 
-def aggregate(df: DataFrame) -> DataFrame:
+def aggregate(df: DataFrame, workload: Workload, **options: Any) -> DataFrame:
     from spark_bridge import aggregate
     from spark_bridge import functions as S
 
-    return aggregate(df, by="user", operator="totals", n=S.count(), spent=S.sum("amount"))
+    made = {"n": S.count(), "spent": S.sum("amount"), "pieces": S.sum("pieces")}
+    made |= {"least": S.min("amount"), "most": S.max("amount")}
+    figures: dict[str, Any] = {a.name: made[a.name] for a in workload.aggregates}
+    return aggregate(df, by=workload.key_names, operator="totals", **options, **figures)
 
 
-def stateless(df: DataFrame) -> DataFrame:
+def aggregate_partial(df: DataFrame, workload: Workload) -> DataFrame:
+    """As our documentation advises where few keys have most of the rows."""
+    return aggregate(df, workload, partial_aggregation=True)
+
+
+def identity(df: DataFrame, workload: Workload) -> DataFrame:
+    """The same shuffle, and a Python stage that hands on what it gets: the floor of any operator in Python."""
+
+    def same(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from batches
+
+    return df.repartition(*map(F.col, workload.key_names)).mapInArrow(same, workload.input)
+
+
+def stateless(df: DataFrame, workload: Workload) -> DataFrame:
     """The same shuffle and a Python stage that adds up each batch by itself: what is left if state costs nothing."""
     import pyarrow as pa
+
+    keys, aggregates = workload.key_names, workload.aggregates
+    named = {np.add: "sum", np.minimum: "min", np.maximum: "max"}
+    asked: list[tuple[Any, str]] = [(a.column, named[a.combine]) if a.column else ([], "count_all") for a in aggregates]
 
     def totals(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         found = list(batches)
         if found:
-            answer = pa.Table.from_batches(found).group_by("user").aggregate([([], "count_all"), ("amount", "sum")])
-            yield from (
-                answer.select(["user", "count_all", "amount_sum"]).rename_columns(["user", "n", "spent"]).to_batches()
-            )
+            answer = pa.Table.from_batches(found).group_by(keys).aggregate(asked)
+            columns = [*keys, *(f"{c}_{how}" if c else how for c, how in asked)]
+            yield from answer.select(columns).rename_columns([*keys, *(a.name for a in aggregates)]).to_batches()
 
-    return df.repartition(F.col("user")).mapInArrow(totals, OUTPUT)
+    return df.repartition(*map(F.col, keys)).mapInArrow(totals, workload.output)
 
 
-def _row_processor(base: Any) -> Any:
+def _row_processor(base: Any, workload: Workload) -> Any:
+    state = workload.state
+    total = Row(*workload.key_names, *(a.name for a in workload.aggregates))
+
     class RunningTotals(base):
         """The processor that a user of Spark 4 would write."""
 
         def init(self, handle: Any) -> None:
-            self.total = handle.getValueState("total", STATE)
+            self.total = handle.getValueState("total", state)
 
         def handleInputRows(self, key: Any, rows: Iterator[Row], timerValues: Any) -> Iterator[Row]:
             n, spent = self.total.get() or (0, 0)
@@ -79,30 +110,56 @@ def _row_processor(base: Any) -> Any:
                 n += 1
                 spent += row.amount
             self.total.update((n, spent))
-            yield Row(user=key[0], n=n, spent=spent)
+            yield total(*key, n, spent)
 
         def close(self) -> None:
             pass
 
-    return RunningTotals()
+    class FiveTotals(RunningTotals):
+        """The same with five figures."""
+
+        def handleInputRows(self, key: Any, rows: Iterator[Row], timerValues: Any) -> Iterator[Row]:
+            n, spent, least, most, pieces = self.total.get() or (0, 0, 1 << 62, -(1 << 62), 0)
+            for row in rows:
+                amount = row.amount
+                n += 1
+                spent += amount
+                pieces += row.pieces
+                least = min(least, amount)
+                most = max(most, amount)
+            self.total.update((n, spent, least, most, pieces))
+            yield total(*key, n, spent, least, most, pieces)
+
+    return RunningTotals() if len(workload.aggregates) == 2 else FiveTotals()
 
 
-def _pandas_processor(base: Any) -> Any:
+def _fold(frame: Any, total: Sequence[int] | None, aggregates: Sequence[Aggregate]) -> tuple[int, ...]:
+    """The totals with one frame of a key's rows in them."""
+    found = []
+    for i, a in enumerate(aggregates):
+        of_frame = int(a.combine.reduce(frame[a.column].to_numpy())) if a.column else len(frame)
+        found.append(of_frame if total is None else int(a.combine(total[i], of_frame)))
+    return tuple(found)
+
+
+def _pandas_processor(base: Any, workload: Workload) -> Any:
     import pandas as pd
+
+    state, columns, aggregates = workload.state, list(workload.key_names), workload.aggregates
+    columns += [a.name for a in aggregates]
 
     class RunningTotals(base):
         """The same on frames."""
 
         def init(self, handle: Any) -> None:
-            self.total = handle.getValueState("total", STATE)
+            self.total = handle.getValueState("total", state)
 
         def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
-            n, spent = self.total.get() or (0, 0)
+            total: Any = self.total.get()
             for frame in rows:
-                n += len(frame)
-                spent += int(frame["amount"].sum())
-            self.total.update((n, spent))
-            yield pd.DataFrame({"user": [key[0]], "n": [n], "spent": [spent]})
+                total = _fold(frame, total, aggregates)
+            self.total.update(total)
+            yield pd.DataFrame([(*key, *total)], columns=columns)
 
         def close(self) -> None:
             pass
@@ -110,90 +167,120 @@ def _pandas_processor(base: Any) -> Any:
     return RunningTotals()
 
 
-def arrow(df: DataFrame) -> DataFrame:
+def arrow(df: DataFrame, workload: Workload) -> DataFrame:
     from spark_bridge import ArrowBatch, ArrowResult, ArrowStatefulProcessor, transform_with_state_in_arrow
+
+    state, aggregates = workload.state, workload.aggregates
 
     class RunningTotals(ArrowStatefulProcessor):
         """All keys at once: every key has rows, for there are no timers."""
 
         def init(self, handle: Any) -> None:
-            handle.declare_state(STATE)
+            handle.declare_state(state)
 
         def process(self, batch: ArrowBatch) -> ArrowResult | None:
             if not batch.num_keys:
                 return None
-            amounts = batch.rows["amount"].to_numpy()
-            n = np.diff(batch.offsets) + batch.state["n"].fill_null(0).to_numpy()
-            spent = np.add.reduceat(amounts, batch.offsets[:-1]) + batch.state["spent"].fill_null(0).to_numpy()
-            state = pa.table({"n": n, "spent": spent})
-            return ArrowResult(output=state.add_column(0, "user", batch.keys["user"]), state=state)
+            starts, made = batch.offsets[:-1], {}
+            is_old = batch.has_state.to_numpy(zero_copy_only=False)
+            for a in aggregates:
+                of_batch = (
+                    a.combine.reduceat(batch.rows[a.column].to_numpy(), starts) if a.column else np.diff(batch.offsets)
+                )
+                old = batch.state[a.name].fill_null(0).to_numpy()
+                made[a.name] = np.where(is_old, a.combine(old, of_batch), of_batch)
+            table = output = pa.table(made)
+            for i, name in enumerate(batch.keys.column_names):
+                output = output.add_column(i, name, batch.keys[name])
+            return ArrowResult(output=output, state=table)
 
-    return transform_with_state_in_arrow(df, "user", RunningTotals(), OUTPUT, operator="arrow_totals")
-
-
-def rows(df: DataFrame) -> DataFrame:
-    from spark_bridge import StatefulProcessor, transform_with_state
-
-    return transform_with_state(df, "user", _row_processor(StatefulProcessor), OUTPUT, operator="row_totals")
-
-
-def pandas(df: DataFrame) -> DataFrame:
-    from spark_bridge import StatefulProcessor, transform_with_state_in_pandas
-
-    return transform_with_state_in_pandas(
-        df, "user", _pandas_processor(StatefulProcessor), OUTPUT, operator="pandas_totals"
+    return transform_with_state_in_arrow(
+        df, workload.key_names, RunningTotals(), workload.output, operator="arrow_totals"
     )
 
 
-def spark_rows(df: DataFrame) -> DataFrame:
+def rows(df: DataFrame, workload: Workload) -> DataFrame:
+    from spark_bridge import StatefulProcessor, transform_with_state
+
+    processor = _row_processor(StatefulProcessor, workload)
+    return transform_with_state(df, workload.key_names, processor, workload.output, operator="row_totals")
+
+
+def pandas(df: DataFrame, workload: Workload) -> DataFrame:
+    from spark_bridge import StatefulProcessor, transform_with_state_in_pandas
+
+    processor = _pandas_processor(StatefulProcessor, workload)
+    return transform_with_state_in_pandas(df, workload.key_names, processor, workload.output, operator="pandas_totals")
+
+
+def spark_pandas_state(df: DataFrame, workload: Workload) -> DataFrame:
+    """``applyInPandasWithState``. Spark 3.5 has it as well, but there it fails with today's pandas and pyarrow (a slice of floats)."""
+    import pandas as pd
+
+    aggregates = workload.aggregates
+    columns = [*workload.key_names, *(a.name for a in aggregates)]
+
+    def totals(key: Any, frames: Iterator[Any], state: Any) -> Iterator[Any]:
+        total: Any = state.get if state.exists else None
+        for frame in frames:
+            total = _fold(frame, total, aggregates)
+        state.update(total)
+        yield pd.DataFrame([(*key, *total)], columns=columns)
+
+    return df.groupBy(*workload.key_names).applyInPandasWithState(
+        totals, workload.output, workload.state, "update", "NoTimeout"
+    )
+
+
+def spark_rows(df: DataFrame, workload: Workload) -> DataFrame:
     from pyspark.sql.streaming import StatefulProcessor
 
-    return df.groupBy("user").transformWithState(_row_processor(StatefulProcessor), OUTPUT, "Update", "none")
+    processor = _row_processor(StatefulProcessor, workload)
+    return df.groupBy(*workload.key_names).transformWithState(processor, workload.output, "Update", "none")
 
 
-def spark_pandas(df: DataFrame) -> DataFrame:
+def spark_pandas(df: DataFrame, workload: Workload) -> DataFrame:
     from pyspark.sql.streaming import StatefulProcessor
 
-    return df.groupBy("user").transformWithStateInPandas(_pandas_processor(StatefulProcessor), OUTPUT, "Update", "none")
+    processor = _pandas_processor(StatefulProcessor, workload)
+    return df.groupBy(*workload.key_names).transformWithStateInPandas(processor, workload.output, "Update", "none")
 
 
+_SPARK_4: dict[str, Any] = {"needs_spark_4": True, "is_slow": True, "settings": ON_ROCKSDB}
 CONTESTANTS = {
     c.name: c
     for c in (
-        Contestant("native", "Spark groupBy().agg()", native, "update"),
-        Contestant("aggregate", "aggregate", aggregate),
-        Contestant("stateless", "a shuffle and mapInArrow, without state", stateless, keeps_state=False),
-        Contestant("arrow", "transform_with_state_in_arrow", arrow),
-        Contestant("rows", "transform_with_state", rows),
-        Contestant("pandas", "transform_with_state_in_pandas", pandas, is_slow=True),
-        Contestant("spark_rows", "Spark transformWithState", spark_rows, "update", needs_spark_4=True, is_slow=True),
+        Contestant("native", "Spark groupBy().agg() on RocksDB", native, "update", settings=ON_ROCKSDB),
+        Contestant("native_hdfs", "Spark groupBy().agg(), HDFS-backed", native, "update", settings=ON_HDFS),
+        Contestant("aggregate", "aggregate", aggregate, is_ours=True),
         Contestant(
-            "spark_pandas", "Spark transformWithStateInPandas", spark_pandas, "update", needs_spark_4=True, is_slow=True
+            "aggregate_partial",
+            "aggregate, added up before the shuffle too",
+            aggregate_partial,
+            is_ours=True,
+            arguments={"partial_aggregation": "True"},
         ),
+        Contestant("identity", "a shuffle and mapInArrow of an identity", identity, gives="rows"),
+        Contestant("stateless", "a shuffle and mapInArrow, without state", stateless, gives="totals of the batch"),
+        Contestant("arrow", "transform_with_state_in_arrow", arrow, is_ours=True),
+        Contestant("rows", "transform_with_state", rows, is_ours=True),
+        Contestant("pandas", "transform_with_state_in_pandas", pandas, is_slow=True, is_ours=True),
+        Contestant(
+            "spark_pandas_state",
+            "Spark applyInPandasWithState",
+            spark_pandas_state,
+            "update",
+            **_SPARK_4,
+        ),
+        Contestant("spark_rows", "Spark transformWithState", spark_rows, "update", **_SPARK_4),
+        Contestant("spark_pandas", "Spark transformWithStateInPandas", spark_pandas, "update", **_SPARK_4),
     )
 }
+YARDSTICKS = ("native", "spark_pandas_state", "spark_rows", "spark_pandas")
 
 
 def checked(df: DataFrame) -> DataFrame:
     """Count the rows of each batch, and combine their hashes in a way that their order does not matter to."""
     return df.observe(
-        CHECK, F.count(F.lit(1)).alias("rows"), F.expr("bit_xor(xxhash64(user, n, spent))").alias("hashes")
+        CHECK, F.count(F.lit(1)).alias("rows"), F.expr(f"bit_xor(xxhash64({', '.join(df.columns)}))").alias("hashes")
     )
-
-
-def expected_checks(
-    batches: Sequence[tuple[Longs, Longs]], keys: int, *, keeps_state: bool = True
-) -> list[tuple[int, int]]:
-    """What ``checked`` must see of each batch of (users, amounts), computed here with numpy."""
-    n, spent = np.zeros(keys, np.int64), np.zeros(keys, np.int64)
-    checks = []
-    for users, amounts in batches:
-        if not keeps_state:
-            n[:], spent[:] = 0, 0
-        n += np.bincount(users, minlength=keys)
-        np.add.at(spent, users, amounts)
-        touched = np.unique(users)
-        columns = [pa.array(values) for values in (touched, n[touched], spent[touched])]
-        hashes = spark_xxhash64(pa.RecordBatch.from_arrays(columns, ["user", "n", "spent"]))
-        checks.append((len(touched), int(np.bitwise_xor.reduce(hashes))))
-    return checks

@@ -197,36 +197,46 @@ def measure_get(root: Path, size: int, rounds: int, rng: np.random.Generator) ->
     """All keys in one bulk get."""
     held = Loaded(root, size, rng)
     try:
-        contestants: dict[str, Callable[[], float]] = {}
-        for name, store in held.stores.items():
-            assert store.get_many(held.keys).equals(held.values), name
-            contestants[name] = lambda store=store: timed(lambda: store.get_many(held.keys))
-        for name, db in held.raw.items():
-            assert db.get(held.key_list) == held.value_list, name
-            contestants[f"{name}, Arrow"] = lambda db=db: timed(
-                lambda: pa.array(db.get(held.keys.to_pylist()), pa.binary())
-            )
-            contestants[f"{name}, lists"] = lambda db=db: timed(lambda: db.get(held.key_list))
-        compare(f"Bulk get of {size:,} sorted keys", size, take_turns(contestants, rounds))
+        compare(f"Bulk get of {size:,} sorted keys", size, take_turns(getters(held), rounds))
     finally:
         held.close()
+
+
+def getters(held: Loaded) -> dict[str, Callable[[], float]]:
+    """What reads all keys, by contestant. Raises unless each has the right values."""
+    contestants: dict[str, Callable[[], float]] = {}
+    for name, store in held.stores.items():
+        assert store.get_many(held.keys).equals(held.values), name
+        contestants[name] = lambda store=store: timed(lambda: store.get_many(held.keys))
+    for name, db in held.raw.items():
+        assert db.get(held.key_list) == held.value_list, name
+        contestants[f"{name}, Arrow"] = lambda db=db: timed(
+            lambda: pa.array(db.get(held.keys.to_pylist()), pa.binary())
+        )
+        contestants[f"{name}, lists"] = lambda db=db: timed(lambda: db.get(held.key_list))
+    return contestants
 
 
 def measure_scan(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
     """All pairs in key order."""
     held = Loaded(root, size, rng)
     try:
-        contestants: dict[str, Callable[[], float]] = {}
-        for name, store in held.stores.items():
-            _check_scan(held, store.scan())
-            contestants[name] = lambda store=store: timed(lambda: sum(len(batch) for batch in store.scan()))
-        for name, db in held.raw.items():
-            _check_scan(held, raw_batches(db))
-            contestants[f"{name}, Arrow"] = lambda db=db: timed(lambda: sum(len(batch) for batch in raw_batches(db)))
-            contestants[f"{name}, lists"] = lambda db=db: timed(lambda: list(db.items()))
-        compare(f"Full scan of {size:,} keys", size, take_turns(contestants, rounds))
+        compare(f"Full scan of {size:,} keys", size, take_turns(scanners(held), rounds))
     finally:
         held.close()
+
+
+def scanners(held: Loaded) -> dict[str, Callable[[], float]]:
+    """What reads all pairs in key order, by contestant. Raises unless each gives the right ones."""
+    contestants: dict[str, Callable[[], float]] = {}
+    for name, store in held.stores.items():
+        _check_scan(held, store.scan())
+        contestants[name] = lambda store=store: timed(lambda: sum(len(batch) for batch in store.scan()))
+    for name, db in held.raw.items():
+        _check_scan(held, raw_batches(db))
+        contestants[f"{name}, Arrow"] = lambda db=db: timed(lambda: sum(len(batch) for batch in raw_batches(db)))
+        contestants[f"{name}, lists"] = lambda db=db: timed(lambda: list(db.items()))
+    return contestants
 
 
 def _check_scan(held: Loaded, batches: Iterator[pa.RecordBatch]) -> None:
@@ -238,7 +248,17 @@ def _check_scan(held: Loaded, batches: Iterator[pa.RecordBatch]) -> None:
 def measure_put(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
     """All pairs in one bulk put and a durable commit: into an empty state, then other values over them."""
     keys = random_keys(size, rng)
-    sets = [random_values(size, rng) for _ in range(2)]
+    times, contestants = putters(root, keys, [random_values(size, rng) for _ in range(2)])
+    take_turns(contestants, rounds)
+    for case, of_case in times.items():
+        # In the order of the first round.
+        compare(f"Bulk put of {size:,} sorted pairs and commit, {case}", size, of_case)
+
+
+def putters(
+    root: Path, keys: pa.BinaryArray, sets: list[pa.BinaryArray]
+) -> tuple[dict[str, Times], dict[str, Callable[[], float]]]:
+    """What puts all pairs, and where the seconds go that each takes, by case and contestant. Each checks what it has put."""
     key_list, value_lists = keys.to_pylist(), [values.to_pylist() for values in sets]
     cases = ("empty state", "over all keys", "all keys read before")
     times: dict[str, Times] = {case: {} for case in cases}
@@ -298,10 +318,7 @@ def measure_put(root: Path, size: int, rounds: int, rng: np.random.Generator) ->
         ("raw not synced, lists", False, False),
     ):
         contestants[name] = lambda name=name, sync=sync, arrow=arrow: raw_side(name, sync=sync, arrow=arrow)
-    take_turns(contestants, rounds)
-    for case in cases:
-        # In the order of the first round.
-        compare(f"Bulk put of {size:,} sorted pairs and commit, {case}", size, times[case])
+    return times, contestants
 
 
 # -- how costs grow ------------------------------------------------------------------------------

@@ -1,0 +1,190 @@
+"""The benchmark suite: every comparison of ``comparisons/``, each in a process of its own, and ``RESULTS.md`` made of what they measured.
+
+    python benchmarks/bench.py                                    all of them at full size; hours
+    python benchmarks/bench.py throughput --keys 100000           one by name, with its sizes; only its part of RESULTS.md is replaced
+    python benchmarks/bench.py --smoke                            small sizes, three minutes: equality, and what has become slower
+    python benchmarks/bench.py --smoke --keep                     the same, and keep the figures as those to compare with
+    python benchmarks/bench.py --list                             names and sizes
+    python benchmarks/bench.py --render                           RESULTS.md again from the kept figures
+
+``make bench`` and ``make bench-smoke`` are the same, with the environments that they need. What is measured again replaces what is kept in
+``results/<comparison>.json``. A smoke run compares itself with ``results/smoke/``, which another smoke run with ``--keep`` has made, since
+ratios depend on the sizes; it reports, and ends with status 1 only if a comparison failed, say because results were not equal.
+
+Comparisons on Spark 4.2 run with the Python of ``.venv42``, which ``make venv42`` makes if it is missing, or of the environment that
+STATESTORE_VENV42 names.
+
+What stands in the way of a target is written by hand into ``remarks/<comparison>.md``, and stands below its figures in ``RESULTS.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from comparisons import COMPARISONS
+from rich.console import Console
+from suite import report, runner
+from suite.comparison import ENVIRONMENTS, Comparison, Kind
+from suite.model import Result, Size, load, save
+from suite.ratios import Slower, in_both, slower
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+console = Console(highlight=False, stderr=True)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
+    """The suite's own options, and the sizes: everything else that begins with two dashes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="comparisons (default all)")
+    parser.add_argument("--smoke", action="store_true", help="small sizes; compare with what is kept")
+    parser.add_argument("--keep", action="store_true", help="keep the figures of a smoke run")
+    parser.add_argument("--environment", choices=tuple(ENVIRONMENTS), help="only in this one")
+    parser.add_argument("--minutes", type=float, help="how long each may take, instead of its usual limit")
+    parser.add_argument("--list", action="store_true", help="names, sizes and limits")
+    parser.add_argument("--render", action="store_true", help="only make RESULTS.md again")
+    for hidden in ("--child", "--kind", "--sizes", "--answer"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    # Sizes are taken out first: argparse would take their values for names.
+    own, sizes, i = [], {}, 0
+    known = {option for action in parser._actions for option in action.option_strings}
+    while i < len(arguments):
+        word = arguments[i]
+        i += 1
+        name, has_value, value = word.partition("=")
+        if not word.startswith("--") or name in known:
+            own.append(word)
+            continue
+        values = [value] if has_value else []
+        while not has_value and i < len(arguments) and not arguments[i].startswith("--"):
+            values.append(arguments[i])
+            i += 1
+        sizes[name.removeprefix("--").replace("-", "_")] = values
+    options = parser.parse_args(own)
+    if sizes and len(options.names) != 1:
+        parser.error(f"--{', --'.join(sizes)}: sizes are given with the one comparison that they are for.")
+    if unknown := [name for name in options.names if name not in COMPARISONS]:
+        parser.error(f"There is no comparison {', '.join(unknown)}; there are {', '.join(COMPARISONS)}.")
+    return options, sizes
+
+
+def sizes_of(comparison: Comparison, kind: Kind, given: Mapping[str, list[str]]) -> Size:
+    """Single values stay single. Raises ``ValueError`` for an unknown one, or one without a value."""
+    if empty := [name for name, values in given.items() if not values]:
+        raise ValueError(f"--{empty[0]} needs a value.")
+    return comparison.size(kind, {name: values[0] if len(values) == 1 else values for name, values in given.items()})
+
+
+def write_results() -> None:
+    """``RESULTS.md`` and the plots, from what is kept."""
+    results = load(RESULTS)
+    remarks = {path.stem: path.read_text() for path in sorted((HERE / "remarks").glob("*.md"))}
+    (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks))
+    drawn = report.plots(COMPARISONS, results)
+    RESULTS.mkdir(exist_ok=True)
+    for name, text in drawn.items():
+        (RESULTS / name).write_text(text)
+    for path in RESULTS.glob("*.svg"):
+        if path.name not in drawn:
+            path.unlink()
+
+
+def show_list() -> None:
+    """What there is."""
+    for name, c in COMPARISONS.items():
+        where = " and ".join(ENVIRONMENTS[e] for e in c.environments)
+        smoke = "" if c.in_smoke else "; not in the smoke run unless it is named"
+        print(f"{name}: {c.title}, on {where}; at most {c.minutes['full']:g} minutes{smoke}")
+        for size, value in c.sizes["full"].items():
+            values = value if isinstance(value, (list, tuple)) else [value]
+            print(f"    --{size.replace('_', '-')} {' '.join(map(str, values))}")
+
+
+def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespace, given: dict[str, list[str]]) -> int:
+    """Run them, keep what is to be kept, and report. Returns 1 if one failed."""
+    directory = RESULTS if kind == "full" else RESULTS / "smoke"
+    kept = load(directory)
+    failed, unknown, found = list[str](), list[str](), list[Slower]()
+    if options.minutes is not None:
+        chosen = [replace(comparison, minutes={kind: options.minutes}) for comparison in chosen]
+    for comparison in chosen:
+        size = sizes_of(comparison, kind, given)
+        for environment in comparison.environments:
+            if options.environment not in (None, environment):
+                continue
+            part = runner.run(comparison, environment, kind, size, console)
+            if part.failure is not None:
+                failed.append(f"{comparison.name} on {ENVIRONMENTS[environment]}: {part.failure}")
+            before = kept.get(comparison.name, Result(comparison.name, {}))
+            if kind == "smoke":
+                if environment not in before.parts:
+                    unknown.append(f"{comparison.name} on {ENVIRONMENTS[environment]}")
+                suspect = slower(before, Result(comparison.name, {environment: part}))
+                if suspect:
+                    console.print(f"{len(suspect)} ratios are worse than kept: once more, to tell that from noise")
+                    again = runner.run(comparison, environment, kind, size, console)
+                    if again.failure is not None:
+                        failed.append(f"{comparison.name} on {ENVIRONMENTS[environment]}, once more: {again.failure}")
+                    suspect = in_both(suspect, slower(before, Result(comparison.name, {environment: again})))
+                found += suspect
+            if kind == "full" or (options.keep and part.failure is None):
+                kept[comparison.name] = before.with_part(part)
+                save(directory, kept[comparison.name])
+            if kind == "full":
+                write_results()
+    for line in report.in_words(found):
+        console.print(f"slower: {line}", style="yellow", markup=False)
+    for line in failed:
+        console.print(f"failed: {line}", style="bold red", markup=False)
+    if kind == "smoke" and not failed:
+        console.print(f"All results were equal; {len(found) or 'no'} ratios have become worse than kept.")
+    if unknown:
+        console.print(
+            f"Nothing is kept to compare with of {', '.join(unknown)}: run this with --keep on a quiet machine."
+        )
+    return 1 if failed else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the status that the process ends with."""
+    options, given = parse(arguments)
+    if options.child:
+        comparison = COMPARISONS[options.child]
+        runner.run_here(comparison, options.environment, options.kind, json.loads(options.sizes), Path(options.answer))
+        return 0
+    if options.list:
+        show_list()
+        return 0
+    if options.render:
+        write_results()
+        return 0
+    # So that being terminated ends what has been started, as an interrupt does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    kind: Kind = "smoke" if options.smoke else "full"
+    chosen = [
+        c
+        for name, c in COMPARISONS.items()
+        if name in options.names or (not options.names and (kind == "full" or c.in_smoke))
+    ]
+    try:
+        for comparison in chosen:
+            sizes_of(comparison, kind, given)
+    except ValueError as error:
+        console.print(str(error), style="bold red", markup=False)
+        return 2
+    status = measure(chosen, kind, options, given)
+    if kind == "full" and not options.names and options.environment is None:
+        console.print("[bold]Once more at smoke size[/], for later smoke runs to compare with")
+        options.keep = True
+        status |= measure([c for c in chosen if c.in_smoke], "smoke", options, {})
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

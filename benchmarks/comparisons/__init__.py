@@ -1,0 +1,13 @@
+"""The comparisons of the suite, in the order in which they are run and shown.
+
+A module here has ``COMPARISONS``, and imports what it measures only when it runs. Another one is added to ``MODULES``.
+"""
+
+from __future__ import annotations
+
+from suite.comparison import Comparison
+
+from comparisons import coordinators, growth, latency, lookups, providers, recovery, savepoints, throughput
+
+MODULES = (throughput, growth, latency, recovery, savepoints, lookups, providers, coordinators)
+COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}

@@ -1,0 +1,194 @@
+"""What the coordinator bears: messages of many callers, and a large cluster that is played to it."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from suite.comparison import Comparison, Measured
+from suite.model import Case, Contestant, Size
+from suite.progress import Steps
+from suite.ratios import Target
+
+OURS, EMPTY = "coordinator", "empty actor"
+MIB = 1 << 20
+CPU, MEMORY, LOCATE = "CPU of the coordinator", "its memory, at most", "locating all instances in one call"
+RECORDS = "answers to the messages of a checkpoint"
+
+
+def run(size: Size, steps: Steps) -> Measured:
+    """Messages of callers first, then the cluster; in one Ray cluster each."""
+    import coordinator
+
+    measured = Measured(
+        {
+            OURS: Contestant("the coordinator's actor: a host's heartbeat", {}, True),
+            EMPTY: Contestant("a Ray actor whose method takes the same and returns nothing", {"max_concurrency": "64"}),
+        }
+    )
+    steps.expect(len(size["callers"]) * size["turns"] * 2 + size["rounds"])
+    with coordinator.linked(True) as link:
+        for callers, turns in _messages(link, size, steps).items():
+            name = f"messages, {callers} caller{'s' if callers > 1 else ''}"
+            measured.cases.append(Case(name, "messages/s", turns, more_is_better=True))
+    for case in _simulation(size, steps):
+        measured.cases.append(case)
+    measured.notes += [
+        "Callers are threads of one process, each with one message under way; every answer is checked. The coordinator has a query "
+        f"with {size['partitions']:,} partitions on {size['hosts']} hosts registered.",
+        f"Then {size['hosts']} hosts with {size['partitions']:,} partitions are played to a real actor, with a checkpoint a second, "
+        "every acknowledgement checked: see `python benchmarks/coordinator.py --actor`.",
+    ]
+    return measured
+
+
+def _options(size: Size) -> argparse.Namespace:
+    return argparse.Namespace(
+        actor=True,
+        hosts=size["hosts"],
+        partitions=size["partitions"],
+        operators=1,
+        seconds=size["seconds"],
+        interval=1.0,
+        maintenance_interval=60.0,
+        heartbeat=1.0,
+        retain=100,
+        threads=4,
+    )
+
+
+def _messages(link: Any, size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]]]:
+    """Messages a second of so many callers at once, in turns."""
+    import coordinator
+    import ray
+
+    from coordinator_actor.priority import take_ordinary_priority
+
+    class Empty:
+        """Ray's own part of a call."""
+
+        def __init__(self) -> None:
+            take_ordinary_priority()
+
+        def heartbeat_host(self, host_id: str, incarnation: str, versions: dict[str, int]) -> None:
+            """Nothing."""
+
+    empty = ray.remote(num_cpus=0, max_concurrency=64)(Empty).remote()
+    root = Path(tempfile.mkdtemp(prefix="coordinator-"))
+    found: dict[int, dict[str, list[list[float]]]] = {}
+    try:
+        cluster = coordinator.Cluster(link, root, _options(size), map)
+        cluster.start()
+        hosts = [host.name for host in cluster.hosts]
+
+        def ours(i: int) -> None:
+            order = link.call("heartbeat_host", *hosts[i % len(hosts)], {})
+            if not order.known:
+                raise RuntimeError(f"The coordinator has forgotten host {hosts[i % len(hosts)]}.")
+
+        def theirs(i: int) -> None:
+            ray.get(empty.heartbeat_host.remote(*hosts[i % len(hosts)], {}))
+
+        contestants = {OURS: ours, EMPTY: theirs}
+        for callers in size["callers"]:
+            found[callers] = {name: [] for name in contestants}
+            with ThreadPoolExecutor(callers) as pool:
+                for turn in range(size["turns"]):
+                    for name in list(contestants)[:: 1 if turn % 2 == 0 else -1]:
+                        steps.now(f"{callers} callers: turn {turn + 1} of {size['turns']}, {name}")
+                        _calls(pool, callers, contestants[name], 0.2)
+                        found[callers][name].append([_calls(pool, callers, contestants[name], size["turn_seconds"])])
+                        steps.advance()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return found
+
+
+def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:
+    """Calls a second of all callers."""
+    end = time.perf_counter() + seconds
+
+    def caller(first: int) -> int:
+        count = 0
+        while time.perf_counter() < end:
+            call(first + count)
+            count += 1
+        return count
+
+    began = time.perf_counter()
+    calls = sum(pool.map(caller, range(callers)))
+    return calls / (time.perf_counter() - began)
+
+
+def _simulation(size: Size, steps: Steps) -> list[Case]:
+    """Some rounds of the played cluster, each with a coordinator of its own."""
+    import coordinator
+
+    cpu, memory, answers, located = [], [], [], []
+    for i in range(size["rounds"]):
+        steps.now(f"playing a cluster, round {i + 1} of {size['rounds']}")
+        fast = Path("/dev/shm")
+        root = Path(tempfile.mkdtemp(prefix="coordinator-", dir=fast if fast.is_dir() else None))
+        try:
+            with coordinator.linked(True) as link, ThreadPoolExecutor(4) as pool:
+                options = _options(size)
+                cluster = coordinator.Cluster(link, root, options, pool.map)
+                cluster.start()
+                played = coordinator.play(cluster, link, options)
+                cpu.append([played.cpu / len(played.checkpoints) / options.interval])
+                memory.append([played.peak_memory / MIB])
+                answers.append([seconds * 1e3 for seconds in played.checkpoints])
+                located.append([coordinator.locate(cluster, link)[1] * 1e3])
+        finally:
+            shutil.rmtree(root, ignore_errors=True)
+        steps.advance()
+    return [
+        Case(CPU, "cores", {OURS: cpu}),
+        Case(MEMORY, "MiB", {OURS: memory}),
+        Case(RECORDS, "ms", {OURS: answers}),
+        Case(LOCATE, "ms", {OURS: located}),
+    ]
+
+
+COMPARISONS = (
+    Comparison(
+        name="coordinator",
+        title="The coordinator",
+        about="One actor per namespace answers all hosts and drivers. An empty actor shows what Ray's calls cost by themselves.",
+        run=run,
+        sizes={
+            "full": {
+                "callers": [1, 8, 64],
+                "turns": 7,
+                "turn_seconds": 2.0,
+                "hosts": 200,
+                "partitions": 10_000,
+                "seconds": 60.0,
+                "rounds": 1,
+            },
+            "smoke": {
+                "callers": [1, 8],
+                "turns": 3,
+                "turn_seconds": 0.5,
+                "hosts": 20,
+                "partitions": 1_000,
+                "seconds": 3.0,
+                "rounds": 1,
+            },
+        },
+        minutes={"full": 10, "smoke": 6},
+        targets=(
+            Target(
+                "coordinator of 10,000 partitions, a checkpoint a second: CPU", CPU, OURS, 1, kind="value", unit="cores"
+            ),
+            Target("the same: memory", MEMORY, OURS, 1e9 / MIB, kind="value", unit="MiB"),
+            Target("the same: locating all instances in one call", LOCATE, OURS, 1000, kind="value", unit="ms"),
+        ),
+        picture="bars",
+    ),
+)

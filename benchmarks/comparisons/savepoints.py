@@ -1,0 +1,204 @@
+"""What a savepoint and a change of the partition count cost a query with a large state."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from suite.comparison import VENV, VENV42, Comparison, Measured
+from suite.model import Case, Contestant, Size
+from suite.progress import Steps
+
+from comparisons.streams import EQUAL, ON_CLUSTER, described, directory
+
+if TYPE_CHECKING:
+    from lanes import Input, Lane
+
+FILL_ROWS = 500_000
+OURS, NATIVE, AGAIN = "aggregate", "native", "native, computed again"
+BESIDE, WITHOUT = "beside a savepoint", "without one"
+FEW, MANY = 4, 8
+PARTITIONS = "spark.sql.shuffle.partitions"
+
+
+def run(size: Size, steps: Steps) -> Measured:
+    """Savepoints while batches go on, then the same state with other partition counts."""
+    import lanes
+    from stateful_queries import CONTESTANTS
+    from workloads import Workload
+
+    measured = Measured(
+        {
+            BESIDE: Contestant("batches of `aggregate` while a savepoint is made", {}, True),
+            WITHOUT: Contestant("its batches before and after"),
+            **described([OURS, NATIVE]),
+            AGAIN: Contestant("Spark's own aggregate over all input again, in one batch", CONTESTANTS[NATIVE].settings),
+        },
+        [],
+        [f"All on {ON_CLUSTER}.", EQUAL],
+    )
+    steps.expect(2 + size["savepoints"] + size["rescales"])
+    with directory() as root, lanes.session(FEW) as spark:
+        given = lanes.Input(root / "batches", Workload("long", "a long key", size["rows"], size["keys"]))
+        fills = given.fill(0, size["keys"], FILL_ROWS)
+        running = {name: lanes.Lane(CONTESTANTS[name], root / name, given) for name in (OURS, NATIVE)}
+        for lane in running.values():
+            steps.now(f"filling {lane.contestant.name}")
+            lanes.start(spark, lane)
+            for _ in range(fills):
+                lane.run(1)
+            lane.check()
+            steps.advance()
+        running[NATIVE].stop()
+        _savepoints(running[OURS], given, root / "savepoints", size, steps, measured)
+        running[OURS].stop()
+        _rescales(spark, running, given, root, size, steps, measured)
+        for lane in running.values():
+            lane.check()
+    return measured
+
+
+def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, measured: Measured) -> None:
+    """Savepoints, and the batches around and beside each."""
+    from spark_bridge import describe_savepoint, trigger_savepoint
+
+    seconds, rates, beside, without = [], [], [], []
+
+    def batch() -> float:
+        given.add()
+        return lane.run(1)[0]
+
+    for _ in range(3):
+        batch()
+    for i in range(size["savepoints"]):
+        steps.now(f"savepoint {i + 1} of {size['savepoints']}")
+        around = [batch() for _ in range(size["batches"])]
+        began = time.perf_counter()
+        ended: list[float] = []
+        future = trigger_savepoint(lane.query, str(path))
+        future.add_done_callback(partial(_note_end, ended))
+        meanwhile = [batch()]
+        while not future.done():
+            meanwhile.append(batch())
+        made = future.result()
+        # The callback may come a moment after the result.
+        seconds.append([(ended or [time.perf_counter()])[0] - began])
+        rates.append([describe_savepoint(made).size / 1e6 / seconds[-1][0]])
+        without.append(around + [batch() for _ in range(size["batches"])])
+        beside.append(meanwhile)
+        steps.advance()
+    measured.cases += [
+        Case("a batch", "s a batch", {BESIDE: beside, WITHOUT: without}),
+        Case("a savepoint, while batches go on", "s", {OURS: seconds}),
+        Case("the same, Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
+    ]
+    measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
+
+
+def _note_end(ended: list[float], _: Future[str]) -> None:
+    ended.append(time.perf_counter())
+
+
+def _rescales(
+    spark: Any, lanes_of: dict[str, Lane], given: Input, root: Path, size: Size, steps: Steps, measured: Measured
+) -> None:
+    """From few to many partitions and back: from the wish to the first completed batch."""
+    import lanes
+
+    turns: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
+    before, can_repartition = FEW, hasattr(type(spark), "_streamingCheckpointManager")
+    for i in range(size["rescales"]):
+        after = MANY if before == FEW else FEW
+        steps.now(f"from {before} to {after} partitions: {i + 1} of {size['rescales']}")
+        given.add()
+        found = turns.setdefault((before, after), {})
+        for name, lane in lanes_of.items():
+            lane.feed(len(given.directories) - lane.fed - 1)  # what the other one has had
+            if lane.fed > len(lane.progress):
+                lanes.start(spark, lane, {PARTITIONS: str(before)})
+                lane.wait()
+                lane.stop()
+            if name == NATIVE:
+                if not can_repartition:
+                    continue
+                if (seconds := _repartition(spark, lane, after, measured)) is None:
+                    can_repartition = False
+                    continue
+            else:
+                seconds = 0.0
+            lane.feed(1)
+            began = time.perf_counter()
+            lanes.start(spark, lane, {PARTITIONS: str(after)})
+            lane.wait()
+            found.setdefault(name, []).append([seconds + time.perf_counter() - began])
+            lane.check()
+            lane.stop()
+        found.setdefault(AGAIN, []).append([_again(spark, given, root / f"again-{i}", after)])
+        before = after
+        steps.advance()
+    for (before, after), its in turns.items():
+        measured.cases.append(Case(f"{before} to {after} partitions, to the first completed batch", "s", its))
+    if not hasattr(type(spark), "_streamingCheckpointManager"):
+        measured.notes.append(
+            "This Spark cannot change the partitions of a checkpoint: only computing all input again is left to compare."
+        )
+
+
+def _repartition(spark: Any, lane: Lane, partitions: int, measured: Measured) -> float | None:
+    """Seconds of Spark's offline repartition; None, and a note, if it refuses this checkpoint."""
+    from py4j.protocol import Py4JJavaError
+    from pyspark.errors import PySparkException
+
+    began = time.perf_counter()
+    try:
+        spark._streamingCheckpointManager.repartition(str(lane.root / "checkpoint"), partitions)
+    except (PySparkException, Py4JJavaError) as error:
+        measured.notes.append(
+            f"Spark's offline repartition does not run on this checkpoint: {str(error).splitlines()[0][:300]}"
+        )
+        return None
+    lane.skipped += 1  # it is a batch of its own
+    return time.perf_counter() - began
+
+
+def _again(spark: Any, given: Input, root: Path, partitions: int) -> float:
+    """Seconds of Spark's own aggregate over all input so far, in one batch, with so many partitions."""
+    import lanes
+    from stateful_queries import CHECK, CONTESTANTS
+
+    lane = lanes.Lane(CONTESTANTS[NATIVE], root, given)
+    lane.feed(len(given.directories))
+    began = time.perf_counter()
+    lanes.start(spark, lane, {PARTITIONS: str(partitions)}, files_per_trigger=given.files * len(given.directories))
+    while (progress := lane.query.lastProgress) is None or not progress["numInputRows"]:
+        if (error := lane.query.exception()) is not None:
+            raise RuntimeError(f"The query of {AGAIN} failed: {error}") from error
+        time.sleep(0.02)
+    seconds = time.perf_counter() - began
+    seen = progress["observedMetrics"][CHECK]
+    lane.stop()
+    if (seen["rows"], seen["hashes"]) != given.expected.of_all():
+        raise AssertionError(f"{AGAIN} gave {seen}, not {given.expected.of_all()} (rows, hashes)")
+    return seconds
+
+
+COMPARISONS = (
+    Comparison(
+        name="savepoint",
+        title="Savepoint and rescale",
+        about="Savepoints of a running query and what they cost its batches; then the same state with twice as many partitions, and back. "
+        "Ours is restarted with another number; Spark repartitions its checkpoint offline (4.2), or computes everything again.",
+        run=run,
+        sizes={
+            "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 3, "batches": 6, "rescales": 3},
+            "smoke": {"keys": 20_000, "rows": 5_000, "savepoints": 1, "batches": 2, "rescales": 1},
+        },
+        minutes={"full": 60, "smoke": 6},
+        environments=(VENV, VENV42),
+        in_smoke=False,
+        picture="bars",
+    ),
+)

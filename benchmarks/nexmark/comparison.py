@@ -1,0 +1,94 @@
+"""Nexmark's queries as a comparison of the suite."""
+
+from __future__ import annotations
+
+from suite.comparison import VENV, VENV42, Comparison, Measured
+from suite.model import Case, Contestant, Size
+from suite.progress import Steps
+
+LABELS = {
+    "aggregate": "`aggregate`",
+    "arrow": "`transform_with_state_in_arrow`",
+    "rows": "`transform_with_state`",
+    "native": "Spark's own aggregation (q9: a join and an aggregation)",
+    "spark_rows": "Spark `transformWithState`",
+    "spark_pandas": "Spark `applyInPandasWithState`",
+}
+OURS = frozenset({"aggregate", "arrow", "rows"})
+TITLES = {
+    "q9": "q9, auctions with their winning bid",
+    "q11": "q11, bids per bidder and session",
+    "q12": "q12, bids per bidder and 10 s of processing time",
+    "q18": "q18, last bid per bidder and auction",
+    "q19": "q19, top 10 bids per auction",
+}
+
+
+def run(size: Size, steps: Steps) -> Measured:
+    """All queries, one after the other in one session, the contestants of each in turns."""
+    from . import compare
+    from .generator import NexmarkConf
+
+    conf = NexmarkConf(event_rate=size["event_rate"], out_of_order_group_size=size["out_of_order"])
+    measured = Measured(
+        {name: Contestant(LABELS[name], {}, name in OURS) for name in size["contestants"]},
+        notes=[
+            "Of every query the number of rows and a sum of their hashes, over all batches, were equal to what pandas computes "
+            "from the same events; of q12 from the times that the batches had.",
+            "In q9 and q11 the batch without data that closes windows or auctions counts with the batch before.",
+        ],
+    )
+    with compare.session(size["partitions"]) as spark:
+        for query in size["queries"]:
+            found = compare.run(
+                query,
+                size["events"],
+                size["turns"] * size["batches"],
+                spark=spark,
+                contestants=compare.available(query, size["contestants"]),
+                warm_up=size["warm_up"],
+                turn=size["batches"],
+                conf=conf,
+                report=steps.now,
+            )
+            measured.cases.append(Case(TITLES[query], "s a batch", {m.contestant: m.turns for m in found}))
+    return measured
+
+
+COMPARISONS = (
+    Comparison(
+        name="nexmark",
+        title="Nexmark: the queries that are about state",
+        about="Events as of Nexmark's generator, 1 person, 3 auctions and 46 bids of 50, with its hot keys and 10,000 events per second "
+        "of event time; and the queries that keep state by key. Bids are read from parquet files with the others.",
+        run=run,
+        sizes={
+            "full": {
+                "queries": list(TITLES),
+                "contestants": list(LABELS),
+                "events": 200_000,
+                "event_rate": 10_000,
+                "out_of_order": 1,
+                "partitions": 2,
+                "warm_up": 4,
+                "turns": 5,
+                "batches": 1,
+            },
+            "smoke": {
+                "queries": list(TITLES),
+                "contestants": ["aggregate", "arrow", "native"],
+                "events": 5_000,
+                "event_rate": 500,
+                "out_of_order": 1,
+                "partitions": 2,
+                "warm_up": 1,
+                "turns": 2,
+                "batches": 1,
+            },
+        },
+        minutes={"full": 60, "smoke": 4},
+        environments=(VENV, VENV42),
+        in_smoke=False,
+        picture="bars",
+    ),
+)

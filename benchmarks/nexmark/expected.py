@@ -1,0 +1,124 @@
+"""What the queries must give, computed from the same events with pandas: apart from Spark and from this project.
+
+Each function gives Arrow tables with the columns of ``queries.OUTPUTS`` in their order; see there for what comes first
+among equals.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pandas as pd
+import pyarrow as pa
+
+from .generator import TIME, auctions_of, bids_of
+from .queries import OUTPUTS, WINDOW_MS
+
+TOP = 10
+SESSION_GAP = pd.Timedelta(seconds=10)
+_TYPES = {
+    "item_name": pa.string(),
+    "description": pa.string(),
+    "channel": pa.string(),
+    "url": pa.string(),
+    "extra": pa.string(),
+    "bid_extra": pa.string(),
+    "date_time": TIME,
+    "expires": TIME,
+    "bid_date_time": TIME,
+    "start_time": TIME,
+    "end_time": TIME,
+    "rank_number": pa.int32(),
+}
+"""The types of output columns; those that are not here are 64-bit integers."""
+
+
+def output_schema(query: str) -> pa.Schema:
+    """The columns that a query gives."""
+    return pa.schema([pa.field(name, _TYPES.get(name, pa.int64())) for name in OUTPUTS[query]])
+
+
+def last_bids(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """q18, batch by batch: the pairs that have bids in it, with their last bid up to now."""
+    keys, order = ["bidder", "auction"], ["date_time", "price", "channel", "url", "extra"]
+    last = _bids(batches[0]).iloc[:0]
+    for batch in batches:
+        bids = _bids(batch)
+        both = pd.concat([last, bids])
+        latest = both[both["date_time"] == both.groupby(keys)["date_time"].transform("max")]
+        is_tied = latest.duplicated(keys, keep=False)
+        decided = latest[is_tied].sort_values(order).drop_duplicates(keys, keep="last")
+        last = pd.concat([latest[~is_tied], decided])
+        touched = last.merge(bids[keys].drop_duplicates(), on=keys)
+        yield _table("q18", touched)
+
+
+def top_bids(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """q19, batch by batch: the auctions that have bids in it, with their top bids up to now."""
+    order = ["price", "date_time", "bidder", "channel", "url", "extra"]
+    top = _bids(batches[0]).iloc[:0]
+    for batch in batches:
+        bids = _bids(batch)
+        both = pd.concat([top, bids])
+        near = both[both.groupby("auction")["price"].rank(method="min", ascending=False) <= TOP]
+        ranked = near.sort_values(order, ascending=False)
+        ranked = ranked.assign(rank_number=ranked.groupby("auction").cumcount() + 1)
+        ranked = ranked[ranked["rank_number"] <= TOP]
+        yield _table("q19", ranked[ranked["auction"].isin(bids["auction"].unique())])
+        top = ranked.drop(columns="rank_number")
+
+
+def sessions(batches: Sequence[pa.RecordBatch]) -> pa.Table:
+    """q11: all sessions of all bidders."""
+    bids = pd.concat([_bids(batch)[["bidder", "date_time"]] for batch in batches]).sort_values(["bidder", "date_time"])
+    # A bid at the very end of a session is one of it, as in Spark.
+    is_first = (bids["bidder"] != bids["bidder"].shift()) | (bids["date_time"].diff() > SESSION_GAP)
+    groups = bids.groupby(is_first.cumsum())
+    found = groups.agg(
+        bidder=("bidder", "first"),
+        bid_count=("bidder", "size"),
+        start_time=("date_time", "min"),
+        last=("date_time", "max"),
+    )
+    return _table("q11", found.assign(end_time=found["last"] + SESSION_GAP))
+
+
+def processing_time_counts(batches: Sequence[pa.RecordBatch], times_ms: Sequence[int]) -> Iterator[pa.Table]:
+    """q12, batch by batch: the bidders that have bids in it, and how many up to now in the window of the batch's time."""
+    counts: dict[tuple[int, int], int] = {}
+    for batch, time_ms in zip(batches, times_ms, strict=True):
+        start = time_ms // WINDOW_MS * WINDOW_MS
+        new = Counter[int](_bids(batch)["bidder"].tolist())
+        for bidder, count in new.items():
+            counts[bidder, start] = counts.get((bidder, start), 0) + count
+        rows = pd.DataFrame({"bidder": list(new), "bid_count": [counts[bidder, start] for bidder in new]})
+        times = {
+            "start_time": pd.Timestamp(start, unit="ms", tz="UTC"),
+            "end_time": pd.Timestamp(start + WINDOW_MS, unit="ms", tz="UTC"),
+        }
+        yield _table("q12", rows.assign(**times))
+
+
+def winning_bids(batches: Sequence[pa.RecordBatch]) -> pa.Table:
+    """q9: all auctions that have a winning bid."""
+    auctions = pd.concat([auctions_of(batch).to_pandas() for batch in batches])
+    bids = pd.concat([_bids(batch) for batch in batches])
+    bids = bids[["auction", "bidder", "price", "date_time", "extra"]]
+    bids = bids.rename(columns={"date_time": "bid_date_time", "extra": "bid_extra"})
+    both = auctions[["id", "date_time", "expires"]].merge(bids, left_on="id", right_on="auction")
+    valid = both[(both["bid_date_time"] >= both["date_time"]) & (both["bid_date_time"] <= both["expires"])]
+    ranked = valid.sort_values(
+        ["id", "price", "bid_date_time", "bidder", "bid_extra"], ascending=[True, False, True, True, True]
+    )
+    best = ranked.drop_duplicates("id").drop(columns=["date_time", "expires"])
+    return _table("q9", auctions.merge(best, on="id"))
+
+
+def _bids(batch: pa.RecordBatch) -> pd.DataFrame:
+    bids: pd.DataFrame = bids_of(batch).to_pandas()
+    return bids
+
+
+def _table(query: str, rows: pd.DataFrame) -> pa.Table:
+    return pa.Table.from_pandas(rows[OUTPUTS[query]], schema=output_schema(query), preserve_index=False)

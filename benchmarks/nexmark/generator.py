@@ -1,0 +1,369 @@
+"""Nexmark's events: people who register, auctions that they open, and bids; deterministic, in columns.
+
+Names, proportions, hot keys, sizes and times are those of the generators of Apache Beam and nexmark-flink
+(``GeneratorConfig``, ``PersonGenerator``, ``AuctionGenerator``, ``BidGenerator``, ``PriceGenerator``), field names in
+snake case. What differs: random numbers depend on the seed and the event's number alone (``draws.py``), event ids
+begin at 0, and bidders are those of Beam (nexmark-flink adds the first person's id twice).
+
+An event is a row as of nexmark-flink's source: its type, a struct per type, of which two are null, and ``date_time``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from .draws import Draws
+
+PERSON, AUCTION, BID = 0, 1, 2
+FIRST_PERSON_ID = FIRST_AUCTION_ID = 1000
+FIRST_CATEGORY_ID = 10
+PERSON_ID_LEAD = AUCTION_ID_LEAD = 10
+HOT_SELLER_EVERY = HOT_AUCTION_EVERY = HOT_BIDDER_EVERY = 100
+CATEGORIES = 5
+CHANNELS = 10_000
+SHUFFLE_FACTOR = 953
+
+Longs = npt.NDArray[np.int64]
+TIME = pa.timestamp("us", "UTC")
+PERSON_TYPE = pa.struct(
+    [
+        ("id", pa.int64()),
+        ("name", pa.string()),
+        ("email_address", pa.string()),
+        ("credit_card", pa.string()),
+        ("city", pa.string()),
+        ("state", pa.string()),
+        ("extra", pa.string()),
+    ]
+)
+AUCTION_TYPE = pa.struct(
+    [
+        ("id", pa.int64()),
+        ("item_name", pa.string()),
+        ("description", pa.string()),
+        ("initial_bid", pa.int64()),
+        ("reserve", pa.int64()),
+        ("expires", TIME),
+        ("seller", pa.int64()),
+        ("category", pa.int64()),
+        ("extra", pa.string()),
+    ]
+)
+BID_TYPE = pa.struct(
+    [
+        ("auction", pa.int64()),
+        ("bidder", pa.int64()),
+        ("price", pa.int64()),
+        ("channel", pa.string()),
+        ("url", pa.string()),
+        ("extra", pa.string()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("event_type", pa.int32()),
+        ("person", PERSON_TYPE),
+        ("auction", AUCTION_TYPE),
+        ("bid", BID_TYPE),
+        ("date_time", TIME),
+    ]
+)
+SPARK_SCHEMA = (
+    "event_type int, "
+    "person struct<id:long, name:string, email_address:string, credit_card:string, city:string, state:string, "
+    "extra:string>, "
+    "auction struct<id:long, item_name:string, description:string, initial_bid:long, reserve:long, expires:timestamp, "
+    "seller:long, category:long, extra:string>, "
+    "bid struct<auction:long, bidder:long, price:long, channel:string, url:string, extra:string>, "
+    "date_time timestamp"
+)
+
+_STATES = pa.array(["AZ", "CA", "ID", "OR", "WA", "WY"])
+_CITIES = pa.array(
+    ["Phoenix", "Los Angeles", "San Francisco", "Boise", "Portland", "Bend", "Redmond", "Seattle", "Kent", "Cheyenne"]
+)
+_FIRST_NAMES = pa.array(
+    ["Peter", "Paul", "Luke", "John", "Saul", "Vicky", "Kate", "Julie", "Sarah", "Deiter", "Walter"]
+)
+_LAST_NAMES = pa.array(["Shultz", "Abrams", "Spencer", "White", "Bartels", "Walton", "Smith", "Jones", "Noris"])
+_HOT_CHANNELS = pa.array(["Google", "Facebook", "Baidu", "Apple"])
+
+
+@dataclass(frozen=True)
+class NexmarkConf:
+    """Nexmark's options, with its defaults. ``event_rate`` is events per second of event time.
+
+    A hot ratio r makes 1 - 1/r of the auctions or bids go to the hot seller, auction or bidder of the moment.
+    ``out_of_order_group_size``: within groups of so many events they come in pseudo-random order; 1 leaves them in order.
+    ``base_time_us`` is the time of the first event, in microseconds since 1970.
+    """
+
+    seed: int = 0
+    event_rate: int = 10_000
+    person_proportion: int = 1
+    auction_proportion: int = 3
+    bid_proportion: int = 46
+    hot_auction_ratio: int = 2
+    hot_sellers_ratio: int = 4
+    hot_bidders_ratio: int = 4
+    num_in_flight_auctions: int = 100
+    num_active_people: int = 1000
+    avg_person_bytes: int = 200
+    avg_auction_bytes: int = 500
+    avg_bid_bytes: int = 100
+    out_of_order_group_size: int = 1
+    base_time_us: int = 1_436_918_400_000_000
+
+    def __post_init__(self) -> None:
+        if self.event_rate < 1 or self.out_of_order_group_size < 1:
+            raise ValueError(
+                f"event_rate={self.event_rate} and out_of_order_group_size={self.out_of_order_group_size} must be positive."
+            )
+        if self.out_of_order_group_size % SHUFFLE_FACTOR == 0:
+            raise ValueError(
+                f"out_of_order_group_size={self.out_of_order_group_size} is a multiple of {SHUFFLE_FACTOR}, the factor that "
+                "shuffles a group: choose another."
+            )
+
+    @property
+    def total_proportion(self) -> int:
+        """After so many events the types repeat."""
+        return self.person_proportion + self.auction_proportion + self.bid_proportion
+
+    def times(self, numbers: Longs) -> Longs:
+        """Event times in whole milliseconds, as microseconds since 1970."""
+        return self.base_time_us + numbers * 1000 // self.event_rate * 1000
+
+    def adjusted(self, numbers: Longs) -> Longs:
+        """The event that comes in each place of the stream."""
+        size = self.out_of_order_group_size
+        return numbers // size * size + numbers * SHUFFLE_FACTOR % size
+
+
+def events(conf: NexmarkConf, first: int, count: int) -> pa.RecordBatch:
+    """``count`` events of the stream from place ``first``, of ``SCHEMA``. The same whatever is made with them."""
+    numbers = conf.adjusted(np.arange(first, first + count, dtype=np.int64))
+    rest = numbers % conf.total_proportion
+    is_auction = (rest >= conf.person_proportion) & (rest < conf.person_proportion + conf.auction_proportion)
+    types = np.where(rest < conf.person_proportion, PERSON, np.where(is_auction, AUCTION, BID)).astype(np.int32)
+    columns = [pa.array(types)]
+    for kind, make in ((PERSON, _people), (AUCTION, _auctions), (BID, _bids)):
+        is_kind = types == kind
+        made = make(conf, numbers[is_kind])
+        places = pa.array(np.cumsum(is_kind) - 1, mask=~is_kind)
+        columns.append(made.take(places))
+    columns.append(_timestamps(conf.times(numbers)))
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def batches(conf: NexmarkConf, events_per_batch: int, count: int) -> Iterator[pa.RecordBatch]:
+    """The stream's first batches."""
+    for i in range(count):
+        yield events(conf, i * events_per_batch, events_per_batch)
+
+
+def closing_events(conf: NexmarkConf, after: int) -> pa.RecordBatch:
+    """An auction and a bid a day after the first ``after`` events: with them the watermark closes all there was before.
+
+    Their ids are those of no other.
+    """
+    time = _timestamps(conf.times(np.array([after], np.int64)) + 86_400_000_000)
+    expires = _timestamps(conf.times(np.array([after], np.int64)) + 2 * 86_400_000_000)
+    ordered = replace(conf, out_of_order_group_size=1)
+    auction, bid = events(ordered, conf.person_proportion, 1), events(ordered, conf.total_proportion - 1, 1)
+    own = [_replaced(auction, AUCTION, id=pa.array([-1]), expires=expires)]
+    own.append(_replaced(bid, BID, auction=pa.array([-1]), bidder=pa.array([-1])))
+    table = pa.Table.from_batches(own)
+    (batch,) = table.set_column(4, "date_time", pa.concat_arrays([time, time])).combine_chunks().to_batches()
+    return batch.cast(SCHEMA)
+
+
+def write_batch(batch: pa.RecordBatch, directory: Path, number: int, files: int) -> None:
+    """Write a micro-batch as parquet files into a new directory; ``number`` says in which order Spark takes them.
+
+    Events go to the files in turn.
+    """
+    directory.mkdir(parents=True)
+    for part in range(files):
+        path = directory / f"{part}.parquet"
+        pq.write_table(pa.Table.from_batches([batch.take(pa.array(np.arange(part, batch.num_rows, files)))]), path)
+        # Spark takes files in the order of their times.
+        os.utime(path, ns=((1_700_000_000 + number) * 10**9,) * 2)
+
+
+def auctions_of(batch: pa.RecordBatch) -> pa.Table:
+    """The auctions among events, with their ``date_time``."""
+    return _of_type(batch, AUCTION, "auction")
+
+
+def bids_of(batch: pa.RecordBatch) -> pa.Table:
+    """The bids among events, with their ``date_time``."""
+    return _of_type(batch, BID, "bid")
+
+
+def people_of(batch: pa.RecordBatch) -> pa.Table:
+    """The people among events, with their ``date_time``."""
+    return _of_type(batch, PERSON, "person")
+
+
+def last_person(conf: NexmarkConf, numbers: Longs) -> Longs:
+    """The number of the last person up to each event, counted from 0."""
+    epoch, offset = np.divmod(numbers, conf.total_proportion)
+    return epoch * conf.person_proportion + np.minimum(offset, conf.person_proportion - 1)
+
+
+def last_auction(conf: NexmarkConf, numbers: Longs) -> Longs:
+    """The number of the last auction up to each event, counted from 0; -1 ahead of the first."""
+    epoch, offset = np.divmod(numbers, conf.total_proportion)
+    offset = np.minimum(offset - conf.person_proportion, conf.auction_proportion - 1).clip(-1)
+    auctions: Longs = epoch * conf.auction_proportion + offset
+    return auctions
+
+
+def _people(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
+    draws = Draws(conf.seed, numbers)
+    names = pc.binary_join_element_wise(draws.one_of(_FIRST_NAMES), draws.one_of(_LAST_NAMES), " ")
+    users, hosts = draws.words(7), draws.words(5)
+    emails = pc.binary_join_element_wise(
+        pc.utf8_trim_whitespace(users), pc.binary_join_element_wise(pc.utf8_trim_whitespace(hosts), ".com", ""), "@"
+    )
+    cards = pc.binary_join_element_wise(*(draws.digits(4) for _ in range(4)), " ")
+    own = [names, emails, cards, draws.one_of(_CITIES), draws.one_of(_STATES)]
+    sizes = 8 + np.sum([_lengths(column) for column in own], axis=0)
+    extra = _extra(draws, sizes, conf.avg_person_bytes)
+    return _struct(PERSON_TYPE, [last_person(conf, numbers) + FIRST_PERSON_ID, *own, extra])
+
+
+def _auctions(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
+    draws, times = Draws(conf.seed, numbers), conf.times(numbers)
+    person = last_person(conf, numbers)
+    is_hot = draws.below(conf.hot_sellers_ratio) > 0
+    sellers = np.where(is_hot, person // HOT_SELLER_EVERY * HOT_SELLER_EVERY, _active_person(conf, draws, person))
+    categories = FIRST_CATEGORY_ID + draws.below(CATEGORIES)
+    initial = _prices(draws)
+    # As long on average as it takes until so many auctions more have opened.
+    events_ahead = conf.num_in_flight_auctions * conf.total_proportion // conf.auction_proportion
+    horizon_ms = (conf.times(numbers + events_ahead) - times) // 1000
+    expires = times + (1 + draws.below(np.maximum(horizon_ms * 2, 1))) * 1000
+    name, description = (pc.utf8_trim_whitespace(draws.words(size)) for size in (20, 100))
+    reserve = initial + _prices(draws)
+    extra = _extra(draws, 48 + _lengths(name) + _lengths(description), conf.avg_auction_bytes)
+    ids = last_auction(conf, numbers) + FIRST_AUCTION_ID
+    columns = [
+        ids,
+        name,
+        description,
+        initial,
+        reserve,
+        _timestamps(expires),
+        sellers + FIRST_PERSON_ID,
+        categories,
+        extra,
+    ]
+    return _struct(AUCTION_TYPE, columns)
+
+
+def _bids(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
+    draws = Draws(conf.seed, numbers)
+    auction, person = last_auction(conf, numbers), last_person(conf, numbers)
+    is_hot = draws.below(conf.hot_auction_ratio) > 0
+    oldest = np.maximum(auction - conf.num_in_flight_auctions, 0)
+    any_auction = oldest + draws.below(auction - oldest + 1 + AUCTION_ID_LEAD)
+    auctions = np.where(is_hot, auction // HOT_AUCTION_EVERY * HOT_AUCTION_EVERY, any_auction)
+    is_hot = draws.below(conf.hot_bidders_ratio) > 0
+    # The second person, so that hot bidders are not hot sellers.
+    bidders = np.where(is_hot, person // HOT_BIDDER_EVERY * HOT_BIDDER_EVERY + 1, _active_person(conf, draws, person))
+    prices = _prices(draws)
+    names, urls = _channels()
+    is_hot = draws.below(2) > 0
+    which = pa.array(np.where(is_hot, CHANNELS + draws.below(len(_HOT_CHANNELS)), draws.below(CHANNELS)))
+    extra = _extra(draws, np.full(len(numbers), 32), conf.avg_bid_bytes)
+    columns = [
+        auctions + FIRST_AUCTION_ID,
+        bidders + FIRST_PERSON_ID,
+        prices,
+        names.take(which),
+        urls.take(which),
+        extra,
+    ]
+    return _struct(BID_TYPE, columns)
+
+
+def _active_person(conf: NexmarkConf, draws: Draws, last: Longs) -> Longs:
+    active = np.minimum(last + 1, conf.num_active_people)
+    return last + 1 - active + draws.below(active + PERSON_ID_LEAD)
+
+
+def _prices(draws: Draws) -> Longs:
+    """Prices in cents, as likely to have one number of digits as another."""
+    # Powers of numpy may differ in the last bit from one processor to another; the price then has been rounded already.
+    return np.round(np.power(10.0, draws.unit() * 6.0) * 100.0).astype(np.int64)
+
+
+def _extra(draws: Draws, sizes: Longs, average: int) -> pa.StringArray:
+    """Letters that bring an event to its size on average."""
+    wanted = np.maximum(average - sizes, 0)
+    delta = np.round(wanted * 0.2).astype(np.int64)
+    return draws.letters(wanted - delta + draws.below(2 * delta))
+
+
+_CHANNEL_COLUMNS: list[pa.StringArray] = []
+
+
+def _channels() -> tuple[pa.StringArray, pa.StringArray]:
+    """Names and addresses of the channels, the hot ones last; the same for every seed."""
+    if not _CHANNEL_COLUMNS:
+        numbers = np.arange(CHANNELS + len(_HOT_CHANNELS), dtype=np.int64)
+        draws = Draws(0, numbers)
+        parts = pc.binary_join_element_wise(*(draws.words(5, "_") for _ in range(3)), "/")
+        urls = pc.binary_join_element_wise("https://www.nexmark.com/", parts, "/item.htm?query=1", "")
+        has_id = (draws.below(10) > 0) & (numbers < CHANNELS)
+        ids = pc.binary_join_element_wise(urls, pa.array(numbers).cast(pa.string()), "&channel_id=")
+        names = [f"channel-{i}" for i in range(CHANNELS)]
+        _CHANNEL_COLUMNS.append(pa.concat_arrays([pa.array(names), _HOT_CHANNELS]))
+        _CHANNEL_COLUMNS.append(pc.if_else(pa.array(has_id), ids, urls))
+    names_column, urls_column = _CHANNEL_COLUMNS
+    return names_column, urls_column
+
+
+def _lengths(texts: pa.StringArray) -> Longs:
+    lengths: Longs = pc.binary_length(texts).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _timestamps(times_us: Longs) -> pa.TimestampArray:
+    return pa.array(times_us).cast(TIME)
+
+
+def _struct(kind: pa.StructType, columns: list[Longs | pa.Array]) -> pa.StructArray:
+    arrays = [pa.array(c) if isinstance(c, np.ndarray) else c for c in columns]
+    return pa.StructArray.from_arrays(arrays, fields=list(kind))
+
+
+def _replaced(batch: pa.RecordBatch, kind: int, **values: pa.Array) -> pa.RecordBatch:
+    """One event with other values of some fields."""
+    place = kind + 1
+    struct_type = SCHEMA.field(place).type
+    struct = batch.column(place)
+    columns = [values.get(f.name, struct.field(i)) for i, f in enumerate(struct_type)]
+    changed = list(batch.columns)
+    changed[place] = pa.StructArray.from_arrays(
+        [c.cast(f.type) for c, f in zip(columns, struct_type, strict=True)], fields=list(struct_type)
+    )
+    return pa.RecordBatch.from_arrays(changed, schema=SCHEMA)
+
+
+def _of_type(batch: pa.RecordBatch, kind: int, column: str) -> pa.Table:
+    rows = batch.filter(pc.equal(batch.column("event_type"), kind))
+    struct = rows.column(column)
+    table = pa.table(struct.flatten(), names=struct.type.names)
+    return table.append_column("date_time", rows.column("date_time"))

@@ -1,0 +1,34 @@
+"""The Ray cluster of a benchmark: as ``init_spark`` starts one, but without its dashboard, which takes time from what is measured."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def own_ray(cpus: int) -> Iterator[None]:
+    """Ray on this machine alone; ``init_spark`` joins it. It ends with everything in it."""
+    import ray
+
+    directory = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets live below it
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            namespace="statestore",
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+            _temp_dir=directory,
+            # Executors and hosts run as they do without Ray, not with its niceness of 15.
+            _system_config={"worker_niceness": 0},
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""Where a measurement was taken: versions of what took part, and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+PACKAGES = {"Spark": "pyspark", "Ray": "ray", "RayDP": "raydp", "rocksdict": "rocksdict", "pyarrow": "pyarrow"}
+
+
+def versions() -> dict[str, str]:
+    """Of the interpreter, the packages of this environment, Redis and the operating system."""
+    found = {"Python": platform.python_version()}
+    for name, package in PACKAGES.items():
+        try:
+            found[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if (redis := shutil.which("redis-server")) is not None:
+        said = subprocess.run([redis, "--version"], capture_output=True, text=True, check=True).stdout
+        found["Redis"] = next((word[2:] for word in said.split() if word.startswith("v=")), said.strip())
+    found["OS"] = f"{_os_name()}, Linux {platform.release()}"
+    return found
+
+
+def _os_name() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        return platform.system()
+
+
+def machine() -> dict[str, str]:
+    """Cores, memory, and the load before anything was started."""
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "cores": f"{cores}, {_cpu_name()}",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

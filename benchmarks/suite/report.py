@@ -1,0 +1,255 @@
+"""``RESULTS.md`` and its plots, made of the kept results alone: the same results give the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from suite import svg
+from suite.comparison import ENVIRONMENTS, Comparison
+from suite.model import Case, Contestant, Part, Result
+from suite.ratios import Judged, Slower, Spread, judge, ratio
+from suite.svg import amount
+
+HEAD = """# Results
+
+Made by `make bench`; the raw figures are in [`results/`](results). `make bench ARGS="NAME"` measures one comparison again and
+replaces its part here, and each size can be given: `make bench ARGS="throughput --keys 1000000"`. `make bench-list` names them all.
+
+Contestants take turns in one run on the same kind of cluster, each turn beginning with another one. A figure is the median of a contestant's turns, a
+ratio the median of the ratios turn by turn, with the least and the greatest in brackets. "Times as fast" is above 1 where
+ours is faster. No figure is given unless the results of all contestants were equal.
+"""
+
+
+def render(
+    comparisons: Mapping[str, Comparison], results: Mapping[str, Result], remarks: Mapping[str, str] | None = None
+) -> str:
+    """The text of ``RESULTS.md``. ``remarks`` are what somebody has written of a comparison, by its name."""
+    sections = [HEAD, "## Targets\n", *_targets(comparisons, results)]
+    for name, comparison in comparisons.items():
+        sections += _section(comparison, results.get(name))
+        if remarks and name in remarks:
+            sections += ["### Remarks\n", remarks[name].strip() + "\n"]
+    return "\n".join(sections)
+
+
+def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) -> dict[str, str]:
+    """SVG by file name, for each part of which a picture says more."""
+    found = {}
+    for name, comparison in comparisons.items():
+        for part in _parts(comparison, results.get(name)):
+            if part.failure is None and (picture := _picture(comparison, part)):
+                found[_plot_name(comparison, part)] = picture
+    return found
+
+
+def in_words(slower: Sequence[Slower]) -> list[str]:
+    """What has become slower, a sentence each."""
+    return [
+        f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {_spread(s.kept)} times as fast as {s.other}, "
+        f"and is {_spread(s.now)}: {s.times:.1f} times slower than kept."
+        for s in slower
+    ]
+
+
+# -- targets -------------------------------------------------------------------------------------
+
+
+def _targets(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) -> list[str]:
+    rows = []
+    for name, comparison in comparisons.items():
+        for target in comparison.targets:
+            result = results.get(name)
+            judged = judge(target, None if result is None else result.parts.get(target.environment))
+            rows.append((target.what, f"[{name}](#{name})", _limit(judged), _found(judged), _verdict(judged)))
+    return [_table(("target", "comparison", "limit", "measured", ""), rows), ""]
+
+
+def _limit(judged: Judged) -> str:
+    target = judged.target
+    return f"{'at least' if target.at_least else 'at most'} {amount(target.limit)}{_unit(judged)}"
+
+
+def _found(judged: Judged) -> str:
+    return "not measured" if judged.found is None else f"{_spread(judged.found)}{_unit(judged)}"
+
+
+def _unit(judged: Judged) -> str:
+    target = judged.target
+    if target.kind in ("ratio", "growth"):
+        return " times"
+    return f" {target.unit}" if target.unit else ""
+
+
+def _verdict(judged: Judged) -> str:
+    if judged.found is None:
+        return "-"
+    if judged.reached:
+        return "reached"
+    found, limit = judged.found.median, judged.target.limit
+    if judged.target.kind in ("ratio", "growth"):
+        return f"**not reached**: {amount(max(found, limit) / min(found, limit))} times away"
+    return f"**not reached**: by {amount(abs(found - limit))}{_unit(judged)}"
+
+
+# -- a comparison --------------------------------------------------------------------------------
+
+
+def _parts(comparison: Comparison, result: Result | None) -> list[Part]:
+    """What is kept, in the order of the environments."""
+    return [] if result is None else [result.parts[e] for e in comparison.environments if e in result.parts]
+
+
+def _section(comparison: Comparison, result: Result | None) -> list[str]:
+    lines = [f"## {comparison.name}\n", f"{comparison.title}. {comparison.about}\n"]
+    parts = _parts(comparison, result)
+    if not parts:
+        return [*lines, "Not measured yet.\n"]
+    for part in parts:
+        if len(comparison.environments) > 1:
+            lines.append(f"### {comparison.name} on {ENVIRONMENTS[part.environment]}\n")
+        if part.failure is not None:
+            lines.append(f"**Failed** on {part.day} after {part.seconds:.0f} s: {_cell(part.failure)}\n")
+        else:
+            lines += _measured(comparison, part)
+        lines += _circumstances(comparison, part)
+    return lines
+
+
+def _measured(comparison: Comparison, part: Part) -> list[str]:
+    lines = []
+    if _picture(comparison, part):
+        lines.append(f"![{comparison.title}](results/{_plot_name(comparison, part)})\n")
+    others = [name for name, c in part.contestants.items() if not c.is_ours and _has_ours(part, name)]
+    heading = ("case", "contestant", "median", "min to max", "turns", *(f"times as fast as {n}" for n in others))
+    rows = []
+    for case in part.cases:
+        for i, name in enumerate(case.turns):
+            spread = Spread.of(case.figures(name))
+            label = f"**{name}**" if part.contestants[name].is_ours else name
+            rows.append(
+                (
+                    case.name if i == 0 else "",
+                    label,
+                    f"{amount(spread.median)} {case.unit}",
+                    f"{amount(spread.low)} to {amount(spread.high)}",
+                    str(len(case.turns[name])),
+                    *(_against(part, case, name, other) for other in others),
+                )
+            )
+    lines += [_table(heading, rows), ""]
+    lines += [f"- {note}" for note in part.notes]
+    if part.notes:
+        lines.append("")
+    return [*lines, _settings(part.contestants), ""]
+
+
+def _has_ours(part: Part, other: str) -> bool:
+    return any(other in case.turns and any(part.contestants[n].is_ours for n in case.turns) for case in part.cases)
+
+
+def _against(part: Part, case: Case, name: str, other: str) -> str:
+    if name == other or other not in case.turns or not part.contestants[name].is_ours:
+        return ""
+    return _spread(ratio(case, name, other))
+
+
+def _settings(contestants: Mapping[str, Contestant]) -> str:
+    rows = [
+        (name, c.label, ", ".join(f"`{k}={v}`" if v else f"`{k}`" for k, v in c.settings.items()) or "as it comes")
+        for name, c in contestants.items()
+    ]
+    return _table(("contestant", "what it is", "settings"), rows)
+
+
+def _circumstances(comparison: Comparison, part: Part) -> list[str]:
+    size = ", ".join(f"{name} {_size(value)}" for name, value in part.size.items())
+    versions = ", ".join(f"{name} {version}" for name, version in part.versions.items()) or "not known"
+    machine = f"{part.machine['cores']}; {part.machine['memory']}; load {part.machine['load']} at the start"
+    command = comparison.command or f'make bench ARGS="{_arguments(comparison, part)}"'
+    return [
+        f"Size: {size}.  ",
+        f"Versions: {versions}.  ",
+        f"Machine: cores {machine}.  ",
+        f"Measured on {part.day}, in {part.seconds:.0f} s. Repeat it with `{command}`.\n",
+    ]
+
+
+def _arguments(comparison: Comparison, part: Part) -> str:
+    words = [comparison.name]
+    usual = comparison.sizes["full"]
+    for name, value in part.size.items():
+        if name in usual and value != _listed(usual[name]):
+            values = value if isinstance(value, list) else [value]
+            words.append(f"--{name.replace('_', '-')} {' '.join(map(_given, values))}")
+    return " ".join(words)
+
+
+def _given(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _size(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_size, value))
+    return f"{value:,}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value)
+
+
+# -- pictures ------------------------------------------------------------------------------------
+
+
+def _plot_name(comparison: Comparison, part: Part) -> str:
+    return f"{comparison.name}{'' if len(comparison.environments) == 1 else f'-{part.environment}'}.svg"
+
+
+def _picture(comparison: Comparison, part: Part) -> str:
+    where = f", {ENVIRONMENTS[part.environment]}" if len(comparison.environments) > 1 else ""
+    title = f"{comparison.title}{where}"
+    if comparison.picture == "lines":
+        return _lines(title, comparison, part)
+    # Figures of different units have no axis in common; the first is what the comparison is about.
+    units = [case.unit for case in part.cases]
+    if comparison.picture != "bars" or not units:
+        return ""
+    cases = [case for case in part.cases if case.unit == units[0]]
+    shown = [
+        svg.Bar(
+            case.name if len(cases) > 1 else "", name, Spread.of(case.figures(name)), part.contestants[name].is_ours
+        )
+        for case in cases
+        for name in case.turns
+    ]
+    return svg.bars(title, units[0], shown)
+
+
+def _lines(title: str, comparison: Comparison, part: Part) -> str:
+    points: dict[str, list[tuple[float, Spread]]] = {}
+    cases = [case for case in part.cases if case.x is not None]
+    if len({case.x for case in cases}) < 2:
+        return ""
+    for case in cases:
+        for name in case.turns:
+            label = f"{name}, {case.curve}" if case.curve else name
+            points.setdefault(label, []).append((case.x or 0.0, Spread.of(case.figures(name))))
+    shown = [svg.Line(label, tuple(places)) for label, places in points.items()]
+    return svg.lines(title, cases[0].unit, comparison.x_label, shown)
+
+
+# -- Markdown ------------------------------------------------------------------------------------
+
+
+def _spread(spread: Spread) -> str:
+    return f"{amount(spread.median)} ({amount(spread.low)} to {amount(spread.high)})"
+
+
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join(f"| {' | '.join(_cell(text) for text in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

@@ -1,0 +1,162 @@
+"""Running comparisons, each in a process of its own with a time limit, so that one that fails or hangs stops no other.
+
+The child is ``bench.py --child``: it writes its part as JSON into a file. A child that gives none has failed, and its part says how.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from suite.comparison import ENVIRONMENTS, VENV, VENV42, Comparison, Kind
+from suite.machine import machine, versions
+from suite.model import Part, Size, part_from_dict, part_to_json
+from suite.progress import Steps
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = BENCHMARKS.parent
+GRACE = 15.0
+LOOK_EVERY = 5.0  # seldom, for it takes time from what is measured
+
+
+class EnvironmentMissingError(RuntimeError):
+    """The environment that a comparison needs could not be made."""
+
+
+def interpreter(environment: str) -> Path:
+    """The Python of an environment. Spark 4.2's is made by ``make venv42`` if it is missing; ``STATESTORE_VENV42`` names another.
+
+    Raises ``EnvironmentMissingError`` if it cannot be made.
+    """
+    if environment == VENV:
+        return Path(sys.executable)
+    assert environment == VENV42, environment
+    directory = Path(os.environ.get("STATESTORE_VENV42", ROOT / ".venv42"))
+    python = directory / "bin" / "python"
+    if not python.exists():
+        if "STATESTORE_VENV42" in os.environ:
+            raise EnvironmentMissingError(f"STATESTORE_VENV42={directory} has no bin/python.")
+        if (made := subprocess.run(["make", "venv42"], cwd=ROOT, check=False)).returncode:
+            raise EnvironmentMissingError(
+                f"make venv42 ended with status {made.returncode}; see what it said, or name an environment of Spark 4.2 "
+                "with STATESTORE_VENV42=/path/to/it."
+            )
+    return python
+
+
+def run(comparison: Comparison, environment: str, kind: Kind, size: Size, console: Console) -> Part:
+    """Run one comparison in one environment. Whatever happens to it, there is a part that says so."""
+    minutes = comparison.minutes[kind]
+    where = f" on {ENVIRONMENTS[environment]}" if len(comparison.environments) > 1 else ""
+    console.print(f"[bold]{comparison.name}[/]{where}: {comparison.title} (at most {minutes:g} minutes)")
+    began, failed = time.perf_counter(), Part(environment, kind, size, str(date.today()), 0.0, {}, machine())
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        answer = Path(temporary) / "part.json"
+        # Whatever a child leaves behind in a temporary directory goes with it.
+        given = {"PYTHONPATH": os.pathsep.join((str(BENCHMARKS), str(ROOT))), "TMPDIR": temporary}
+        try:
+            command = [str(interpreter(environment)), str(BENCHMARKS / "bench.py"), "--child", comparison.name]
+            command += [
+                "--environment",
+                environment,
+                "--kind",
+                kind,
+                "--sizes",
+                json.dumps(size),
+                "--answer",
+                str(answer),
+            ]
+            status = call(command, minutes * 60, os.environ | given)
+            if answer.exists():
+                return replace(part_from_dict(json.loads(answer.read_text())), machine=failed.machine)
+            reason = f"Its process ended with status {status} and gave no result; see its output above."
+        except EnvironmentMissingError as error:
+            reason = str(error)
+        except TimeoutError:
+            reason = f"It was not through after {minutes:g} minutes."
+    console.print(f"[bold red]  failed:[/] {reason}", highlight=False)
+    return replace(failed, failure=reason, seconds=time.perf_counter() - began)
+
+
+def call(command: list[str], seconds: float, environment: dict[str, str]) -> int:
+    """Run a child and return its status. Nothing that it has started outlives it.
+
+    Raises ``TimeoutError`` if it needs longer; it is ended then.
+    """
+    child = subprocess.Popen(command, cwd=ROOT, env=environment)
+    family: dict[int, psutil.Process] = {}
+    deadline = time.monotonic() + seconds
+    try:
+        while True:
+            try:
+                return child.wait(min(LOOK_EVERY, max(deadline - time.monotonic(), 0.0)))
+            except subprocess.TimeoutExpired:
+                # Ray's processes are not of the child's process group; which are its, is known only while it lives.
+                family |= {process.pid: process for process in _descendants(child.pid)}
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{command} needs more than {seconds:g} s")
+    finally:
+        family |= {process.pid: process for process in _descendants(child.pid)}
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        _end(list(family.values()))
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    """End what is left of a child; ``is_running`` knows a process id that now is another's."""
+    left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=3)[1]
+    for process in _running(left):
+        process.kill()
+    psutil.wait_procs(left, timeout=GRACE)
+
+
+def _running(processes: list[psutil.Process]) -> Iterator[psutil.Process]:
+    return (process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+
+
+def run_here(comparison: Comparison, environment: str, kind: Kind, size: Size, answer: Path) -> None:
+    """What the child does: run the comparison in this process, and write the part."""
+    began, part = time.perf_counter(), Part(environment, kind, size, str(date.today()), 0.0, versions(), machine())
+    try:
+        with Steps().shown() as steps:
+            measured = comparison.run(size, steps)
+        part = replace(
+            part,
+            contestants=measured.contestants,
+            cases=tuple(measured.cases),
+            notes=tuple(measured.notes),
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it is, the report says it and the other comparisons go on
+        traceback.print_exc()
+        part = replace(part, failure=_in_short(error))
+    answer.write_text(part_to_json(replace(part, seconds=time.perf_counter() - began)))
+
+
+def _in_short(error: BaseException) -> str:
+    """One line of an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'without a word'}"

@@ -1,0 +1,145 @@
+"""What Nexmark's queries must give, on cases that can be worked out by hand."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from nexmark import expected
+from nexmark.compare import expected_batches
+from nexmark.generator import AUCTION, AUCTION_TYPE, BID, BID_TYPE, SCHEMA, NexmarkConf, events
+from nexmark.lanes import Check, check_of
+from nexmark.queries import OUTPUTS
+
+START = dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc)
+
+
+def at(seconds: float) -> dt.datetime:
+    return START + dt.timedelta(seconds=seconds)
+
+
+def bid(auction: int, bidder: int, price: int, seconds: float, extra: str = "") -> dict[str, Any]:
+    own = {"auction": auction, "bidder": bidder, "price": price, "channel": "c", "url": "u", "extra": extra}
+    return {"event_type": BID, "bid": own, "date_time": at(seconds)}
+
+
+def auction(number: int, opened: float, expires: float) -> dict[str, Any]:
+    own: dict[str, Any] = {f.name: f"{f.name} {number}" if pa.types.is_string(f.type) else 7 for f in AUCTION_TYPE}
+    own |= {"id": number, "expires": at(expires)}
+    return {"event_type": AUCTION, "auction": own, "date_time": at(opened)}
+
+
+def batch(*given: dict[str, Any]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist(list(given), schema=SCHEMA)
+
+
+def rows(table: pa.Table, *names: str) -> set[tuple[Any, ...]]:
+    found = [tuple(row[n] for n in names) for row in table.to_pylist()]
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+def test_last_bids_are_those_of_the_pairs_touched_with_the_greatest_at_one_time() -> None:
+    first = batch(bid(1, 5, 10, 0), bid(1, 5, 30, 1, "a"), bid(1, 5, 30, 1, "b"), bid(1, 6, 99, 0), bid(2, 5, 1, 0))
+    second = batch(bid(1, 5, 20, 0.5), bid(2, 5, 2, 0), bid(2, 6, 1, 3))
+    one, other = expected.last_bids([first, second])
+    names = ("bidder", "auction", "price", "extra", "date_time")
+    assert rows(one, *names) == {(5, 1, 30, "b", at(1)), (6, 1, 99, "", at(0)), (5, 2, 1, "", at(0))}
+    assert rows(other, *names) == {(5, 1, 30, "b", at(1)), (5, 2, 2, "", at(0)), (6, 2, 1, "", at(3))}
+
+
+def test_top_bids_are_ten_and_the_later_of_equal_prices_comes_first() -> None:
+    first = batch(*(bid(1, i, 100 + i, 0) for i in range(9)), bid(2, 1, 5, 0), bid(2, 1, 5, 1))
+    second = batch(bid(1, 50, 104, 1), bid(1, 51, 1, 0), bid(3, 1, 1, 0))
+    one, other = expected.top_bids([first, second])
+    names = ("auction", "rank_number", "price", "bidder")
+    assert rows(one, *names) == {(1, 9 - i, 100 + i, i) for i in range(9)} | {(2, 1, 5, 1), (2, 2, 5, 1)}
+    assert rows(one, "auction", "rank_number", "date_time") >= {(2, 1, at(1)), (2, 2, at(0))}
+    after = [(108, 8), (107, 7), (106, 6), (105, 5), (104, 50), (104, 4), (103, 3), (102, 2), (101, 1), (100, 0)]
+    assert rows(other, *names) == {(1, i + 1, *pair) for i, pair in enumerate(after)} | {(3, 1, 1, 1)}
+
+
+def test_the_tenth_of_equal_prices_is_the_latest() -> None:
+    highest = [bid(1, i, 1000 + i, 0) for i in range(9)]
+    (found,) = expected.top_bids([batch(*highest, bid(1, 20, 5, 1), bid(1, 21, 5, 3), bid(1, 22, 5, 2))])
+    assert found.num_rows == 10
+    assert rows(found, "rank_number", "bidder") >= {(10, 21)}
+
+
+def test_sessions_end_ten_seconds_after_their_last_bid_and_touching_ones_are_one() -> None:
+    first = batch(bid(1, 5, 1, 0), bid(1, 5, 1, 4), bid(1, 6, 1, 9), bid(2, 5, 1, 30))
+    second = batch(bid(1, 5, 1, 14), bid(1, 6, 1, 19.001))
+    found = expected.sessions([first, second])
+    assert rows(found, *OUTPUTS["q11"]) == {
+        (5, 3, at(0), at(24)),
+        (5, 1, at(30), at(40)),
+        (6, 1, at(9), at(19)),
+        (6, 1, at(19.001), at(29.001)),
+    }
+
+
+def test_counts_go_on_within_a_window_of_processing_time() -> None:
+    given = [batch(bid(1, 5, 1, 0), bid(2, 5, 1, 0), bid(1, 6, 1, 0)), batch(bid(1, 5, 1, 0)), batch(bid(1, 5, 1, 0))]
+    one, two, three = expected.processing_time_counts(given, [20_000, 29_999, 30_000])
+    counts = ("bidder", "bid_count")
+    assert (rows(one, *counts), rows(two, *counts), rows(three, *counts)) == ({(5, 2), (6, 1)}, {(5, 3)}, {(5, 1)})
+    start, end = three["start_time"][0].as_py(), three["end_time"][0].as_py()
+    assert (start.timestamp(), end.timestamp()) == (30, 40)
+
+
+def test_counts_of_a_bidder_sum_up_to_the_same_however_batches_fall_into_windows() -> None:
+    given = [events(NexmarkConf(), i * 500, 500) for i in range(4)]
+    totals = []
+    for times in ([0, 1, 2, 3], [0, 10_000, 10_001, 35_000], [9_999, 20_000, 30_000, 40_000]):
+        last: dict[tuple[int, Any], int] = {}
+        for table in expected.processing_time_counts(given, times):
+            last |= {(row["bidder"], row["start_time"]): row["bid_count"] for row in table.to_pylist()}
+        sums: dict[int, int] = {}
+        for (bidder, _), count in last.items():
+            sums[bidder] = sums.get(bidder, 0) + count
+        totals.append(sums)
+    assert totals[0] == totals[1] == totals[2]
+    assert sum(totals[0].values()) == 4 * 460
+
+
+@pytest.mark.parametrize(
+    ("given", "winner"),
+    [
+        ([(5, 10, 3, ""), (6, 20, 4, "")], (6, 20, 4, "")),
+        ([(5, 20, 3, ""), (6, 20, 2, "")], (6, 20, 2, "")),
+        ([(7, 20, 3, ""), (6, 20, 3, "")], (6, 20, 3, "")),
+        ([(6, 20, 3, "b"), (6, 20, 3, "a")], (6, 20, 3, "a")),
+        ([(5, 10, 1, ""), (6, 99, 0.999, "")], (5, 10, 1, "")),
+        ([(5, 10, 9, ""), (6, 99, 9.001, "")], (5, 10, 9, "")),
+        ([(6, 99, 10, "")], None),
+        ([], None),
+    ],
+    ids=["highest", "earliest", "bidder", "extra", "opening", "closing", "only_late", "none"],
+)
+def test_the_winning_bid(given: list[tuple[int, int, float, str]], winner: tuple[int, int, float, str] | None) -> None:
+    own = [bid(1, *g) for g in given]
+    for order in (own, own[::-1]):
+        found = expected.winning_bids([batch(*order, bid(2, 5, 1000, 3)), batch(auction(1, 1, 9), auction(3, 1, 9))])
+        names = ("id", "auction", "bidder", "price", "bid_date_time", "bid_extra", "item_name", "expires")
+        must = set() if winner is None else {(1, 1, *winner[:2], at(winner[2]), winner[3], "item_name 1", at(9))}
+        assert rows(found, *names) == must
+
+
+@pytest.mark.parametrize("query", OUTPUTS)
+def test_every_query_gives_its_columns(query: str) -> None:
+    given = [events(NexmarkConf(event_rate=300), i * 1000, 1000) for i in range(3)]
+    tables = expected_batches(query, given, [0, 10_000, 10_000])
+    assert all(t.schema.names == OUTPUTS[query] and t.num_rows for t in tables)
+    check = sum((check_of(t) for t in tables), Check())
+    assert check.rows == sum(t.num_rows for t in tables)
+    # A value that is wrong is seen.
+    table = tables[0]
+    wrong = table.set_column(1, table.column_names[1], table.column(1).take(pa.array([*range(1, len(table)), 0])))
+    assert check_of(wrong) != check_of(table)
+
+
+def test_the_bids_of_a_type_have_all_fields() -> None:
+    assert OUTPUTS["q18"] == ["auction", "bidder", "price", "channel", "url", "date_time", "extra"]
+    assert {f.name for f in BID_TYPE} | {"date_time"} == set(OUTPUTS["q18"])

@@ -1,0 +1,134 @@
+"""``RESULTS.md`` and its plots are made of the kept results alone."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+from suite import report, svg
+from suite.model import Result
+from suite.ratios import Slower, Spread, Target
+
+from .measurements import case, comparison, failed, part, result
+
+FASTER = Target("twice as fast", "longs", "ours", 2, against="native", at_least=True)
+
+
+def rendered(*results: Result, targets: tuple[Target, ...] = (FASTER,)) -> str:
+    return report.render({"totals": comparison("totals", *targets)}, {r.comparison: r for r in results})
+
+
+def test_medians_ratios_settings_and_circumstances_are_shown() -> None:
+    text = rendered(result(part(case([1.0, 1.0, 2.0], [3.0, 4.0, 5.0]))))
+    assert "| longs | native | 4 s | 3 to 5 | 3 |  |" in text
+    assert "|  | **ours** | 1 s | 1 to 2 | 3 | 3 (2.5 to 4) |" in text
+    assert "`provider=RocksDB`, `changelog=true`" in text and "| ours | aggregate | as it comes |" in text
+    assert "Size: keys 100,000, work a b." in text
+    assert "Versions: Python 3.11.7, Spark 3.5.7." in text
+    assert "2, a processor; 24 GiB; load 0.4 at the start" in text
+    assert "- All were equal." in text
+    assert '`make bench ARGS="totals --keys 100000"`' in text, "sizes other than usual are part of the command"
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict"),
+    [
+        (2.0, "| at least 2 times | 2 (2 to 2) times | reached |"),
+        (4.0, "| 1 (1 to 1) times | **not reached**: 2 times away |"),
+    ],
+)
+def test_a_target_is_reached_or_not_and_by_how_much(ours: float, verdict: str) -> None:
+    assert verdict in rendered(result(part(case([ours], [4.0]))))
+
+
+def test_a_difference_is_missed_by_an_amount() -> None:
+    target = Target("small", "longs", "ours", 60, kind="difference", against="native", unit="ms")
+    text = rendered(result(part(case([190.0], [100.0]))), targets=(target,))
+    assert "| at most 60 ms | 90 (90 to 90) ms | **not reached**: by 30 ms |" in text
+
+
+def test_what_failed_says_why_and_the_rest_stays() -> None:
+    text = rendered(result(failed("KeyError: a|b"), part(case([1], [2]), environment="venv42")))
+    assert "**Failed** on 2026-01-02 after 12 s: KeyError: a\\|b" in text
+    assert "### totals on Spark 3.5" in text and "### totals on Spark 4.2" in text
+    assert "| longs | native | 2 s |" in text
+    assert "| not measured | - |" in text
+
+
+def test_what_was_never_measured_says_so() -> None:
+    assert "Not measured yet." in rendered()
+
+
+def test_ratios_of_a_contestant_that_a_case_lacks_stay_empty() -> None:
+    alone = replace(case([1], [2], "alone"), turns={"ours": [[1.0]]})
+    assert "| alone | **ours** | 1 s | 1 to 1 | 1 |  |" in rendered(result(part(case([1], [2]), alone)))
+
+
+def test_remarks_stand_below_their_comparison() -> None:
+    known, kept = {"totals": comparison()}, {"totals": result(part(case([1], [2])))}
+    text = report.render(known, kept, {"totals": "The shuffle is the limit.\n", "gone": "Of old."})
+    assert text.endswith("### Remarks\n\nThe shuffle is the limit.\n") and "Of old" not in text
+
+
+def test_the_same_results_give_the_same_text_and_plots() -> None:
+    kept = {"totals": result(part(case([1.0, 1.0, 2.0], [3.0, 4.0, 5.0])))}
+    known = {"totals": comparison()}
+    assert report.render(known, kept) == report.render(known, kept)
+    assert report.plots(known, kept) == report.plots(known, kept)
+
+
+def test_what_has_become_slower_is_said_in_a_sentence() -> None:
+    (said,) = report.in_words([Slower("totals", "venv", "longs", "ours", "native", Spread(4, 3, 5), Spread(2, 1, 2))])
+    assert (
+        said
+        == "totals on Spark 3.5, longs: ours was 4 (3 to 5) times as fast as native, and is 2 (1 to 2): 2.0 times slower than kept."
+    )
+
+
+# -- plots ---------------------------------------------------------------------------------------
+
+
+def texts(picture: str) -> list[str]:
+    return [node.text or "" for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_every_part_that_has_figures_has_a_plot() -> None:
+    kept = {"totals": result(part(case([1], [2])), failed("x", "venv42"))}
+    drawn = report.plots({"totals": comparison()}, kept)
+    assert list(drawn) == ["totals-venv.svg"]
+    assert "![Running totals](results/totals-venv.svg)" in report.render({"totals": comparison()}, kept)
+
+
+def test_bars_have_the_length_of_their_figures() -> None:
+    shown = [svg.Bar("", "a <b>", Spread(4, 3, 5), True), svg.Bar("", "c", Spread(2, 1, 2), False)]
+    picture = svg.bars("title & more", "s", shown)
+    wide, narrow = [
+        float(node.get("width", "0")) for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")
+    ][1:]
+    assert wide == pytest.approx(2 * narrow, rel=0.01)
+    assert {"title & more", "a <b>", "c", "4", "2"} <= set(texts(picture))
+
+
+def test_very_different_bars_are_on_a_logarithmic_scale() -> None:
+    picture = svg.bars("t", "s", [svg.Bar("", str(v), Spread(v, v, v), True) for v in (1.0, 10.0, 1000.0)])
+    one, ten, thousand = [
+        float(node.get("width", "0")) for node in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")
+    ][1:]
+    assert one < ten < thousand and thousand - one == pytest.approx(3 * (ten - one), rel=0.01)
+
+
+def test_lines_go_along_x() -> None:
+    cases = [replace(case([v], [2 * v], f"{x}"), x=x) for x, v in ((1e5, 1.0), (1e6, 1.1), (1e7, 1.3))]
+    kept = {"totals": result(part(*cases))}
+    (picture,) = report.plots({"totals": comparison(picture="lines")}, kept).values()
+    assert {"100,000", "1,000,000", "10,000,000", "keys", "ours", "native"} <= set(texts(picture))
+    assert report.plots({"totals": comparison(picture="lines")}, {"totals": result(part(*cases[:1]))}) == {}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.01234, "0.0123"), (1.0, "1"), (12.34, "12.3"), (123456.7, "123,457"), (-2.5, "-2.5"), (100, "100")],
+)
+def test_figures_have_three_digits(value: float, text: str) -> None:
+    assert svg.amount(value) == text

@@ -1,0 +1,92 @@
+"""A comparison that fails, hangs or dies has a part that says so, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from comparisons import COMPARISONS
+from rich.console import Console
+from suite import runner
+from suite.comparison import VENV, VENV42
+
+QUIET = Console(quiet=True)
+PROVIDER = COMPARISONS["provider"]
+
+
+def call(code: str, seconds: float = 20.0) -> int:
+    return runner.call([sys.executable, "-c", code], seconds, dict(os.environ))
+
+
+def test_a_child_has_a_status() -> None:
+    assert call("import sys; sys.exit(3)") == 3
+    assert call("import os; os.abort()") == -6
+
+
+def gone(pid: int) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
+open({path!r}, "w").write(str(child.pid))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.long
+def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    with pytest.raises(TimeoutError):
+        call(FAMILY.format(path=str(path)) + "time.sleep(100)", seconds=1.5)
+    assert gone(int(path.read_text()))
+
+
+@pytest.mark.long
+@pytest.mark.long
+def test_what_a_child_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "LOOK_EVERY", 0.2)
+    path = tmp_path / "pid"
+    assert call(FAMILY.format(path=str(path)) + "time.sleep(1)") == 0
+    assert gone(int(path.read_text()))
+
+
+@pytest.mark.long
+def test_a_failure_is_in_the_part() -> None:
+    part = runner.run(PROVIDER, VENV, "smoke", {"keys": "many", "turns": 1}, QUIET)
+    assert part.failure is not None and part.failure.startswith(("TypeError: ", "ValueError: "))
+    assert part.cases == () and part.size == {"keys": "many", "turns": 1}
+
+
+@pytest.mark.long
+def test_a_comparison_that_takes_too_long_is_in_the_part() -> None:
+    hasty = replace(PROVIDER, minutes={"smoke": 0.005, "full": 1})
+    part = runner.run(hasty, VENV, "smoke", hasty.size("smoke", {}), QUIET)
+    assert part.failure == "It was not through after 0.005 minutes."
+
+
+def test_a_child_that_dies_is_in_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Callable[..., int] = runner.call
+    monkeypatch.setattr(
+        runner, "call", lambda command, *rest: whole([command[0], "-c", "import os; os.kill(os.getpid(), 9)"], *rest)
+    )
+    part = runner.run(PROVIDER, VENV, "smoke", {}, QUIET)
+    assert part.failure is not None and "ended with status -9 and gave no result" in part.failure
+
+
+def test_an_environment_that_is_not_there_is_in_the_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("STATESTORE_VENV42", str(tmp_path))
+    part = runner.run(COMPARISONS["throughput"], VENV42, "smoke", {}, QUIET)
+    assert part.failure == f"STATESTORE_VENV42={tmp_path} has no bin/python."
