@@ -184,6 +184,8 @@ class KvStateServer:
                 connected = self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     self._connections[this] = connected
+                if serving.stopping.is_set():
+                    return  # it was woken as the plain socket that it is no more
                 connected.do_handshake()
             connection = ServerConnection(serving, connected)
             with self._lock:

@@ -323,6 +323,33 @@ def test_connections_can_be_encrypted():
             assert time.monotonic() - began < 3
 
 
+def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
+    context, is_wrapped, may_go_on = (
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
+        threading.Event(),
+        threading.Event(),
+    )
+    wrap = context.wrap_socket
+
+    def wrap_slowly(*args, **kwargs):
+        wrapped = wrap(*args, **kwargs)
+        is_wrapped.set()
+        assert may_go_on.wait(10)
+        return wrapped
+
+    monkeypatch.setattr(context, "wrap_socket", wrap_slowly)
+    with serving(MemoryReads(), tls=context) as (server, _), RawClient(server.server_address, token=None):
+        assert is_wrapped.wait(10)
+        began = time.monotonic()
+        stopping = threading.Thread(target=server.shutdown)
+        stopping.start()
+        eventually(lambda: server._serving is None or server._serving.stopping.is_set())
+        time.sleep(0.2)  # it has woken whom it knows
+        may_go_on.set()
+        stopping.join()
+        assert time.monotonic() - began < 3
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 
