@@ -214,7 +214,8 @@ class PartitionState:
         started = time.perf_counter()
         with self._mutation:
             self._check_open()
-            if (self._version, self._head) == (lineage.version, lineage.head):
+            # A write that ended midway leaves the engine at no version.
+            if (self._version, self._head) == (lineage.version, lineage.head) and self._engine.state.head == self._head:
                 return
             with self._changed:
                 self._loading = True

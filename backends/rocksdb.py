@@ -142,7 +142,7 @@ class LocalRocksDB:
         self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
-        self._damage: StateStoreError | None = None
+        self._damage: str | None = None
         self._opened = object()
         self._db: Any = None
         self.state = LocalState()
@@ -302,19 +302,20 @@ class LocalRocksDB:
 
     def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
         """Write all, and ``state`` with the last one. If that ends midway nothing can be read any more."""
-        meta = self._families[META_FAMILY].handle
-        unfinished = LocalState(state.version, f"{state.head}, unfinished", None)
+        unfinished = LocalState(0, f"{state.head}, unfinished", None)
+        # No name for the handle: it keeps the database open, and the frames of an error live as long as the error.
         if len(batches) > 1:
-            batches[0].put(_META_KEY, msgspec.json.encode(unfinished), meta)
-        batches[-1].put(_META_KEY, msgspec.json.encode(state), meta)
+            batches[0].put(_META_KEY, msgspec.json.encode(unfinished), self._families[META_FAMILY].handle)
+        batches[-1].put(_META_KEY, msgspec.json.encode(state), self._families[META_FAMILY].handle)
         for i, batch in enumerate(batches):
             try:
                 if i:
                     fault_points.reached("apply:batch")
                 self._db.write(batch, self._write_options)
-            except Exception as error:  # rocksdict raises plain Exception
-                if i:
-                    self.state, self._damage = unfinished, self._failure("write", error)
+            except BaseException as error:
+                if i or not isinstance(error, Exception):  # an interrupt may come when the first one has been written
+                    self.state, self._damage = unfinished, str(self._failure("write", error))
+                    self._forget_rows()
                 raise
 
     def _forget_rows(self) -> None:
@@ -412,9 +413,9 @@ class LocalRocksDB:
         if self._closed:
             raise StoreClosedError(f"{self._path} is closed.")
         if self._damage is not None:
-            raise self._damage
+            raise LocalStateDamagedError(self._damage)
 
-    def _failure(self, verb: str, error: Exception) -> StateStoreError:
+    def _failure(self, verb: str, error: BaseException) -> StateStoreError:
         if self._closed:
             return StoreClosedError(f"{self._path} was closed while it was used.")
         return LocalStateDamagedError(

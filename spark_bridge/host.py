@@ -28,6 +28,7 @@ from backends.conf import StateStoreConf
 from backends.exceptions import (
     ConcurrentCommitError,
     LineageMismatchError,
+    LocalStateDamagedError,
     StoreClosedError,
     VersionNotFoundError,
 )
@@ -351,6 +352,9 @@ class Host:
         try:
             instance.state.complete(version, head)
         except LineageMismatchError:
+            return False
+        except LocalStateDamagedError as error:
+            log.warning("Version %d of %s is loaded anew: %s", version, self._describe_id(instance), error)
             return False
         for done in [v for v in instance.acknowledged if v <= version]:
             del instance.acknowledged[done]

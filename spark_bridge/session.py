@@ -323,7 +323,7 @@ def _join_or_start_ray(address: str | None, cpus: int) -> bool:
                 running,
             )
     # Executors and their Python workers run as they do without Ray, not with Ray's niceness of 15.
-    config = {"worker_niceness": 0}
+    config = {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
     num_cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=config, **quiet)
     return True

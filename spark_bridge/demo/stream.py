@@ -229,7 +229,7 @@ def start_ray(directory: Path) -> str:
         log_to_driver=False,
         namespace=NAMESPACE,
         _temp_dir=str(directory),
-        _system_config={"worker_niceness": 0},
+        _system_config={"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))},  # noqa: SIM112 - Ray's name
     )
     return str(context.address_info["gcs_address"])
 

@@ -143,23 +143,29 @@ class Turns:
 
 
 class Crowd:
-    """Keeps threads that compute out of each other's way: for a ``with``, so many at once, and whoever has waited ``patience`` seconds besides.
+    """Keeps threads that compute out of each other's way: for a ``with``, one at a time.
 
     Every call of numpy and Arrow gives the interpreter's lock away and wants it back at once. With eight threads doing so, half of all
-    time goes into handing it over. It is no limit: whoever waits inside for something else holds nobody up for long.
+    time goes into handing it over. It is no limit: whoever has waited ``patience`` seconds takes the place of the one inside, who may be
+    waiting for something else, and so keeps only one other waiting.
     """
 
-    def __init__(self, amount: int, patience: float) -> None:
-        self._free = threading.Semaphore(amount)
+    def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._entered = threading.local()
+        self._left = threading.Condition()
+        self._inside: object | None = None
+        self._this = threading.local()
 
     def __enter__(self) -> None:
-        self._entered.counts = self._free.acquire(timeout=self._patience)
+        with self._left:
+            self._left.wait_for(lambda: self._inside is None, self._patience)
+            self._inside = self._this.place = object()
 
     def __exit__(self, *_: object) -> None:
-        if self._entered.counts:
-            self._free.release()
+        with self._left:
+            if self._inside is self._this.place:
+                self._inside = None
+                self._left.notify()
 
 
 class _Waiter:

@@ -126,7 +126,7 @@ class Serving:
     forwarded_scans: Turns = field(init=False)
     buffered: Turns = field(init=False)
     connections: Turns = field(init=False)
-    computing: Crowd = field(default_factory=lambda: Crowd(1, COMPUTING_PATIENCE))
+    computing: Crowd = field(default_factory=lambda: Crowd(COMPUTING_PATIENCE))
 
     def __post_init__(self) -> None:
         limits = self.limits

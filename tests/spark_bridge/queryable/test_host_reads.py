@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from backends import fault_points, rocksdb
 from backends.exceptions import StoreClosedError
 from coordinator_actor.exceptions import QueryEndedError, RetiredRunError, UnknownOperatorError, UnknownRunError
 from coordinator_actor.messages import Completed
@@ -829,3 +830,30 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
     instance.state.get_many = closed
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert len(calls) == 1
+
+
+def test_a_partition_whose_write_ended_midway_is_loaded_anew(make, monkeypatch):
+    world = make(backend="rocksdb")
+    monkeypatch.setattr(rocksdb, "WRITE_ROWS", 2)
+    keys = range(40)
+    world.batch(dict.fromkeys(keys, 1))
+    world.batch(dict.fromkeys(keys, 2))
+    world.write(dict.fromkeys(keys, 3))
+    failed = []
+
+    def fail_once(point: str) -> None:
+        if point == "apply:batch" and not failed:
+            failed.append(point)
+            raise OSError("no space left on device")
+
+    fault_points.set_hook(fail_once)
+    try:
+        world.complete()
+        world.hosts[0].heartbeat()
+    finally:
+        fault_points.set_hook(None)
+    assert failed
+    version, values = world.lookup(keys)
+    assert (version, set(values)) == (3, {3})
+    world.batch(dict.fromkeys(keys, 4))
+    assert set(world.lookup(keys)[1]) == {4}

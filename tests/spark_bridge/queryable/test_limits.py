@@ -107,7 +107,7 @@ def test_no_turn_is_lost_between_giving_up_and_being_served():
 
 
 def test_one_after_the_other_until_patience_ends():
-    crowd, inside, most, may_end = Crowd(1, patience=0.2), 0, [], threading.Event()
+    crowd, inside, most, may_end = Crowd(patience=0.2), 0, [], threading.Event()
     counting = threading.Lock()
 
     def work() -> None:
@@ -142,3 +142,25 @@ def test_one_after_the_other_until_patience_ends():
     may_end.set()
     for thread in threads:
         thread.join()
+
+
+def test_one_who_stays_keeps_only_one_other_waiting():
+    crowd, may_end = Crowd(patience=0.3), threading.Event()
+
+    def stay() -> None:
+        with crowd:
+            may_end.wait(10)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    eventually(lambda: crowd._inside is not None)
+    waited = []
+    for _ in range(3):
+        began = time.monotonic()
+        with crowd:
+            waited.append(time.monotonic() - began)
+    may_end.set()
+    thread.join()
+    assert waited[0] >= 0.3
+    assert max(waited[1:]) < 0.2
+    assert crowd._inside is None
