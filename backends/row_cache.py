@@ -40,6 +40,8 @@ from backends.columns import MAX_BYTES, even_rows
 
 __all__ = ["CacheBudget", "Hashes", "RowCache", "hash_keys"]
 
+SPARED_BYTES = 16
+"""Where most keys have no value, longer values lie in an array of their own."""
 _NOTHING: Rows = VaryingRows(0, 0, 0)
 
 
@@ -212,6 +214,10 @@ class RowCache:
         more, widths = len(more_keys), widths_of(more_keys, more_values)
         if len(live):
             widths = common_widths(rows.widths, widths)
+        if widths is not None and widths[1] is not None and widths[1] > SPARED_BYTES:
+            num_absent = np.count_nonzero(live & ABSENT) + more_values.null_count
+            if 2 * num_absent > len(live) + more:
+                widths = None  # a record has room for a value, be there one or not
         key_sizes, value_sizes = _sizes(live, rows, widths)
         if widths is None:
             key_bytes, value_bytes = num_bytes(more_keys), num_bytes(more_values)
@@ -246,7 +252,9 @@ class RowCache:
 def _sizes(live: Ints, rows: Rows, widths: Widths | None) -> tuple[Ints, Ints]:
     """The bytes of keys and of values that these rows will take."""
     if widths is None:
-        return rows.sizes(live & ROW)
+        key_sizes, value_sizes = rows.sizes(live & ROW)
+        value_sizes[(live & ABSENT) != 0] = 0
+        return key_sizes, value_sizes
     return np.full(len(live), widths[0]), np.full(len(live), widths[1] or 0)
 
 

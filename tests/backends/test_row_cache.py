@@ -552,3 +552,23 @@ def test_a_cache_that_fails_does_not_fail_the_write(tmp_path, all_rows, monkeypa
     assert "are forgotten" in caplog.text
     assert engine.get_many(binary([b"a"])).to_pylist() == [b"2"]
     engine.close()
+
+
+@pytest.mark.parametrize("width", [8, 100, 900])
+def test_keys_without_a_value_take_no_room_for_one(width: int) -> None:
+    cache, num_keys = RowCache(CacheBudget(4 << 20)), 15_000
+    keys = [b"key%09d" % i for i in range(num_keys)]
+    num_read = 0
+
+    def read(asked: pa.BinaryArray) -> pa.BinaryArray:
+        nonlocal num_read
+        num_read += len(asked)
+        return pa.array([b"x" * width if int(k[3:]) % 50 == 0 else None for k in asked.to_pylist()], pa.binary())
+
+    for _ in range(2):
+        num_read = 0
+        for at in range(0, num_keys, 1000):
+            some = pa.array(keys[at : at + 1000], pa.binary())
+            values = cache.get_many(some, read)
+            assert values.null_count == len(some) - len(some) // 50
+    assert num_read < num_keys / 20
