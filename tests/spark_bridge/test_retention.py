@@ -106,7 +106,7 @@ def test_only_what_spark_can_go_back_to_is_kept(
 
     def oldest_is_gone() -> bool:
         add()  # what is kept is decided by the manifests of new versions
-        return min(versions(state_files(totals.stream, "changelog"))) > 2
+        return all(min(versions(state_files(totals.stream, kind))) > 2 for kind in ("changelog", "snapshot"))
 
     wait_until(oldest_is_gone)
     totals.check(client)
