@@ -285,18 +285,15 @@ def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
     assert not thread.is_alive() and emptied and budget.used == second.cache.nbytes
 
 
-@pytest.mark.parametrize("limit", [30_000, MIB])
-def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
-    """Values ascend: whoever asks must see what was there when it asked, or something later."""
-    below = Below(limit)
-    keys = [b"key %05d" % i for i in range(400)]
-    written = dict.fromkeys(keys, 0)
+def check_while_read(below, keys, rng, steps, value_of, before_step=lambda step: None):
+    """Write ascending values while threads read: whoever asks must see what was there when it asked, or something later."""
+    written = {key: int(below.pairs.get(key) or 0) for key in keys}
     failures, done = [], threading.Event()
 
     def keep_reading(seed):
-        rng = random.Random(seed)
+        own = random.Random(seed)
         while not done.is_set():
-            asked = rng.sample(keys, 50)
+            asked = own.sample(keys, 50)
             before = [written[key] for key in asked]
             found = below.get(asked)
             if not all(int(value or 0) >= least for value, least in zip(found, before, strict=True)):
@@ -306,9 +303,9 @@ def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
     threads = [threading.Thread(target=keep_reading, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    rng = random.Random(limit)
-    for step in range(1, 250):
-        changes = dict.fromkeys(rng.sample(keys, rng.choice((3, 100))), b"%d" % step)
+    for step in range(1, steps):
+        before_step(step)
+        changes = dict.fromkeys(rng.sample(keys, rng.choice((3, 100))), value_of(step))
         below.put(changes)
         written.update(dict.fromkeys(changes, step))
     done.set()
@@ -316,6 +313,12 @@ def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
         thread.join()
     assert not failures
     assert below.get(keys) == [below.pairs.get(key) for key in keys]
+
+
+@pytest.mark.parametrize("limit", [30_000, MIB])
+def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
+    keys = [b"key %05d" % i for i in range(400)]
+    check_while_read(Below(limit), keys, random.Random(limit), 250, lambda step: b"%d" % step)
 
 
 # -- rows of one width -----------------------------------------------------------------------------
@@ -426,38 +429,18 @@ def test_a_tag_that_is_seen_at_two_places_counts_once():
 
 @pytest.mark.parametrize("limit", [10_000, MIB])
 def test_readers_in_threads_while_rows_come_to_be_of_many_widths(limit):
-    below = Below(limit)
+    below, rng = Below(limit), random.Random(limit)
     keys = [user(i) for i in range(300)]
     below.put(dict.fromkeys(keys, b"%06d" % 0))
-    written = dict.fromkeys(keys, 0)
-    failures, done = [], threading.Event()
 
-    def keep_reading(seed):
-        rng = random.Random(seed)
-        while not done.is_set():
-            asked = rng.sample(keys, 50)
-            before = [written[key] for key in asked]
-            found = below.get(asked)
-            if not all(int(value) >= least for value, least in zip(found, before, strict=True)):
-                failures.append((asked, before, found))
-                return
+    def value_of(step):
+        return b"%0*d" % (6 if step % 40 < 30 else rng.choice((6, 9)), step)
 
-    threads = [threading.Thread(target=keep_reading, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    rng = random.Random(limit)
-    for step in range(1, 200):
+    def begin_anew(step):
         if step % 40 == 0:
             below.cache.clear()
-        width = 6 if step % 40 < 30 else rng.choice((6, 9))
-        changes = dict.fromkeys(rng.sample(keys, rng.choice((3, 100))), b"%0*d" % (width, step))
-        below.put(changes)
-        written.update(dict.fromkeys(changes, step))
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert below.get(keys) == [below.pairs.get(key) for key in keys]
+
+    check_while_read(below, keys, rng, 200, value_of, begin_anew)
 
 
 # -- in the engine -------------------------------------------------------------------------------
