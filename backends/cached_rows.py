@@ -12,6 +12,7 @@ Rows lie in one of two ways. Where all keys have one width and all values anothe
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.columns import Records, binary_content, even_array, even_rows, validity
+from backends.columns import Records, binary_content, content_bytes, even_array, even_rows, validity
 
 WAYS = 8
 """Entries of a bucket: 64 bytes, a line of a processor's cache."""
@@ -50,6 +51,7 @@ _FACTORS = [np.uint64(secrets.randbits(64) | 1) for _ in range(_HASHED_BYTES // 
 _WORD = (1 << 64) - 1
 _WORDS = np.dtype("<u8")
 _STIR = np.uint64(0xBF58476D1CE4E5B9)
+_HALF, _SHIFT = np.uint64(32), np.uint64(29)
 _NONE = np.zeros(0, np.int64)
 _BYTES_MASKS = np.array([(1 << 8 * i) - 1 for i in range(9)], np.uint64)
 
@@ -85,23 +87,27 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
 
 def _hash_even(keys: Records) -> Hashes:
     """The same for keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns, without a copy."""
-    n, width = len(keys), keys.dtype.itemsize
-
-    def word(at: int) -> Hashes:
-        column: Hashes = np.ndarray((n,), _WORDS, keys, at, (width,))
-        return column
-
-    hashes: Hashes = word(0) * _FACTORS[1]
-    hashes += np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)
-    for i, at in enumerate((width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8))):
-        hashes += word(at) * _FACTORS[2 + i]
+    width = keys.dtype.itemsize
+    shape, strides = (len(keys),), (width,)
+    added, others = _even_words(width)
+    hashes: Hashes = np.ndarray(shape, _WORDS, keys, 0, strides) * _FACTORS[1]
+    hashes += added
+    for at, factor in others:
+        hashes += np.ndarray(shape, _WORDS, keys, at, strides) * factor
     return _stirred(hashes)
 
 
+def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]:
+    """What is added for the width, and where the words behind the first one are, with their factors."""
+    added = np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)
+    places = (width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8))
+    return added, zip(places, _FACTORS[2:], strict=False)
+
+
 def _stirred(hashes: Hashes) -> Hashes:
-    hashes ^= hashes >> np.uint64(32)
+    hashes ^= hashes >> _HALF
     hashes *= _STIR
-    hashes ^= hashes >> np.uint64(29)
+    hashes ^= hashes >> _SHIFT
     return hashes
 
 
@@ -123,7 +129,7 @@ class _Table:
     def _buckets_of(self, hashes: Hashes) -> tuple[Ints, Ints, Ints]:
         """For each hash its bucket's number, its tag, and the bucket's entries."""
         # The upper half of the hash, as a fraction of 1, times the number of buckets.
-        at = (((hashes >> np.uint64(32)) * self.number) >> np.uint64(32)).view(np.int64)
+        at = (((hashes >> _HALF) * self.number) >> _HALF).view(np.int64)
         return at, (hashes & _TAG).view(np.int64), self.buckets.take(at, axis=0)
 
     def _match(self, hashes: Hashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -291,6 +297,10 @@ class EvenRows(_Table):
         self.count = first + n
         return first
 
+    def widths_of(self, entries: Ints) -> Widths | None:
+        """The widths of the rows that entries refer to, of which there is one at least; None if they cannot be ``EvenRows``."""
+        return self.widths
+
     def sizes(self, rows: Ints) -> tuple[Ints, Ints]:
         """The bytes of the keys of these rows, and of their values at most."""
         key, value = self.widths or (0, None)
@@ -345,8 +355,8 @@ class VaryingRows(_Table):
         count = self.count
         return (
             count + len(keys) < len(self.key_offsets)
-            and int(self.key_offsets[count]) + num_bytes(keys) <= len(self.key_content)
-            and int(self.value_offsets[count]) + num_bytes(values) <= len(self.value_content)
+            and int(self.key_offsets[count]) + content_bytes(keys) <= len(self.key_content)
+            and int(self.value_offsets[count]) + content_bytes(values) <= len(self.value_content)
         )
 
     def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
@@ -388,6 +398,15 @@ class VaryingRows(_Table):
         self.count = first + len(keys)
         return first
 
+    def widths_of(self, entries: Ints) -> Widths | None:
+        """See ``EvenRows``: those that were of many widths may be gone."""
+        keys, values = self.sizes(entries & ROW)
+        values = values[(entries & ABSENT) == 0]
+        key, value = int(keys[0]), int(values[0]) if len(values) else None
+        if not (key and (keys == key).all()) or value == 0 or (value is not None and (values != value).any()):
+            return None
+        return (key, value) if key + (value or 0) <= EVEN_BYTES else None
+
     def sizes(self, rows: Ints) -> tuple[Ints, Ints]:
         """See ``EvenRows``."""
         key, value = (
@@ -426,11 +445,6 @@ def common_widths(one: Widths | None, other: Widths | None) -> Widths | None:
     if one[1] is None or other[1] is None:
         return one[0], other[1] if one[1] is None else one[1]
     return one if one == other else None
-
-
-def num_bytes(array: pa.BinaryArray) -> int:
-    """How many bytes the elements have together."""
-    return int(binary_content(array)[1][-1])
 
 
 def _bytes_of(rows: Records) -> npt.NDArray[np.uint8]:

@@ -5,6 +5,8 @@ Everything here copes with slices (an offset), chunked and dictionary-encoded co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -129,6 +131,15 @@ def binary_content(array: pa.BinaryArray) -> tuple[Bytes, Offsets]:
     return np.frombuffer(content, np.uint8)[first:last], offsets - first
 
 
+def content_bytes(array: pa.BinaryArray) -> int:
+    """How many bytes the elements have together."""
+    n = len(array)
+    if not n:
+        return 0
+    bounds = np.frombuffer(array.buffers()[1], np.int32, n + 1, 4 * array.offset)
+    return int(bounds[n]) - int(bounds[0])
+
+
 def binary_array(
     content: Bytes, offsets: npt.NDArray[Any], mask: Mask | None = None, data_type: pa.DataType | None = None
 ) -> pa.BinaryArray:
@@ -143,27 +154,79 @@ def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
     return even_array(np.ascontiguousarray(rows))
 
 
+EVEN_ROWS = 1 << 13
+"""Arrays of so many elements at most, if all have one width, share the offsets of that width: nobody makes them or looks at them again."""
+EVEN_WIDTH = 1 << 8
+"""The largest width for which that is so."""
+_EVEN_OFFSETS: dict[int, pa.Buffer] = {}
+_EVEN_WIDTHS: dict[int, int] = {}
+"""The widths by the addresses of the offsets, which are kept for good."""
+
+
+@lru_cache(EVEN_WIDTH)
+def record(width: int) -> np.dtype[np.void]:
+    """The type of records of so many bytes."""
+    return np.dtype(f"V{width}")
+
+
+def _even_offsets(n: int, width: int) -> pa.Buffer:
+    """The offsets of n elements of one width, or of more."""
+    if n > EVEN_ROWS or width > EVEN_WIDTH:
+        check_size(n * width)
+        return pa.py_buffer(np.arange(0, n * width + 1, width, dtype=np.int32))
+    shared = _EVEN_OFFSETS.get(width)
+    if shared is None:
+        offsets = np.arange(0, EVEN_ROWS * width + 1, width, dtype=np.int32)
+        offsets.flags.writeable = False
+        shared = _EVEN_OFFSETS.setdefault(width, pa.py_buffer(offsets))  # another thread may have been first
+        _EVEN_WIDTHS[shared.address] = width
+    return shared
+
+
 def even_rows(array: pa.BinaryArray) -> Records | None:
     """The elements as records of one width, without a copy; None if widths differ, or there are none, nulls or only empty ones."""
     n = len(array)
-    if not n or array.null_count:
+    mask, bounds, content = array.buffers()
+    if not n or (mask is not None and array.null_count):
         return None
-    _, bounds, content = array.buffers()
+    rows: Records
+    width = _EVEN_WIDTHS.get(bounds.address)
+    if width is not None:
+        rows = np.ndarray((n,), record(width), content, width * array.offset)
+        return rows
     offsets = np.frombuffer(bounds, np.int32, n + 1, 4 * array.offset)
     first = int(offsets[0])
     width = int(offsets[1]) - first
     if width <= 0 or int(offsets[n]) - first != n * width or not (offsets[1:] - offsets[:-1] == width).all():
         return None
-    rows: Records = np.ndarray((n,), f"V{width}", content, first)
+    rows = np.ndarray((n,), record(width), content, first)
     return rows
 
 
 def even_array(rows: npt.NDArray[Any]) -> pa.BinaryArray:
     """Contiguous records as a binary array over the same memory, which nobody may change any more: the inverse of ``even_rows``."""
-    n, width = len(rows), rows.dtype.itemsize
-    check_size(n * width)
-    offsets = np.arange(0, n * width + 1, width, dtype=np.int32)
-    return pa.Array.from_buffers(pa.binary(), n, [None, pa.py_buffer(offsets), pa.py_buffer(rows.view(np.uint8))])
+    n = len(rows)
+    return pa.Array.from_buffers(
+        pa.binary(), n, [None, _even_offsets(n, rows.dtype.itemsize), pa.py_buffer(rows if n else b"")]
+    )
+
+
+def concatenated(arrays: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
+    """The arrays, one behind the other, as one. Raises ``pa.ArrowInvalid`` if they have more bytes than that can."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return pa.concat_arrays(arrays) if arrays else pa.array([], pa.binary())
+
+
+def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
+    """The elements of all arrays as records of one width, if they can be together."""
+    rows: list[Records] = []
+    for array in arrays:
+        even = even_rows(array)
+        if even is None or (rows and even.dtype.itemsize != rows[0].dtype.itemsize):
+            return None
+        rows.append(even)
+    return rows if sum(map(len, rows)) * rows[0].dtype.itemsize <= MAX_BYTES else None
 
 
 def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
@@ -172,15 +235,20 @@ def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
     return array.take(pa.array(rows)) if even is None else even_array(even.take(rows))
 
 
-def placed(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
-    """Each element in the row that is named for it; every row must be named once. The inverse of ``taken``."""
-    even = even_rows(array)
+def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.BinaryArray:
+    """Each element in the row that is named for it; every row must be named once. The inverse of ``taken``.
+
+    Raises ``pa.ArrowInvalid`` if the elements have more bytes than an array can.
+    """
+    even = _all_even(arrays)
     if even is None:
-        back = np.empty(len(rows), np.int64)
-        back[rows] = np.arange(len(rows))
-        return array.take(pa.array(back))
-    in_place = np.empty_like(even)
-    in_place[rows] = even
+        places = np.concatenate(rows)
+        back = np.empty(len(places), np.int64)
+        back[places] = np.arange(len(places))
+        return concatenated(arrays).take(pa.array(back))
+    in_place = np.empty(sum(map(len, rows)), even[0].dtype)
+    for part, places in zip(even, rows, strict=True):
+        in_place[places] = part
     return even_array(in_place)
 
 

@@ -50,7 +50,11 @@ GROUP_BYTES = 2
 _END = b"\x00\x00"
 
 Piece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
-"""A run of bytes per row: all of one width (numpy), or not (Arrow)."""
+"""A run of bytes per row: all of one width (numpy; numbers get their most significant byte first, and one may be for all rows), or not (Arrow)."""
+
+_PRESENT = np.ones(1, np.uint8)
+_LIST_END = np.zeros(1, np.uint8)
+_STRING_END = np.zeros(1, np.uint16)
 
 
 def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArray:
@@ -66,7 +70,7 @@ def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArr
         raise InvalidStateStoreArgument(
             f"Key groups must be 0 to {MAX_KEY_GROUPS - 1}, not {groups.min()} to {groups.max()}."
         )
-    pieces: list[Piece] = [groups.astype(">u2")]
+    pieces: list[Piece] = [groups.astype(np.uint16)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         pieces += _pieces(name, plain(name, column))
     return _assemble(pieces, batch.num_rows)
@@ -96,7 +100,7 @@ def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.Recor
 def _pieces(name: str, array: pa.Array) -> Iterator[Piece]:
     kind = array.type
     mask = null_mask(array)
-    yield np.ones(len(array), np.uint8) if mask is None else (~mask).astype(np.uint8)
+    yield _PRESENT if mask is None else (~mask).astype(np.uint8)
     dtype = fixed_dtype(kind)
     if dtype is not None:
         values = _ordered(kind, fixed_values(array, dtype))
@@ -112,13 +116,13 @@ def _pieces(name: str, array: pa.Array) -> Iterator[Piece]:
     elif is_list_like(kind):
         elements, offsets = list_parts(array)
         element_name = f"{name}.element"
-        marked = [np.ones(len(elements), np.uint8), *_pieces(element_name, plain(element_name, elements))]
+        marked = [_PRESENT, *_pieces(element_name, plain(element_name, elements))]
         content, ends = binary_content(_assemble(marked, len(elements)))
         yield binary_array(content, ends[offsets])
-        yield np.zeros(len(array), np.uint8)
+        yield _LIST_END
     else:
         yield _escape(binary_values(array))
-        yield np.zeros(len(array), "<u2")
+        yield _STRING_END
 
 
 def _escape(values: pa.BinaryArray) -> pa.BinaryArray:
@@ -147,11 +151,11 @@ def _assemble(pieces: list[Piece], n: int) -> pa.BinaryArray:
 
 @lru_cache(256)
 def _records(dtypes: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
-    return np.dtype([(f"f{i}", dtype) for i, dtype in enumerate(dtypes)])
+    return np.dtype([(f"f{i}", dtype.newbyteorder(">")) for i, dtype in enumerate(dtypes)])
 
 
 def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Values as big-endian numbers (or bytes) that sort as the values do; always a fresh array."""
+    """Values as unsigned numbers (or bytes) that sort as the values do; always a fresh array."""
     if pa.types.is_decimal(kind):
         swapped = np.ascontiguousarray(values.copy().view(np.uint8).reshape(-1, 16)[:, ::-1])
         swapped[:, 0] ^= 0x80
@@ -163,12 +167,12 @@ def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     sign = unsigned.type(1 << (width * 8 - 1))
     if not pa.types.is_floating(kind):
         flipped: npt.NDArray[Any] = values.view(unsigned) ^ sign
-        return flipped.astype(f">u{width}")
+        return flipped
     bits: npt.NDArray[Any] = values.view(unsigned).copy()
     bits[np.isnan(values)] = np.array(np.nan, values.dtype).view(unsigned)
     bits[bits == sign] = 0  # -0.0
     ordered: npt.NDArray[Any] = np.where(bits & sign, ~bits, bits ^ sign)
-    return ordered.astype(f">u{width}")
+    return ordered
 
 
 def _unordered(kind: pa.DataType, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:

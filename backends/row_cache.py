@@ -33,10 +33,9 @@ from backends.cached_rows import (
     Widths,
     common_widths,
     hash_keys,
-    num_bytes,
     widths_of,
 )
-from backends.columns import MAX_BYTES, even_rows
+from backends.columns import MAX_BYTES, content_bytes, even_rows
 
 __all__ = ["CacheBudget", "Hashes", "RowCache", "hash_keys"]
 
@@ -213,14 +212,14 @@ class RowCache:
         live = rows.live()
         more, widths = len(more_keys), widths_of(more_keys, more_values)
         if len(live):
-            widths = common_widths(rows.widths, widths)
+            widths = common_widths(rows.widths_of(live), widths)
         if widths is not None and widths[1] is not None and widths[1] > SPARED_BYTES:
             num_absent = np.count_nonzero(live & ABSENT) + more_values.null_count
             if 2 * num_absent > len(live) + more:
                 widths = None  # a record has room for a value, be there one or not
         key_sizes, value_sizes = _sizes(live, rows, widths)
         if widths is None:
-            key_bytes, value_bytes = num_bytes(more_keys), num_bytes(more_values)
+            key_bytes, value_bytes = content_bytes(more_keys), content_bytes(more_values)
         else:
             key_bytes, value_bytes = more * widths[0], more * (widths[1] or 0)
         allowed = min(self._budget.allowance(self), MAX_BYTES)
@@ -259,4 +258,4 @@ def _sizes(live: Ints, rows: Rows, widths: Widths | None) -> tuple[Ints, Ints]:
 
 
 def _needed(keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
-    return num_bytes(keys) + num_bytes(values) + ROW_BYTES * len(keys)
+    return content_bytes(keys) + content_bytes(values) + ROW_BYTES * len(keys)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.columns import even_array, even_rows, placed, taken
+from backends.columns import EVEN_ROWS, EVEN_WIDTH, concatenated, content_bytes, even_array, even_rows, placed, taken
 from tests.effort import examples
 
 
@@ -44,7 +44,7 @@ def test_elements_are_taken_and_put_back(array, rng):
     rows = np.array(order, np.int64)
     there = taken(array, rows)
     assert there.to_pylist() == [array[i].as_py() for i in order]
-    assert placed(there, rows).equals(array)
+    assert placed([there], [rows]).equals(array)
 
 
 def test_rows_that_are_not_there_are_not_taken():
@@ -63,4 +63,54 @@ def test_an_order_is_undone(values):
     """One that is not its own inverse."""
     rows = np.array([2, 0, 3, 1])
     assert taken(binary(values), rows).to_pylist() == [values[2], values[0], values[3], values[1]]
-    assert placed(binary(values), rows).to_pylist() == [values[1], values[3], values[0], values[2]]
+    assert placed([binary(values)], [rows]).to_pylist() == [values[1], values[3], values[0], values[2]]
+
+
+@pytest.mark.parametrize("n", [1, 7, EVEN_ROWS, EVEN_ROWS + 1])
+@pytest.mark.parametrize("width", [1, 10, EVEN_WIDTH, EVEN_WIDTH + 1])
+def test_arrays_and_their_slices_are_known_to_be_of_one_width_or_seen_to_be(n, width):
+    rows = np.frombuffer(np.random.default_rng(n).bytes(n * width), f"V{width}")
+    array = even_array(rows)
+    array.validate(full=True)
+    assert array.to_pylist() == [row.tobytes() for row in rows]
+    for part in (array, array.slice(n // 2), array.slice(n // 3, n // 3 + 1), array[: n - 1]):
+        copied = binary(part.to_pylist())  # has offsets of its own
+        assert content_bytes(part) == content_bytes(copied) == len(part) * width
+        found, seen = even_rows(part), even_rows(copied)
+        if not len(part):
+            assert found is seen is None
+        else:
+            assert found.tobytes() == seen.tobytes() == b"".join(part.to_pylist())
+
+
+def test_a_mask_over_rows_of_one_width_is_seen():
+    even = even_array(np.zeros(4, "V3"))
+    masked = pa.Array.from_buffers(pa.binary(), 4, [pa.py_buffer(b"\x0d"), *even.buffers()[1:]])
+    assert even_rows(masked) is None and even_rows(masked.slice(2)) is not None
+    assert masked.to_pylist() == [b"\0\0\0", None, b"\0\0\0", b"\0\0\0"]
+
+
+@settings(deadline=None, max_examples=examples(200))
+@given(st.lists(arrays(), max_size=4))
+def test_arrays_are_joined(given):
+    values = [value for array in given for value in array.to_pylist()]
+    joined = concatenated(given)
+    joined.validate(full=True)
+    assert joined.to_pylist() == values
+    assert content_bytes(joined) == sum(len(value or b"") for value in values)
+
+
+@settings(deadline=None, max_examples=examples(200))
+@given(st.lists(arrays(), min_size=1, max_size=4), st.randoms())
+def test_parts_are_put_into_their_rows(given, rng):
+    values = [value for array in given for value in array.to_pylist()]
+    order = list(range(len(values)))
+    rng.shuffle(order)
+    rows, begin = [], 0
+    for array in given:
+        rows.append(np.array(order[begin : begin + len(array)], np.int64))
+        begin += len(array)
+    wanted = [None] * len(values)
+    for place, value in zip(order, values, strict=True):
+        wanted[place] = value
+    assert placed(given, rows).to_pylist() == wanted

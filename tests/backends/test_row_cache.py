@@ -372,6 +372,27 @@ def test_rows_of_one_width_are_records_until_others_come():
     assert below.get(keys[:50]) == [below.pairs.get(key) for key in keys[:50]] and below.num_read == 0
 
 
+@pytest.mark.parametrize("width", [32, 200])
+def test_keys_that_are_looked_for_before_they_are_written_become_records(width):
+    """As those of a stream: each batch reads its keys, most of them new, and writes them; more than are updated at once."""
+    below, n = Below(limit=32 * MIB), 3 * cached_rows.STEP_ROWS
+    for batch in range(3):
+        keys = [b"key%09d" % i for i in range(n * batch, n * (batch + 1))]
+        assert below.get(keys) == [None] * len(keys)
+        below.put(dict.fromkeys(keys, b"x" * width))
+        assert below.cache.rows.widths == (12, width)
+
+
+def test_rows_are_records_again_when_the_others_are_gone():
+    below = Below(limit=1 << 16)
+    below.pairs = {user(i): b"%04d" % i for i in range(3000)}
+    below.get([b"other"])
+    for i in range(0, 3000, 50):
+        asked = [user(j) for j in range(i, i + 50)]
+        assert below.get(asked) == [below.pairs[key] for key in asked]
+    assert below.cache.rows.widths == (11, 4)
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "widths"),
     [

@@ -1,0 +1,34 @@
+"""Keeping pandas out of a process that has nothing of it, for its import takes about as long as that of all our own modules.
+
+pyarrow imports pandas, if it is installed, the first time that it makes an array or a scalar of anything at all, only to see whether what
+it was given is pandas'.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pyarrow as pa
+
+
+class _NoPandas(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "pandas":
+            raise ImportError("pandas is kept out of this process while pyarrow looks for it")
+        return None
+
+
+def keep_pandas_out() -> None:
+    """From now on pyarrow takes pandas for not installed in this process. Without effect if it has looked for it already."""
+    finder = _NoPandas()
+    sys.meta_path.insert(0, finder)
+    try:
+        pa.array([0])
+    finally:
+        sys.meta_path.remove(finder)
