@@ -102,7 +102,10 @@ class ForwardingReads:
 
         def relocate(error: Exception) -> OperatorLocation:
             self._moved(request.run_id, error)
-            return self._oracles.location(request.run_id, request.operator, with_schema=True)
+            try:
+                return self._oracles.location(request.run_id, request.operator, with_schema=True)
+            except GONE as gone:
+                raise RetiredRunError(str(gone)) from gone  # which run is next, the client must find out
 
         in_order = request.partitions is not None
         return _state_answer(

@@ -111,6 +111,15 @@ class HostChanges:
         batches = self._in_order(made, streams, after, until, chosen)
         return StateAnswer(until, made.output, RowStream(batches, keep.close))
 
+    def require_same_history(self, plan: OperatorPlan, completed: int, version: int, behind_run: str) -> None:
+        """Raise ``StateVersionError`` unless ``version``, which is ``completed`` or before, is the one that an earlier run has given rows of."""
+        versions = self._versions(plan, completed)
+        try:
+            versions.resolve(version)
+        except VersionNotFoundError as error:
+            raise StateVersionError(str(error)) from error
+        _require_same_history(plan, versions, version, behind_run)
+
     def _place(self, plan: OperatorPlan) -> StatePlace:
         of = plan.registration
         return StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
@@ -268,8 +277,8 @@ def _require_same_history(plan: OperatorPlan, versions: StateVersions, after: in
     if behind_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(behind_run):
         return
     raise StateVersionError(
-        f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run {made.run_id}, but the "
-        f"changes up to it have been given by run {behind_run} already, and no longer hold. Read the state anew and watch from there."
+        f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run {made.run_id}, but what "
+        f"run {behind_run} has given of it already no longer holds. Read the state anew, and watch it from there."
     )
 
 

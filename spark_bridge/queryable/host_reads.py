@@ -21,7 +21,7 @@ from backends.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import OperatorLocation, RunningOperator
 from spark_bridge.completed_versions import CompletedVersion
-from spark_bridge.exceptions import NotOwnerError
+from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host import Host
 from spark_bridge.queryable.host_changes import HostChanges
 from spark_bridge.queryable.host_views import WAIT_SECONDS, HostViews, PartitionView
@@ -209,7 +209,7 @@ class HostReads:
             )
         values = joined(found)
         self._host.count_keys_read(len(keys))
-        return version, values if order is None else placed(values, order)
+        return version, values if order is None else placed([values], [order])
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -245,6 +245,13 @@ class HostReads:
     def scan(self, request: Scan) -> StateAnswer:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
+        if request.behind_run not in ("", plan.run_id):
+            if request.at.isolation != "version":
+                raise RequestError(
+                    "The rest of a scan that another run began needs isolation version; behind_run= is for nothing else."
+                )
+            completed = self._views.noted(plan, request.at.version).version
+            self._changes.require_same_history(plan, completed, request.at.version, request.behind_run)
         rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         selection = RowSelection.of(rows, request.columns, request.where)
         bounds = KeyBounds(request.start, request.end)

@@ -81,7 +81,7 @@ class HostViews:
     ) -> tuple[int, list[T]]:
         deadline = time.monotonic() + self.wait_seconds
         while True:
-            noted = self._noted(plan, floor)
+            noted = self.noted(plan, floor)
             found: list[T] = []
             failure: Exception
             try:
@@ -95,7 +95,8 @@ class HostViews:
             if self._host.completed.newest(plan.run_id) is noted:
                 self._settle(plan, partitions[len(found)], noted, failure)
 
-    def _noted(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
+    def noted(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
+        """The last completed version, which is ``at_least`` that; raises ``HostUnavailableError``, ``StateVersionError`` as ``read`` does."""
         begun = time.monotonic()
         noted = self._host.completed_version(plan.run_id, at_least, self.wait_seconds)
         if noted is None or noted.version < at_least:
@@ -177,7 +178,7 @@ class HostViews:
             found.append(one)
         if versions:
             return min(versions), found
-        return self._noted(plan, 0).version, found
+        return self.noted(plan, 0).version, found
 
     def _latest_of(self, plan: OperatorPlan, partition: int, read: Callable[[PartitionView], T]) -> tuple[int, T]:
         deadline = time.monotonic() + self.wait_seconds
@@ -204,7 +205,7 @@ class HostViews:
     ) -> tuple[int, list[T]]:
         if at.version < 0:
             raise RequestError(f"version={at.version} is no version; the first one is 0.")
-        self._noted(plan, at.version)
+        self.noted(plan, at.version)
         return at.version, [self._exactly_of(plan, p, at, read, keep) for p in partitions]
 
     def _exactly_of(

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import MAX_BYTES, list_parts
+from backends.columns import MAX_BYTES, concatenated, content_bytes, list_parts
 from backends.exceptions import SchemaMismatchError
 from backends.key_groups import key_groups
 from backends.keys import decode_keys, encode_keys
@@ -22,9 +22,9 @@ from spark_bridge.queryable.key_windows import KeyWindowIndex
 from spark_bridge.queryable.operator_plan import OperatorPlan, behind
 from spark_bridge.queryable.request_watch import check_request, hold
 from spark_bridge.queryable.row_selection import POSITION
+from spark_bridge.state_families import TIMERS_BY_KEY, family_of
 from spark_bridge.state_rows import Positions, Rows, VariableRows, key_groups_of
 from spark_bridge.stateful.stored_keys import prefix_range
-from spark_bridge.stateful.variables import TIMERS_BY_KEY, family_of
 
 CANDIDATES = 1 << 16
 """Keys with windows that are looked up at once."""
@@ -70,8 +70,8 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
             raise RequestLimitError(
                 f"{step:,} values are more than one answer can have: ask for fewer keys."
             ) from error
-        size = part.nbytes
-        hold(size - 4 * len(part))  # what is not there costs little, and is soon dropped where windows are tried
+        size = content_bytes(part)  # what is not there costs little, and is soon dropped where windows are tried
+        hold(size)
         parts.append(part)
         at, nbytes = at + len(part), nbytes + size
         require_bytes(nbytes)
@@ -89,12 +89,10 @@ def require_bytes(nbytes: int) -> None:
 
 def joined(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
     """Keys or values one behind the other. Raises ``RequestLimitError`` if they are too many bytes."""
-    if len(parts) == 1:
-        return parts[0]
     try:
-        return pa.concat_arrays(parts) if parts else pa.array([], pa.binary())
+        return concatenated(parts)
     except pa.ArrowInvalid:
-        require_bytes(sum(part.nbytes for part in parts))
+        require_bytes(sum(map(content_bytes, parts)))
         raise
 
 

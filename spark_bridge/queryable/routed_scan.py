@@ -5,8 +5,9 @@ socket, so a slow reader holds the hosts back, and memory stays flat.
 
 A host gives its partitions one after the other, in the order in which they were asked for, and of each the rows at an exact version always in the
 same order. So a stream that broke is resumed by counting: the rows that were given already are asked for again and dropped. That is
-done partition by partition, for they may have other owners by then. Where rows expire by the clock there is nothing to count by, and a stream
-that has given some is not resumed.
+done partition by partition, for they may have other owners by then. A query that was restarted goes on from the version that it had, so
+its next run is asked for the rest, and refuses if that version was made anew (a rollback). Where rows expire by the clock there is nothing
+to count by, and a stream that has given some is not resumed.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class ScanPlan:
     """What is scanned, and how its streams are opened.
 
     ``open_stream(address, request, deadline)`` asks without waiting. ``address_of(location, partition)`` says whom. ``relocate(error)``
-    finds out who owns what now; without it a broken stream is an error. ``timeout`` in seconds is how long that may take. ``is_stable``: a
-    second look finds the same rows.
+    finds out who owns what now, also if the query has been restarted, and raises ``RetiredRunError`` if only the run of ``location`` will do;
+    without it a broken stream is an error. ``timeout`` in seconds is how long that may take. ``is_stable``: a second look finds the same rows.
     """
 
     request: Scan
@@ -261,10 +262,12 @@ class RoutedScan(Iterator[pa.RecordBatch]):
                 if should_locate(error):
                     try:
                         location = relocate(error)
+                    except RetiredRunError:
+                        raise
                     except Exception as again:  # noqa: BLE001 - delay raises what no attempt can help
                         error = again
                         continue
-                self._check_run(location)
+                    self._check_same_rows(location)
             rows: _RowsOfServer | _RowsHere | None = None
             seen = 0
             try:
@@ -294,6 +297,8 @@ class RoutedScan(Iterator[pa.RecordBatch]):
         deadline = plan.clock() + plan.timeout
         address = plan.address_of(location, partition)
         request = replace(plan.request, at=At("version", self.version), partitions=[partition])
+        if location.run_id != plan.location.run_id:
+            request = replace(request, run_id=location.run_id, behind_run=plan.location.run_id)
         stream = plan.open_stream(address, request, deadline)
         rows = _RowsOfServer(stream) if isinstance(stream, KvStream) else _RowsHere(*stream())
         if rows.version != self.version:
@@ -301,13 +306,15 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             raise ConnectionClosedError(f"{address} answered version {rows.version}, not {self.version}.")
         return rows
 
-    def _check_run(self, location: OperatorLocation) -> None:
+    def _check_same_rows(self, location: OperatorLocation) -> None:
+        """Whether each partition has the rows, in the order, that it had when the scan began."""
         before = self._plan.location
-        if (location.run_id, len(location.owners)) != (before.run_id, len(before.owners)):
-            raise RetiredRunError(
-                f"Query {before.query_id} was restarted (run {location.run_id} after {before.run_id}) while its operator "
-                f"{before.operator.name!r} was scanned; scan it again."
-            )
+        if location.query_id == before.query_id and _layout(location) == _layout(before):
+            return
+        raise RetiredRunError(
+            f"Operator {before.operator.name!r} of query {before.query_id} (run {before.run_id}) was scanned, which then ended; run "
+            f"{location.run_id} of query {location.query_id} has the operator now, with other state, partitions or columns: scan it again."
+        )
 
     def _attempts(self) -> Attempts:
         plan = self._plan
@@ -323,3 +330,8 @@ class RoutedScan(Iterator[pa.RecordBatch]):
     def __del__(self) -> None:
         if getattr(self, "_shares", None):
             self.close()
+
+
+def _layout(location: OperatorLocation) -> tuple[object, ...]:
+    """What says which rows a partition has, and how they are read."""
+    return (location.operator.name, location.operator.schema, len(location.owners), location.key_groups)

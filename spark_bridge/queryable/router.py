@@ -6,7 +6,7 @@ An answer is never older than what the same client has had before of the same ru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
 
-from backends.columns import placed
+from backends.columns import concatenated, placed
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import HostUnavailableError, RequestError, RequestLimitError, StateVersionError
 from spark_bridge.queryable.connections import KvConnections
@@ -135,11 +135,11 @@ class StateRouter:
         No keys need no host: the version is then the highest one seen.
         """
         if not len(keys):
-            return at.version if at.isolation == "version" else self.versions.get(location.run_id), joined([])
+            return at.version if at.isolation == "version" else self.versions.get(location.run_id), put_together([])
         version, answers = in_parts(
             list(parts(keys)), at, lambda part, at: self._lookup_part(location, family, part, at, deadline)
         )
-        return version, joined(answers)
+        return version, put_together(answers)
 
     def _lookup_part(
         self, location: OperatorLocation, family: str, keys: pa.BinaryArray, at: At, deadline: float
@@ -149,8 +149,7 @@ class StateRouter:
         version, values = self._hosts.answers(location.run_id, questions, at, self._soon(deadline, keys))
         if len(values) == 1:
             return version, values[0]
-        rows = np.concatenate([share.rows for share in shares if share.rows is not None])
-        return version, placed(joined(values), rows)
+        return version, put_together(values, [share.rows for share in shares if share.rows is not None])
 
     def key_rows(
         self, location: OperatorLocation, request: KeyRows, keys: pa.BinaryArray, deadline: float
@@ -213,9 +212,9 @@ class StateRouter:
         """The rows of all partitions (or of ``request.partitions``), all owners in parallel, at one version.
 
         ``deadline`` is for the beginning; while rows come there is none. A stream that breaks later is resumed at the same version where
-        ``relocate(error)`` says, within the connections' ``timeout``. Without ``relocate``, with ``latest``, if rows have a TTL, or when the
-        query was restarted meanwhile, the error is raised. The batches come in any order, those of one partition in theirs; with ``in_order``
-        partition after partition, as they are asked for.
+        ``relocate(error)`` says, within the connections' ``timeout``, by the query's next run too if it has the same layout and has not been
+        rolled back. Without ``relocate``, with ``latest`` or if rows have a TTL, the error is raised. The batches come in any order, those of
+        one partition in theirs; with ``in_order`` partition after partition, as they are asked for.
         """
         shares = self._scan_shares(location, request.partitions, in_order)
         if not shares:
@@ -323,19 +322,24 @@ class StateRouter:
 
 def parts(keys: pa.BinaryArray) -> Iterator[pa.BinaryArray]:
     """Keys in numbers that one request may have; none are one part."""
+    content = keys.buffers()[2]
+    if len(keys) <= KEYS_PER_REQUEST and (content is None or content.size <= BYTES_PER_REQUEST):
+        yield keys
+        return
     step = KEYS_PER_REQUEST
     if keys.nbytes > BYTES_PER_REQUEST:
         step = max(1, min(step, len(keys) * BYTES_PER_REQUEST // keys.nbytes))
     for begin in range(0, max(1, len(keys)), step):
-        yield keys if step >= len(keys) else keys.slice(begin, step)
+        yield keys.slice(begin, step)
 
 
-def joined(arrays: list[pa.BinaryArray]) -> pa.BinaryArray:
-    """Arrays of values as one. Raises ``RequestLimitError`` if they have more than an Arrow array can."""
-    if len(arrays) == 1:
-        return arrays[0]
+def put_together(arrays: Sequence[pa.BinaryArray], rows: Sequence[Rows] | None = None) -> pa.BinaryArray:
+    """Arrays of values as one: one behind the other, or each value in its row.
+
+    Raises ``RequestLimitError`` if they have more than an Arrow array can.
+    """
     try:
-        return pa.concat_arrays(arrays) if arrays else pa.array([], pa.binary())
+        return concatenated(arrays) if rows is None else placed(arrays, rows)
     except pa.ArrowInvalid as error:
         raise RequestLimitError(
             f"The values of these keys do not fit into one Arrow array ({error}): ask for fewer keys."

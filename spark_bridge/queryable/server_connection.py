@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
+from backends.columns import content_bytes
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import (
@@ -305,7 +306,7 @@ class ServerConnection:
             keys = self._keys(body)
             with self._watch(request.forward) as watch:
                 version, values = serving.reads.lookup(request, keys)
-                watch.hold_at_least(values.nbytes)
+                watch.hold_at_least(4 * len(values) + content_bytes(values))
                 packed = pack_bytes(values)
         self._send(Values(version), packed)
 

@@ -31,7 +31,6 @@ PRESENT = "present"
 EXPIRATION = "expiration_timestamp_ms"
 SESSION_WINDOW = "session_window"
 
-_NOTHING = pa.scalar(None, pa.binary())
 VALUE, ROWS, WINDOWS, LIST, MAP, TIMERS = "value", "rows", "windows", "list", "map", "timers"
 ONE_ROW = (VALUE, ROWS, WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
@@ -104,7 +103,9 @@ class StateView:
         if self._has_ttl:
             expired = pc.less_equal(states.column(states.schema.get_field_index(TTL_COLUMN)), now_ms())
             if pc.any(expired).as_py():
-                states = self.schema.decode_values(pc.if_else(expired.fill_null(False), _NOTHING, values))
+                states = self.schema.decode_values(
+                    pc.if_else(expired.fill_null(False), pa.scalar(None, pa.binary()), values)
+                )
         if self.is_aggregate:
             columns = results(states)
         else:

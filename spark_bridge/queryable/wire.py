@@ -11,6 +11,7 @@ Redis, and 15,500 by frames like these.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,7 +20,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import MAX_BYTES, binary_content, even_array, even_rows
+from backends.columns import EVEN_ROWS, EVEN_WIDTH, MAX_BYTES, binary_content, even_array, even_rows, record
 from spark_bridge.exceptions import RequestError
 
 PROTOCOL = 1
@@ -27,6 +28,7 @@ PREFIX = struct.Struct("<II")
 """Length of header and body together, length of the header."""
 MAX_HEADER_BYTES = 1 << 20
 _COUNT = struct.Struct("<I")
+_LENGTH = struct.Struct("<i")
 _ABSENT = -1
 
 Isolation = Literal["completed", "latest", "version"]
@@ -108,6 +110,8 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
 
     ``start`` (included) and ``end`` (not included) bound the grouping key by its encoded columns without the key group, within every key
     group. ``partitions`` None is all that this host owns, with ``forward`` all. ``where``: all must hold. ``limit`` counts rows of this answer.
+    ``behind_run``: the earlier run that has given rows of this very version already. A version that a later run has made anew is a
+    ``StateVersionError``.
     """
 
     run_id: RunId
@@ -122,6 +126,7 @@ class Scan(Struct, frozen=True, array_like=True, tag="scan"):
     collect: bool = False
     partitions: list[Natural] | None = None
     forward: bool = False
+    behind_run: RunId = ""
 
 
 class Count(Struct, frozen=True, array_like=True, tag="count"):
@@ -243,8 +248,9 @@ def pack_bytes(values: pa.BinaryArray) -> bytes:
     """Keys or values as a body: their number (uint32), their lengths (int32, -1 for null), their bytes."""
     even = even_rows(values)
     if even is not None:
-        n, width = len(even), even.dtype.itemsize
-        return b"".join((_COUNT.pack(n), np.full(n, width, "<i4").data, even.view(np.uint8).data))
+        n = len(even)
+        # mypy does not know before Python 3.12 that numpy's arrays have a buffer.
+        return b"".join((_COUNT.pack(n), _even_lengths(n, even.dtype.itemsize), even))  # type: ignore[arg-type]
     content, offsets = binary_content(values.fill_null(b"") if values.null_count else values)
     lengths = np.diff(offsets).astype("<i4")
     if values.null_count:
@@ -259,10 +265,11 @@ def unpack_bytes(body: memoryview | bytes) -> pa.BinaryArray:
     begin = _COUNT.size + 4 * count
     if size < max(begin, _COUNT.size):
         raise RequestError(f"A body of {size} bytes cannot have {count} keys or values.")
+    width = _LENGTH.unpack_from(body, _COUNT.size)[0] if count else 0
+    is_whole = width > 0 and begin + count * width == size <= MAX_BYTES
+    if is_whole and bytes(body[_COUNT.size : begin]) == _even_lengths(count, width):
+        return even_array(np.frombuffer(body, record(width), count, begin))
     lengths = np.frombuffer(body, "<i4", count, _COUNT.size)
-    width = int(lengths[0]) if count else 0
-    if width > 0 and begin + count * width == size <= MAX_BYTES and (lengths == width).all():
-        return even_array(np.frombuffer(body, f"V{width}", count, begin))
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.maximum(lengths, 0), out=offsets[1:])
     if (count and lengths.min() < _ABSENT) or begin + offsets[-1] != size or offsets[-1] > MAX_BYTES:
@@ -276,6 +283,18 @@ def unpack_bytes(body: memoryview | bytes) -> pa.BinaryArray:
         pa.py_buffer(memoryview(body)[begin:]),
     ]
     return pa.Array.from_buffers(pa.binary(), count, buffers)
+
+
+def _even_lengths(n: int, width: int) -> bytes:
+    """So many lengths, all the same; not made anew for few that are short."""
+    if n > EVEN_ROWS or width > EVEN_WIDTH:
+        return _LENGTH.pack(width) * n
+    return _lengths_of(width)[: 4 * n]
+
+
+@lru_cache(EVEN_WIDTH)
+def _lengths_of(width: int) -> bytes:
+    return _LENGTH.pack(width) * EVEN_ROWS
 
 
 def pack_one(key: bytes) -> bytes:

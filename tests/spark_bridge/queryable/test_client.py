@@ -235,6 +235,7 @@ def test_the_rows_of_some_keys(client: QueryableStateClient) -> None:
 
 
 def test_operators_and_description(client: QueryableStateClient, filled: Cluster) -> None:
+    client.get("totals", 1)
     (operator,) = client.operators()
     assert (operator["operator"], operator["query_name"], operator["completed_version"]) == ("totals", "name", 2)
     described = client.describe("totals")

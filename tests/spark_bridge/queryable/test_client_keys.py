@@ -29,7 +29,7 @@ from spark_bridge.queryable.state_views import view_of
 from spark_bridge.queryable.wire import Comparison
 from spark_bridge.session_windows import ENDS_FAMILY
 from spark_bridge.session_windows import SESSIONS as SESSIONS_COLUMN
-from spark_bridge.stateful.variables import TTL_COLUMN
+from spark_bridge.state_families import TTL_COLUMN
 from tests.spark_bridge.state_flows import KEYS as FLOW_KEYS
 from tests.spark_bridge.state_flows import Everything
 

@@ -136,6 +136,26 @@ def test_more_keys_than_a_request_may_have(
     assert [users[p] for p in rows.column("position").to_pylist()] == rows.column("user").to_pylist()
 
 
+@pytest.mark.parametrize(
+    ("keys", "sizes"),
+    [
+        ([], [0]),
+        ([b"k"], [1]),
+        ([b"k" * 30] * 9, [2, 2, 2, 2, 1]),
+        ([b"k" * 200] * 2, [1, 1]),
+        ([b"k"] * 11, [10, 1]),
+    ],
+)
+def test_keys_are_asked_for_in_parts_by_number_and_bytes(
+    keys: list[bytes], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 10)
+    monkeypatch.setattr(router_module, "BYTES_PER_REQUEST", 100)
+    array = pa.array([b"x" * 300, *keys], pa.binary()).slice(1)  # what is not asked for does not count
+    assert [len(part) for part in router_module.parts(array)] == sizes
+    assert [key for part in router_module.parts(array) for key in part.to_pylist()] == keys
+
+
 def test_rows_of_keys_name_the_position_among_all_keys(cluster: Cluster, router: StateRouter) -> None:
     users = [5, 2000, 7, 5, 999]
     answer = router.key_rows(located(cluster), KeyRows("", "totals", columns=["n"]), stored(users), soon())
@@ -843,7 +863,7 @@ def test_what_cannot_be_resumed_is_an_error(connections: KvConnections) -> None:
         with pytest.raises(ConnectionClosedError):
             list(begun(location, At("latest"), lambda error: memory.location))
         with pytest.raises(RetiredRunError, match="scan it again"):
-            list(begun(location, COMPLETED, lambda error: replace(memory.location, run_id="run2")))
+            list(begun(location, COMPLETED, lambda error: replace(memory.location, query_id="another")))
         # Of rows that may have a TTL it is not known how many the next look finds.
         unknown = replace(location, operator=replace(location.operator, schema=""))
         with pytest.raises(ConnectionClosedError):

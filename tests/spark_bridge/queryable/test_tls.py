@@ -198,16 +198,16 @@ def test_a_task_commits_over_mutual_tls(files: Files, tmp_path: Path) -> None:
     assert coordinator.register_query(reg(world)).refusal is None
     endpoints = Endpoints((server.address,), SECRET, "", 10.0, mutual)
     try:
-        store = TaskStore(task(0, 0), 2, endpoints)
+        store = TaskStore(task(0, 0), 2, 1024, endpoints)
         store.stage(pa.array([b"\0\0key"]), pa.array([b"value"]))
         store.commit(OperatorFigures())
-        TaskStore(task(0, 1), 2, endpoints).commit(OperatorFigures())
+        TaskStore(task(0, 1), 2, 1024, endpoints).commit(OperatorFigures())
         world.commit_spark(0)
-        again = TaskStore(task(1, 0), 2, endpoints)
+        again = TaskStore(task(1, 0), 2, 1024, endpoints)
         assert again.get_many(pa.array([b"\0\0key"])).to_pylist() == [b"value"]
         forget(server.address)
         with pytest.raises(TlsError, match="which certificates to trust"):
-            TaskStore(task(1, 1), 2, dataclasses.replace(endpoints, tls=None)).open()
+            TaskStore(task(1, 1), 2, 1024, dataclasses.replace(endpoints, tls=None)).open()
     finally:
         forget(server.address)
         server.shutdown()

@@ -1,5 +1,6 @@
 """Keys and values as bodies of frames."""
 
+import random
 import struct
 
 import pyarrow as pa
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.columns import EVEN_ROWS, EVEN_WIDTH
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.wire import pack_bytes, unpack_bytes
 from tests.effort import examples
@@ -49,3 +51,21 @@ def test_what_is_no_body_is_refused(values, data):
 def test_lengths_that_cannot_be_are_refused(lengths):
     with pytest.raises(RequestError):
         unpack_bytes(struct.pack("<I2i", 2, *lengths) + b"0123456789")
+
+
+@pytest.mark.parametrize("n", [1, 1000, EVEN_ROWS, EVEN_ROWS + 1])
+@pytest.mark.parametrize("width", [1, 40, EVEN_WIDTH, EVEN_WIDTH + 1])
+def test_many_of_one_width_are_read_back(n, width):
+    content = random.Random(n).randbytes(n * width)
+    values = [content[at : at + width] for at in range(0, n * width, width)]
+    body = pack_bytes(pa.array(values, pa.binary()))
+    assert body == packed(values)
+    read = unpack_bytes(memoryview(body))
+    read.validate(full=True)
+    assert read.to_pylist() == values
+
+
+@pytest.mark.parametrize("lengths", [(2, 1, 3), (2, 3, 1), (1, 0, 2), (2, -1, 4)])
+def test_as_many_bytes_as_of_one_width_are_not_taken_for_it(lengths):
+    values = [None if length < 0 else b"abcd"[:length] for length in lengths]
+    assert unpack_bytes(packed(values)).to_pylist() == values

@@ -1,0 +1,140 @@
+"""Scans that are under way while their query is started again: the next run gives the rest of the same version, or says that it cannot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from coordinator_actor.exceptions import RetiredRunError
+from spark_bridge.exceptions import (
+    HostUnavailableError,
+    QueryEndedError,
+    QueryTimeoutError,
+    RequestError,
+    StateVersionError,
+)
+from spark_bridge.host import Host
+from spark_bridge.queryable.client_scans import StateScan
+from spark_bridge.queryable.connections import KvConnections
+from spark_bridge.queryable.host_reads import HostReads
+from spark_bridge.queryable.wire import At, Scan
+from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
+from tests.spark_bridge.queryable.test_watch_rollback import go_back
+
+USERS = 12_000
+WIDE = "x" * 4_000
+"""So wide that no socket holds all rows: a host still has most of them when the query is restarted."""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, hosts=2, partitions=4)
+    for n in (1, 2):
+        made.batch(dict.fromkeys(range(USERS), (n, WIDE)))
+    yield made
+    made.close()
+
+
+def begun(cluster: Cluster, *, direct: bool, timeout: float = 20.0) -> tuple[StateScan, list[pa.RecordBatch]]:
+    """A scan of which some rows have been given."""
+    scan = cluster.client(direct=direct, timeout=timeout).scan("totals")
+    return scan, [next(scan)]
+
+
+def break_off(cluster: Cluster, incarnation: str) -> None:
+    """The second host dies, with the connections to it, and comes back. The first one, which may be the proxy, hears of what has happened."""
+    cluster.hosts[1].kill()
+    cluster.replace_host(1, incarnation)
+    for h in cluster.hosts:
+        h.host.heartbeat()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_next_run_gives_the_rest(cluster: Cluster, direct: bool) -> None:
+    scan, batches = begun(cluster, direct=direct)
+    for run, incarnation in (("run2", "b"), ("run3", "c")):
+        cluster.start(run)
+        cluster.batch(dict.fromkeys(range(USERS), (9, WIDE)))
+        break_off(cluster, incarnation)
+        batches += [next(scan) for _ in range(3)]
+    table = pa.Table.from_batches([*batches, *scan])
+    assert sorted(table["user"].to_pylist()) == list(range(USERS)), "each once"
+    assert table["n"].unique().to_pylist() == [2], "all of the version that the scan began with"
+    assert scan.version == 2
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_version_that_was_made_anew_is_refused(cluster: Cluster, direct: bool) -> None:
+    scan, _ = begun(cluster, direct=direct)
+    go_back(cluster, 1, "run2")
+    cluster.batch(dict.fromkeys(range(USERS), (20, WIDE)))
+    break_off(cluster, "b")
+    with pytest.raises(StateVersionError, match=r"rolled back: version 2.*made anew by run run2.*Read the state anew"):
+        list(scan)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_rows_that_went_into_other_partitions_are_refused(cluster: Cluster, direct: bool) -> None:
+    scan, _ = begun(cluster, direct=direct)
+    cluster.partitions = 3
+    cluster.start("run2")
+    break_off(cluster, "b")
+    with pytest.raises(RetiredRunError, match=r"run1.*run2.*scan it again"):
+        list(scan)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_query_that_does_not_come_back_is_waited_for(cluster: Cluster, direct: bool) -> None:
+    scan, _ = begun(cluster, direct=direct, timeout=2.0)
+    cluster.c.deactivate_instances(cluster.run)
+    break_off(cluster, "b")
+    began = time.monotonic()
+    with pytest.raises((QueryEndedError, QueryTimeoutError), match="ended"):
+        list(scan)
+    assert time.monotonic() - began > 1.0, "a client has time"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_query_that_has_ended_and_comes_back_goes_on(cluster: Cluster, direct: bool) -> None:
+    scan, batches = begun(cluster, direct=direct)
+    cluster.c.deactivate_instances(cluster.run)
+    break_off(cluster, "b")
+    back = threading.Timer(1.5, cluster.start, ["run2"])
+    back.start()
+    users = pa.Table.from_batches([*batches, *scan])["user"].to_pylist()
+    back.join()
+    assert sorted(users) == list(range(USERS))
+
+
+def test_a_proxy_leaves_it_to_the_client_to_wait_for_the_next_run(cluster: Cluster) -> None:
+    with KvConnections(TOKEN) as connections:
+        frames = connections.stream(cluster.hosts[0].address, Scan(cluster.run, "totals", forward=True))
+        next(frames)
+        cluster.c.deactivate_instances(cluster.run)
+        break_off(cluster, "b")
+        began = time.monotonic()
+        with pytest.raises(RetiredRunError, match="ended"):
+            list(frames)
+        assert time.monotonic() - began < 10.0
+
+
+def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the next run has made the version anew, a host that knows nothing of it cannot say."""
+    cluster.start("run2")
+    reads = [HostReads(h.host, wait_seconds=0.2) for h in cluster.hosts]
+    monkeypatch.setattr(Host, "completed_version", lambda *_: None)
+    monkeypatch.setattr(Host, "has_asked_since", lambda *_: False)
+    for r in reads:
+        with pytest.raises(HostUnavailableError, match="The coordinator does not answer"):
+            r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], behind_run="run1"))
+
+
+def test_only_the_rest_of_a_version_is_behind_another_run(cluster: Cluster) -> None:
+    with KvConnections(TOKEN) as connections, pytest.raises(RequestError, match="isolation version"):
+        request = Scan(cluster.run, "totals", at=At("completed"), behind_run="run0")
+        list(connections.stream(cluster.hosts[0].address, request))
