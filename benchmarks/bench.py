@@ -2,7 +2,7 @@
 
     python benchmarks/bench.py                                    all of them at full size; hours
     python benchmarks/bench.py throughput --keys 100000           one by name, with its sizes; only its part of RESULTS.md is replaced
-    python benchmarks/bench.py --smoke                            small sizes, three minutes: equality, and what has become slower
+    python benchmarks/bench.py --smoke                            small sizes: equality, and what has become slower
     python benchmarks/bench.py --smoke --keep                     the same, and keep the figures as those to compare with
     python benchmarks/bench.py --list                             names and sizes
     python benchmarks/bench.py --render                           RESULTS.md again from the kept figures

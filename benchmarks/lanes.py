@@ -31,10 +31,11 @@ from workloads import Batch, Expected, Workload
 
 EXECUTORS = 2
 BATCH_TIMEOUT = 600.0
-LOOK_EVERY = 0.02
+LOOK_EVERY = 0.1
 SPARK_4 = 4
-POLLING = {"spark.sql.streaming.pollingDelay": "500ms"}
-"""Of all contestants: an idle one does not look into its directory a hundred times a second beside the one that is measured."""
+POLLING = {"spark.sql.streaming.pollingDelay": "3s"}
+"""Of all contestants: an idle one does not look into its directory a hundred times a second beside the one that is measured. Each look
+starts some processes (Hadoop's, where its native library is missing), and the time of a batch does not begin before it."""
 
 
 def has_spark_4() -> bool:
@@ -146,7 +147,7 @@ class Lane:
         self.wait()
         return [p["durationMs"]["triggerExecution"] / 1e3 for p in self.progress[before:]]
 
-    def wait(self) -> None:
+    def wait(self, look_every: float = LOOK_EVERY) -> None:
         """Until everything that it was given is through. Raises what its query failed by, or ``TimeoutError``."""
         deadline = time.monotonic() + BATCH_TIMEOUT * max(1, self.fed - len(self.progress))
         while len(self.progress) < self.fed:
@@ -154,13 +155,19 @@ class Lane:
                 raise RuntimeError(f"The query of {self.contestant.name} failed: {error}") from error
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self.contestant.name} was not through with batch {len(self.progress)} in time")
-            time.sleep(LOOK_EVERY)
+            time.sleep(look_every)
             last = self.query._jsq.lastProgress()
             if last is not None and last.batchId() >= len(self.progress) + self.skipped:
                 self._note_progress()
 
     def _note_progress(self) -> None:
-        for event in self.query._jsq.recentProgress():
+        events, new = self.query._jsq.recentProgress(), []
+        # From the newest backwards: each look at an event is a call into the driver's JVM, which has batches to run.
+        for i in range(len(events) - 1, -1, -1):
+            if events[i].batchId() < len(self.progress) + self.skipped:
+                break
+            new.append(events[i])
+        for event in reversed(new):
             if event.batchId() == len(self.progress) + self.skipped and event.numInputRows():
                 self.progress.append(json.loads(event.json()))
 
@@ -178,12 +185,12 @@ class Lane:
         """Stop the query; it can be started again."""
         self.query.stop()
 
-    def note_cpu(self, before: dict[str, float], batches: int) -> None:
+    def note_cpu(self, before: stateful_profile.CpuSeconds, batches: int) -> None:
         """Keep the CPU time of a turn, in milliseconds per batch."""
-        used = stateful_profile.cpu_seconds()
-        self.cpu_of_turns.append((sum(used.values()) - sum(before.values())) / batches)
+        used = stateful_profile.cpu_since(before)
+        self.cpu_of_turns.append(sum(used.values()) / batches)
         for name, seconds in used.items():
-            self.cpu.setdefault(name, []).append((seconds - before.get(name, 0.0)) / batches * 1e3)
+            self.cpu.setdefault(name, []).append(seconds / batches * 1e3)
 
     def note_store(self) -> None:
         """Keep what the hosts say of the last commits of this query's partitions."""

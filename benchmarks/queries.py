@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,22 +137,36 @@ def running_redis(keys: int) -> Iterator[int]:
         server.wait()
 
 
-def clients(
+def begun_clients(
     contestant: str, work: str, address: str, count: int, seconds: float, keys: int, pace: float | None = None
-) -> Figures:
-    """So many client processes at once; keys a second of all, and latencies of the median and of the slowest client."""
+) -> list[subprocess.Popen[str]]:
+    """So many client processes that have begun at once, when all of them were warm."""
     script = str(Path(__file__).with_name("query_clients.py"))
     extra = [] if pace is None else [str(pace)]
     processes = [
         subprocess.Popen(
             [sys.executable, script, contestant, work, address, str(seconds), str(keys), str(seed), *extra],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         for seed in range(count)
     ]
-    found = []
     for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()  # "ready", or nothing if it has failed
+    for process in processes:
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write("begin\n")
+            process.stdin.flush()
+    return processes
+
+
+def clients(contestant: str, work: str, address: str, count: int, seconds: float, keys: int) -> Figures:
+    """So many client processes at once; keys a second of all, and latencies of the median and of the slowest client."""
+    found = []
+    for process in begun_clients(contestant, work, address, count, seconds, keys):
         output, _ = process.communicate()
         if process.returncode:
             raise RuntimeError(f"A client of {contestant} failed; see above.")
@@ -272,13 +286,7 @@ def beside_stream(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.rounds):
             alone += batches(arguments.batches)
             expected = statistics.median(alone) * arguments.batches
-            script = str(Path(__file__).with_name("query_clients.py"))
-            reader = subprocess.Popen(
-                [sys.executable, script, "ours", "single", address, str(expected), str(keys), "1", str(arguments.pace)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            time.sleep(2.0)  # the client's own start
+            (reader,) = begun_clients("ours", "single", address, 1, expected, keys, arguments.pace)
             beside += batches(arguments.batches)
             latencies.append(json.loads(reader.communicate()[0]))
         without, with_them = statistics.median(alone), statistics.median(beside)

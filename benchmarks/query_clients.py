@@ -4,6 +4,9 @@
 
 CONTESTANT is "ours" or "redis", WORK "single", "async" or "batched". ADDRESS is a host's query address, or Redis' port; our token
 is in STATESTORE_TOKEN. With PER_SECOND a client of single lookups asks so many a second instead of as many as it can.
+
+Once it is warm it says "ready" and waits for a line: clients that are to run at once begin at once, and none measures while another one still
+starts.
 """
 
 from __future__ import annotations
@@ -43,11 +46,18 @@ def report(latencies: list[float], seconds: float, keys_each: int, cpu: float) -
     }
 
 
+def await_start() -> None:
+    """Say that this client is ready, and wait for the others."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
 def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_second: float | None = None) -> Report:
     """Call for some seconds, after a short time that does not count."""
     end = time.perf_counter() + WARM_UP
     while time.perf_counter() < end:
         call()
+    await_start()
     latencies: list[float] = []
     cpu, began = time.process_time(), time.perf_counter()
     now = began
@@ -63,24 +73,24 @@ def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_secon
 
 async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float, keys: int) -> Report:
     """The same with so many calls in flight at once."""
-    latencies: list[float] = []
-    counted_from = time.perf_counter() + WARM_UP
-    end = counted_from + seconds
-    cpu = 0.0
 
-    async def worker(rng: random.Random) -> None:
-        while (before := time.perf_counter()) < end:
-            await call(rng.randrange(keys))
-            if before >= counted_from:
+    async def run(seconds: float) -> list[float]:
+        latencies: list[float] = []
+        end = time.perf_counter() + seconds
+
+        async def worker(rng: random.Random) -> None:
+            while (before := time.perf_counter()) < end:
+                await call(rng.randrange(keys))
                 latencies.append(time.perf_counter() - before)
 
-    async def note_cpu() -> None:
-        nonlocal cpu
-        await asyncio.sleep(WARM_UP)
-        cpu = time.process_time()
+        await asyncio.gather(*(worker(random.Random(i)) for i in range(IN_FLIGHT)))
+        return latencies
 
-    await asyncio.gather(note_cpu(), *(worker(random.Random(i)) for i in range(IN_FLIGHT)))
-    return report(latencies, time.perf_counter() - counted_from, 1, time.process_time() - cpu)
+    await run(WARM_UP)
+    await_start()
+    cpu, began = time.process_time(), time.perf_counter()
+    latencies = await run(seconds)
+    return report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)
 
 
 def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> Report:

@@ -69,9 +69,13 @@ def store_steps(described: Sequence[Mapping[str, Any]], run_id: str) -> Figures:
     return steps
 
 
-def cpu_seconds() -> dict[str, float]:
-    """CPU seconds that the processes below this one have used, by what they do. Unlike times, they are the same on a busy machine."""
-    used: dict[str, float] = defaultdict(float)
+CpuSeconds = dict[int, tuple[str, float]]
+"""By number of the process: what it does, and its seconds."""
+
+
+def cpu_seconds() -> CpuSeconds:
+    """CPU seconds that the processes below this one have used. Unlike times, they are the same on a busy machine."""
+    used: CpuSeconds = {}
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
         try:
@@ -79,7 +83,15 @@ def cpu_seconds() -> dict[str, float]:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
         kind = next((kind for mark, kind in PROCESSES.items() if mark in command), "others of Ray, Spark's master")
-        used["driver's Python" if process == own else kind] += times.user + times.system
+        used[process.pid] = ("driver's Python" if process == own else kind, times.user + times.system)
+    return used
+
+
+def cpu_since(before: CpuSeconds) -> dict[str, float]:
+    """CPU seconds used since then, by what processes do; without those of processes that have ended meanwhile."""
+    used: dict[str, float] = defaultdict(float)
+    for pid, (kind, seconds) in cpu_seconds().items():
+        used[kind] += max(0.0, seconds - before.get(pid, ("", 0.0))[1])
     return used
 
 

@@ -5,9 +5,10 @@ A module here has ``COMPARISONS``, and imports what it measures only when it run
 
 from __future__ import annotations
 
+from nexmark import comparison as nexmark
 from suite.comparison import Comparison
 
 from comparisons import coordinators, growth, latency, lookups, providers, recovery, savepoints, throughput
 
-MODULES = (throughput, growth, latency, recovery, savepoints, lookups, providers, coordinators)
+MODULES = (throughput, growth, latency, recovery, savepoints, lookups, nexmark, providers, coordinators)
 COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}

@@ -99,6 +99,8 @@ def _messages(link: Any, size: Size, steps: Steps) -> dict[int, dict[str, list[l
             found[callers] = {name: [] for name in contestants}
             with ThreadPoolExecutor(callers) as pool:
                 for turn in range(size["turns"]):
+                    for i in range(len(hosts)):
+                        ours(i)  # none is forgotten while the others have their turn
                     for name in list(contestants)[:: 1 if turn % 2 == 0 else -1]:
                         steps.now(f"{callers} callers: turn {turn + 1} of {size['turns']}, {name}")
                         _calls(pool, callers, contestants[name], 0.2)

@@ -37,8 +37,7 @@ def run(size: Size, steps: Steps) -> Measured:
                 given.add(given.workload.batch_of(ids, given.rng))
             for lane in running:
                 steps.now(f"{count:,} keys: filling {lane.contestant.name}")
-                for _ in range(fills + size["warm_up"]):
-                    lane.run(1)
+                lane.run(fills + size["warm_up"])
                 lane.check()
                 steps.advance()
             turns = in_turns(running, size["turns"], size["batches"], steps, f"{count:,} keys")

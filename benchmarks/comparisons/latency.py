@@ -61,11 +61,11 @@ COMPARISONS = (
             "full": {
                 "rows": 1_000,
                 "keys": 100_000,
-                "contestants": ["identity", "native", "native_hdfs", "aggregate", "arrow", "rows"],
+                "contestants": ["identity", "native", "aggregate"],
                 "partitions": 4,
                 "warm_up": 40,
-                "turns": 7,
-                "batches": 40,
+                "turns": 6,
+                "batches": 30,
                 "profile": True,
             },
             "smoke": {
@@ -79,7 +79,7 @@ COMPARISONS = (
                 "profile": False,
             },
         },
-        minutes={"full": 30, "smoke": 6},
+        minutes={"full": 15, "smoke": 6},
         targets=(
             Target(
                 "small batches: what `aggregate` adds to the same stream with an identity function, p50",

@@ -13,7 +13,7 @@ from suite.model import Case, Size
 from suite.progress import Steps
 from suite.ratios import Target
 
-from comparisons.streams import chosen, directory, measured_of
+from comparisons.streams import AT_ONCE, chosen, directory, measured_of
 
 FILL_ROWS = 500_000
 OURS = "aggregate"
@@ -43,7 +43,7 @@ def run_kill(size: Size, steps: Steps) -> Measured:
     measured = measured_of([OURS])
     own, killed = [], []
     steps.expect(size["turns"] + 1)
-    with directory() as root, lanes.session(size["partitions"]) as spark:
+    with directory() as root, lanes.session(size["partitions"], configs=AT_ONCE) as spark:
         given = lanes.Input(root / "batches", Workload("long", "a long key", size["rows"], size["keys"]))
         fills = given.fill(0, size["keys"], FILL_ROWS)
         for _ in range(size["warm_up"] + size["turns"] * (size["batches"] + 1)):
@@ -51,8 +51,7 @@ def run_kill(size: Size, steps: Steps) -> Measured:
         lane = lanes.Lane(CONTESTANTS[OURS], root / OURS, given)
         lanes.start(spark, lane)
         steps.now(f"filling {size['keys']:,} keys")
-        for _ in range(fills + size["warm_up"]):
-            lane.run(1)
+        lane.run(fills + size["warm_up"])
         lane.check()
         steps.advance()
         time.sleep(size["settle"])
@@ -99,8 +98,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
             for lane in running:
                 steps.now(f"filling {lane.contestant.name}")
                 lanes.start(spark, lane)
-                for _ in range(fills):
-                    lane.run(1)
+                lane.run(fills)
                 lane.check()
                 steps.advance()
             # Both take their snapshots in the background, once a minute.
@@ -113,8 +111,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
                 for name in names:
                     warm = lanes.Lane(CONTESTANTS[name], root / f"warm-{turn}-{name}", small)
                     lanes.start(spark, warm)
-                    for _ in range(len(small.directories)):
-                        warm.run(1)
+                    warm.run(len(small.directories))
                     warm.check()
                     warm.stop()
                 for lane in running if turn % 2 == 0 else running[::-1]:
@@ -122,7 +119,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
                     lane.feed(1)
                     began = time.perf_counter()
                     lanes.start(spark, lane)
-                    lane.wait()
+                    lane.wait(0.02)
                     found[lane.contestant.name].append([time.perf_counter() - began])
                     lane.run(1)
                     lane.stop()

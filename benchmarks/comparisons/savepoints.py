@@ -12,7 +12,7 @@ from suite.comparison import VENV, VENV42, Comparison, Measured
 from suite.model import Case, Contestant, Size
 from suite.progress import Steps
 
-from comparisons.streams import EQUAL, ON_CLUSTER, described, directory
+from comparisons.streams import AT_ONCE, EQUAL, ON_CLUSTER, described, directory
 
 if TYPE_CHECKING:
     from lanes import Input, Lane
@@ -41,15 +41,14 @@ def run(size: Size, steps: Steps) -> Measured:
         [f"All on {ON_CLUSTER}.", EQUAL],
     )
     steps.expect(2 + size["savepoints"] + size["rescales"])
-    with directory() as root, lanes.session(FEW) as spark:
+    with directory() as root, lanes.session(FEW, configs=AT_ONCE) as spark:
         given = lanes.Input(root / "batches", Workload("long", "a long key", size["rows"], size["keys"]))
         fills = given.fill(0, size["keys"], FILL_ROWS)
         running = {name: lanes.Lane(CONTESTANTS[name], root / name, given) for name in (OURS, NATIVE)}
         for lane in running.values():
             steps.now(f"filling {lane.contestant.name}")
             lanes.start(spark, lane)
-            for _ in range(fills):
-                lane.run(1)
+            lane.run(fills)
             lane.check()
             steps.advance()
         running[NATIVE].stop()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ON_CLUSTER = "RayDP with two executors of one core, two hosts, checkpoints on the local disk, the sink noop"
+AT_ONCE = {"spark.sql.streaming.pollingDelay": "10ms"}
+"""Spark's usual setting, for queries that run alone and are timed from their input on."""
 EQUAL = "Of every batch, warm-up included, the number of rows and a hash of them were equal to what numpy computes."
 
 

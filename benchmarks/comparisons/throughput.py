@@ -22,7 +22,7 @@ LABELS = {
     "all-at-once": "a key of 3 columns, 5 aggregates",
 }
 FAST = ["native", "native_hdfs", "aggregate", "arrow", "rows"]
-ALL = [*FAST, "pandas", "spark_pandas_state", "spark_rows", "spark_pandas"]
+ALL = [*FAST, "identity", "pandas", "spark_pandas_state", "spark_rows", "spark_pandas"]
 FULL = {"rows": 500_000, "keys": 100_000, "partitions": 2, "warm_up": 8, "turns": 5, "batches": 4, "profile": True}
 SMOKE = {"rows": 20_000, "keys": 4_000, "partitions": 2, "warm_up": 2, "turns": 3, "batches": 1, "profile": False}
 
@@ -67,8 +67,7 @@ def run(size: Size, steps: Steps) -> Measured:
                 steps.now(f"{workload.label}: warming up {contestant.name}")
                 lane = lanes.Lane(contestant, root / name / contestant.name, given)
                 lanes.start(spark, lane)
-                for _ in range(1 if contestant.is_slow else size["warm_up"]):
-                    lane.run(1)
+                lane.run(1 if contestant.is_slow else size["warm_up"])
                 lane.check()
                 running.append(lane)
                 steps.advance()

@@ -32,7 +32,7 @@ class Comparison:
     ``environments``, lets its contestants take turns, and raises unless their results are equal, before it gives a figure.
 
     ``sizes`` has the quantities of a smoke run and of a full one; each can be given on the command line. ``minutes`` is how
-    long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it, which has three minutes for all.
+    long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it.
     ``picture`` is how the cases are drawn: "bars", "lines" (along ``Case.x``), or not at all.
     """
 

@@ -46,7 +46,6 @@ open({path!r}, "w").write(str(child.pid))
 
 
 @pytest.mark.long
-@pytest.mark.long
 def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     path = tmp_path / "pid"
     with pytest.raises(TimeoutError):
@@ -54,7 +53,6 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) ->
     assert gone(int(path.read_text()))
 
 
-@pytest.mark.long
 @pytest.mark.long
 def test_what_a_child_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LOOK_EVERY", 0.2)
