@@ -48,7 +48,7 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhil
 
 .PHONY: test test-fast test-thorough
 test: $(STAMP) $(STAMP42) ## Run all tests: without a cluster, on Ray and Spark 3.5, then the streams on Spark 4.2
-	$(BIN)/python -m pytest -n 2 -m "not ray and not spark" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark" $(ARGS)
 	$(BIN)/python -m pytest -m "ray or spark" $(ARGS)
 	$(BIN42)/python -m pytest -m spark42 $(ARGS)
 
@@ -56,7 +56,7 @@ test-thorough: export STATESTORE_TEST_EFFORT = thorough
 test-thorough: test ## Run all tests, with many times as much random work
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
-	$(BIN)/python -m pytest -n 2 -m "not ray and not spark and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark and not long" $(ARGS)
 
 .PHONY: lint format
 lint: $(STAMP) ## Check style (ruff), types (mypy --strict) and layers (import-linter)
@@ -73,7 +73,7 @@ format: $(STAMP) ## Rewrite the sources in the project's format
 bench: $(BENCH_STAMP) ## Measure every comparison and write benchmarks/RESULTS.md, hours; ARGS="throughput --keys 100000" for one
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-bench-smoke: $(BENCH_STAMP) ## The same on small sizes, 3 minutes: are results equal, and has anything become much slower?
+bench-smoke: $(BENCH_STAMP) ## The same on small sizes: are results equal, and has anything become much slower?
 	$(BIN)/python benchmarks/bench.py --smoke $(ARGS)
 
 bench-list: $(STAMP) ## Name the comparisons and their sizes

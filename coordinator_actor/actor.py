@@ -16,6 +16,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from backends.ids import StateStoreProviderId
 from backends.manifest import Lineage, PartitionEntry
 from backends.storage import CheckpointStorage
+from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens, IssuedToken
 from coordinator_actor.cluster_store import ClusterStore
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
@@ -69,6 +70,7 @@ class StateStoreCoordinator:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("coordinator_actor").setLevel(logging.INFO)
         take_ordinary_priority()
+        keep_pandas_out()
         self._namespace = namespace
         self._name = name
         store = ClusterStore(namespace, name)

@@ -30,7 +30,6 @@ from spark_bridge.operator_input import (
     partition_count,
     routed,
     watermark_columns,
-    with_key_groups,
 )
 from spark_bridge.operators import check_operator_name, declare
 from spark_bridge.partial_aggregation import aggregated_ahead
@@ -96,8 +95,7 @@ def aggregate(
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
 
-    prepared = with_key_groups(rows, declared.stored, key_groups)
-    logic = declared.logic
+    prepared, stored, logic = rows, declared.stored, declared.logic
     if partial_aggregation:
         if isinstance(logic, SessionLogic):
             raise InvalidOperatorError(
@@ -106,9 +104,9 @@ def aggregate(
             )
         prepared = aggregated_ahead(prepared, logic)
         logic = replace(logic, is_partial=True)
-    task = StateTask(operator, partitions, logic)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic)
     output = T.StructType([*(rows.schema[k] for k in keys.names), *_result_fields(aggregator)])
-    return map_in_arrow(routed(prepared, partitions, key_groups), task, declare(spec), output)
+    return map_in_arrow(routed(prepared, stored, partitions, key_groups), task, declare(spec), output)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from spark_bridge.event_time import EventTime, all_keys, between, late_rows_remo
 from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
 from spark_bridge.row_groups import group_rows
 from spark_bridge.state_access import KeyRange, StateAccess
-from spark_bridge.state_task import KEY_GROUP_COLUMN, StepTimer
+from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.sorted_runs import Limits
 from spark_bridge.stateful.spool import Spool
 
@@ -52,7 +52,9 @@ class AggregateLogic:
     ) -> Iterator[pa.RecordBatch]:
         """Aggregate the rows, merge with the old states of their keys, commit, and give the results."""
         work = _Work(self, store, timer)
-        with RowReducer(self.schema.key, empty(self.aggregator.state_schema), self._reduce, self.limits) as reducer:
+        with RowReducer(
+            self.schema.key, store.num_key_groups, empty(self.aggregator.state_schema), self._reduce, self.limits
+        ) as reducer:
             for rows in parts_of(batches, timer, "aggregate_ms"):
                 work.add(rows, reducer)
             with Spool(self.output) as spool:
@@ -61,9 +63,9 @@ class AggregateLogic:
                 store.commit(work.figures(), timer.milliseconds)
                 yield from spool.batches()
 
-    def by_key(self, rows: pa.RecordBatch) -> KeyedRows:
+    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
         """The states of the rows of each key."""
-        groups = group_rows(rows, self.schema.key, rows.column(KEY_GROUP_COLUMN).to_numpy(zero_copy_only=False))
+        groups = group_rows(rows, self.schema.key, num_key_groups)
         if self.is_partial:
             rows = rows.select(self.aggregator.state_schema.names)
             states = self.aggregator.merge(groups.ids, len(groups.keys), rows)
@@ -97,7 +99,7 @@ class _Work:
             self._late += late
         self._rows += rows.num_rows
         if rows.num_rows:
-            reducer.add(self._logic.by_key(rows))
+            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
 
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
         """Merge what was aggregated into the state, and what is to be emitted into the spool."""

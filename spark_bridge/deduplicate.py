@@ -19,7 +19,6 @@ from spark_bridge.operator_input import (
     map_in_arrow,
     partition_count,
     routed,
-    with_key_groups,
 )
 from spark_bridge.operators import check_operator_name, declare
 from spark_bridge.state_task import StateTask
@@ -79,5 +78,5 @@ def deduplicate(
     spec = OperatorSpec(operator, partitions, schema.to_json(), kind="deduplicate", uses_time=uses_time)
     compared = tuple(f.name for f in df.schema.fields if f.name not in keys and is_ordered(f.dataType))
     logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
-    rows = routed(with_key_groups(df, stored, key_groups), partitions, key_groups)
-    return map_in_arrow(rows, StateTask(operator, partitions, logic), declare(spec), df.schema)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic)
+    return map_in_arrow(routed(df, stored, partitions, key_groups), task, declare(spec), df.schema)

@@ -20,7 +20,7 @@ from spark_bridge.event_time import EventTime, late_rows_removed
 from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
 from spark_bridge.row_groups import group_rows
 from spark_bridge.state_access import StateAccess
-from spark_bridge.state_task import KEY_GROUP_COLUMN, StepTimer
+from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.sorted_runs import Limits
 from spark_bridge.stateful.spool import Spool
 from spark_bridge.stateful.stored_keys import by_expiry, without_expiry
@@ -76,7 +76,8 @@ class DeduplicateLogic:
             store.commit(work.figures(), timer.milliseconds)
             return
         without = first.slice(0, 0).select(list(self.columns))
-        with RowReducer(self._keys, without, self.first_rows, self.limits) as reducer, Spool(without.schema) as spool:
+        reducing = RowReducer(self._keys, store.num_key_groups, without, self.first_rows, self.limits)
+        with reducing as reducer, Spool(without.schema) as spool:
             work.add(first, reducer)
             del first
             for rows in parts:
@@ -93,9 +94,9 @@ class DeduplicateLogic:
     def _keys(self) -> pa.Schema:
         return self.schema.families[DEFAULT_FAMILY].key
 
-    def by_key(self, rows: pa.RecordBatch) -> KeyedRows:
+    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
         """The first of the rows of each key."""
-        groups = group_rows(rows, self._keys, rows.column(KEY_GROUP_COLUMN).to_numpy(zero_copy_only=False))
+        groups = group_rows(rows, self._keys, num_key_groups)
         return KeyedRows(groups.keys, *self.first_rows(groups.ids, len(groups.keys), rows.select(list(self.columns))))
 
     def first_rows(self, ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
@@ -147,7 +148,7 @@ class _Work:
             self._late += late
         self._rows += rows.num_rows
         if rows.num_rows:
-            reducer.add(self._logic.by_key(rows))
+            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
 
     def pass_new(self, part: KeyedRows, spool: Spool) -> None:
         """Let the rows through whose key is not in the state, and remember their keys."""

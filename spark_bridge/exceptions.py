@@ -27,6 +27,15 @@ class PartitionMismatchError(SparkBridgeError):
     """A state task runs somewhere else than on its own shuffle partition."""
 
 
+def other_key_groups(operator: str, of_rows: int, of_query: int) -> PartitionMismatchError:
+    """The error for rows that were shuffled by another number of key groups than their query has."""
+    return PartitionMismatchError(
+        f"The rows of operator {operator!r} are shuffled by {of_rows} key groups, and its query has {of_query}: "
+        "spark.statestore.keyGroups was changed between the DataFrame and the start of the query. Make the DataFrame again. No "
+        "state was touched."
+    )
+
+
 class HostUnavailableError(SparkBridgeError):
     """No StateStoreHost answered within the time allowed."""
 

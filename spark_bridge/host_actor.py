@@ -24,6 +24,7 @@ from ray.exceptions import RayError, RayTaskError
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError
 from backends.manifest import Lineage
+from backends.without_pandas import keep_pandas_out
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import (
@@ -185,6 +186,7 @@ class StateStoreHost:
         request_limits: RequestLimits | None = None,
     ) -> None:
         quiet_logging()
+        keep_pandas_out()
         sys.setswitchinterval(SWITCH_SECONDS)
         take_ordinary_priority()
         self._namespace = namespace

@@ -23,10 +23,10 @@ from backends.sorted_pairs import SortedPairs
 from backends.storage import CheckpointStorage
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec, QueryRegistration
 from coordinator_actor.partition_builder import STORE, build_partition
-from spark_bridge.exceptions import PartitionMismatchError
+from spark_bridge.exceptions import PartitionMismatchError, other_key_groups
 from spark_bridge.staged_changes import StagedChanges
 from spark_bridge.state_access import KeyRange
-from spark_bridge.state_task import PARTITION_COLUMN, Logic, StepTimer
+from spark_bridge.state_task import Logic, StepTimer, end_rows, partitions_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -38,9 +38,11 @@ ENTRIES = dict[str, dict[int, PartitionEntry]]
 
 @dataclass(frozen=True)
 class InitialState:
-    """Rows of a batch DataFrame, routed as the operator's own, and what makes state of them."""
+    """Rows of a batch DataFrame, routed as the operator's own by the key groups of ``keys``, and what makes state of them."""
 
     rows: DataFrame
+    keys: tuple[str, ...]
+    num_key_groups: int
     logic: Logic
 
 
@@ -60,6 +62,7 @@ class InitialStateAccess:
         self.times = times
         self.schema = OperatorSchema.from_json(spec.schema)
         self.key_groups = partition_range(partition, spec.num_partitions, registration.key_groups)
+        self.num_key_groups = registration.key_groups
         self.entry: PartitionEntry | None = None
         self._registration = registration
         self._conf = replace(conf, provider=spec.backend)
@@ -102,6 +105,7 @@ class InitialStateTask:
 
     registration: QueryRegistration
     spec: OperatorSpec
+    keys: tuple[str, ...]
     logic: Logic
     times: BatchTimes
     conf: StateStoreConf
@@ -126,12 +130,14 @@ class InitialStateTask:
 
     def _checked(self, batches: Iterator[pa.RecordBatch], partition: int) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            if batch.num_rows and batch.column(PARTITION_COLUMN)[0].as_py() != partition:
+            if not batch.num_rows:
+                continue
+            ends, num_key_groups = end_rows(batch), self.registration.key_groups
+            if set(partitions_of(ends, self.keys, num_key_groups, self.spec.num_partitions)) != {partition}:
                 raise PartitionMismatchError(
                     f"The initial state of operator {self.spec.name!r} came to task {partition} with rows of another partition."
                 )
-            if batch.num_rows:
-                yield batch
+            yield batch
 
 
 def make_initial_states(
@@ -145,8 +151,10 @@ def make_initial_states(
     for spec in registration.operators:
         if spec.name in states:
             initial = states[spec.name]
+            if initial.num_key_groups != registration.key_groups:
+                raise other_key_groups(spec.name, initial.num_key_groups, registration.key_groups)
             times = BatchTimes(timestamp_ms=timestamp_ms)
-            task = InitialStateTask(registration, spec, initial.logic, times, conf)
+            task = InitialStateTask(registration, spec, initial.keys, initial.logic, times, conf)
             made = initial.rows.mapInArrow(_function(task), RESULT).collect()
             entries[spec.name] = {
                 row["partition"]: msgspec.msgpack.decode(bytes(row["entry"]), type=PartitionEntry) for row in made

@@ -13,15 +13,13 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from backends.changelog import DEFAULT_FAMILY
-from backends.columns import binary_content
-from backends.keys import GROUP_BYTES, decode_keys
+from backends.keys import decode_keys
 from spark_bridge.exceptions import StateTooLargeError
 from spark_bridge.row_groups import merge_keys
 from spark_bridge.state_access import KeyRange, StateAccess
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN, StepTimer
+from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.sorted_runs import Limits, RowSorter
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -80,8 +78,16 @@ class RowReducer:
     ``empty`` has no rows and the columns of what ``reduce`` takes and gives.
     """
 
-    def __init__(self, keys: pa.Schema, empty: pa.RecordBatch, reduce: Reduce, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        keys: pa.Schema,
+        num_key_groups: int,
+        empty: pa.RecordBatch,
+        reduce: Reduce,
+        limits: Limits | None = None,
+    ) -> None:
         self._keys = keys
+        self._num_key_groups = num_key_groups
         self._empty = empty
         self._reduce = reduce
         self._limits = limits or Limits(memory=MEMORY_BYTES)
@@ -152,7 +158,8 @@ class RowReducer:
 
     def _spill(self, part: KeyedRows) -> None:
         if self._sorter is None:
-            self._sorter = RowSorter(self._keys, replace(self._limits, memory=self._limits.memory // 2))
+            limits = replace(self._limits, memory=self._limits.memory // 2)
+            self._sorter = RowSorter(self._keys, self._num_key_groups, limits)
         self._bytes = 0
         if not len(part.keys):
             return
@@ -166,8 +173,6 @@ class RowReducer:
         )
         columns = {
             **dict(zip(self._keys.names, decode_keys(part.keys, self._keys).take(pa.array(ids)).columns, strict=True)),
-            KEY_GROUP_COLUMN: key_groups_of(part.keys).take(pa.array(ids)),
-            PARTITION_COLUMN: pa.array(np.zeros(len(ids), np.int32)),
             _ROWS: rows,
         }
         batch = pa.record_batch(columns)
@@ -191,12 +196,6 @@ def scanned(
             waiting, num_rows, num_bytes = [], 0, 0
     if num_rows:
         yield from _together(waiting)
-
-
-def key_groups_of(keys: pa.BinaryArray) -> pa.Int32Array:
-    """The key groups of stored keys."""
-    content = binary_content(pc.binary_slice(keys, 0, GROUP_BYTES))[0]
-    return pa.array(np.ascontiguousarray(content).view(">u2").astype(np.int32))
 
 
 def parts_of(batches: Iterable[pa.RecordBatch], timer: StepTimer, work: str) -> Iterator[pa.RecordBatch]:

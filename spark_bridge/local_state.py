@@ -19,12 +19,18 @@ class LocalStateAccess:
     """The newest version of a provider, as a task of the next batch sees it."""
 
     def __init__(
-        self, provider: LocalStateStoreProvider, schema: OperatorSchema, times: BatchTimes, key_groups: tuple[int, int]
+        self,
+        provider: LocalStateStoreProvider,
+        schema: OperatorSchema,
+        times: BatchTimes,
+        key_groups: tuple[int, int],
+        num_key_groups: int,
     ) -> None:
         self.batch_id = provider.latest_version()
         self.times = times
         self.schema = schema
         self.key_groups = key_groups
+        self.num_key_groups = num_key_groups
         self.figures: OperatorFigures | None = None
         self._base = provider.get_read_store(self.batch_id)
         self._store: StateStore = provider.get_store(self.batch_id)

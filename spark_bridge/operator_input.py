@@ -13,11 +13,13 @@ from pyspark.sql import types as T
 from spark_bridge.aggregate_functions import column_type, is_ordered
 from spark_bridge.event_time import WATERMARK_METADATA, EventTime
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.partitioning import key_group_column, quote, target_column
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN
+from spark_bridge.partitioning import quote, target_column
 
 DEFAULT_KEY_GROUPS = 1024
 MAX_KEY_GROUPS = 65_536
+OWN_COLUMNS = "__statestore_"
+BY_BYTES = "UTF8_BINARY"
+"""The collation of plain strings."""
 KEY_GROUPS_CONF = "spark.statestore.keyGroups"
 
 
@@ -59,6 +61,15 @@ def check_keys(schema: T.StructType, keys: Sequence[str]) -> None:
         kind = column_type(schema, key, "by=")
         if not is_ordered(kind):
             raise InvalidOperatorError(f"Key column {key!r} has type {kind.simpleString()}, which cannot be a key.")
+        if getattr(kind, "collation", BY_BYTES) != BY_BYTES:
+            raise InvalidOperatorError(
+                f"Key column {key!r} has type {kind.simpleString()}, and keys are told apart by their bytes: cast it to string, or "
+                "group by an expression such as lower()."
+            )
+        if key.startswith(OWN_COLUMNS):
+            raise InvalidOperatorError(
+                f"Key column {key!r} has a name of the state store's own, which begin with {OWN_COLUMNS}: rename it."
+            )
 
 
 def watermark_columns(schema: T.StructType) -> list[str]:
@@ -79,15 +90,12 @@ def event_time_of(schema: T.StructType, columns: Sequence[str]) -> EventTime | N
     return EventTime(marked[0], isinstance(schema[marked[0]].dataType, T.StructType))
 
 
-def with_key_groups(df: DataFrame, keys: Sequence[str], key_groups: int) -> DataFrame:
-    """The rows with the key groups of their keys, which are given in the order in which they are stored."""
-    return df.select("*", key_group_column(list(keys), key_groups).alias(KEY_GROUP_COLUMN))
+def routed(df: DataFrame, keys: Sequence[str], num_partitions: int, key_groups: int) -> DataFrame:
+    """The rows in the partitions that own the key groups of their keys, which are given in the order in which they are stored.
 
-
-def routed(df: DataFrame, num_partitions: int, key_groups: int) -> DataFrame:
-    """Rows with key groups in the partitions that own these, and with the number of their partition."""
-    target = target_column(KEY_GROUP_COLUMN, num_partitions, key_groups)
-    return df.repartition(num_partitions, target).select("*", F.spark_partition_id().alias(PARTITION_COLUMN))
+    Neither group nor partition goes along: a task finds both out from the keys, of each key once.
+    """
+    return df.repartition(num_partitions, target_column(list(keys), num_partitions, key_groups))
 
 
 def map_in_arrow(df: DataFrame, task: Task, name: str, schema: T.StructType) -> DataFrame:

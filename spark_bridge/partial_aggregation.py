@@ -19,17 +19,17 @@ from backends.keys import decode_keys
 from backends.schema import to_spark_type
 from spark_bridge.aggregate_task import AggregateLogic
 from spark_bridge.column_order import plain
-from spark_bridge.keyed_rows import key_groups_of, parts_of
+from spark_bridge.keyed_rows import parts_of
 from spark_bridge.operator_input import map_in_arrow
-from spark_bridge.state_task import EMIT_ROWS, KEY_GROUP_COLUMN, StepTimer
+from spark_bridge.state_task import EMIT_ROWS, StepTimer
 
 WORTHWHILE = 0.5
 """The most results per row with which looking for rows of one key goes on."""
 
 
 def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
-    """Rows with key groups as partial results with key groups, for the same ``logic`` with ``is_partial``."""
-    columns = pa.schema([*logic.schema.key, pa.field(KEY_GROUP_COLUMN, pa.int32()), *logic.aggregator.state_schema])
+    """Rows as partial results, for the same ``logic`` with ``is_partial``."""
+    columns = pa.schema([*logic.schema.key, *logic.aggregator.state_schema])
     fields = [
         {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}} for f in columns
     ]
@@ -39,7 +39,7 @@ def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
 
 @dataclass(frozen=True)
 class PartialTask:
-    """Partial results of rows; ``columns`` are the stored keys, the key group and the states."""
+    """Partial results of rows; ``columns`` are the stored keys and the states."""
 
     logic: AggregateLogic
     columns: pa.Schema
@@ -54,14 +54,14 @@ class PartialTask:
                 yield part.slice(start, EMIT_ROWS)
 
     def _by_key(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        part = self.logic.by_key(rows)
+        part = self.logic.by_key(rows, 1)  # which key group is found out behind the shuffle
         keys = decode_keys(part.keys, self.logic.schema.key)
-        return self._batch([*keys.columns, key_groups_of(part.keys), *part.rows.columns])
+        return self._batch([*keys.columns, *part.rows.columns])
 
     def _each(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         keys = [plain(rows.column(name)) for name in self.logic.schema.key.names]
         states = self.logic.aggregator.partial(np.arange(rows.num_rows), rows.num_rows, rows)
-        return self._batch([*keys, rows.column(KEY_GROUP_COLUMN), *states.columns])
+        return self._batch([*keys, *states.columns])
 
     def _batch(self, columns: list[pa.Array]) -> pa.RecordBatch:
         cast = [c.cast(f.type) for c, f in zip(columns, self.columns, strict=True)]

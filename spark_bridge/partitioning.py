@@ -51,18 +51,13 @@ def partition_targets(num_partitions: int) -> tuple[int, ...]:
     return tuple(targets[p] for p in range(num_partitions))
 
 
-def key_group_column(keys: list[str], key_groups: int) -> Column:
-    """The key group of each row: ``pmod(xxhash64(keys), key_groups)`` as an int."""
+def target_column(keys: list[str], num_partitions: int, key_groups: int) -> Column:
+    """The expression for ``repartition`` that sends keys of key group g to partition ``g * n // G``."""
     from pyspark.sql import functions as F
 
-    return F.pmod(F.xxhash64(*[F.col(quote(k)) for k in keys]), F.lit(key_groups)).cast("int")
-
-
-def target_column(key_group: str, num_partitions: int, key_groups: int) -> Column:
-    """The expression for ``repartition`` that sends key group g to partition ``g * n // G``."""
-    from pyspark.sql import functions as F
-
-    partition = F.expr(f"cast(cast({quote(key_group)} as bigint) * {num_partitions} div {key_groups} as int)")
+    # div, which Column has not, divides integers without a detour over doubles.
+    columns = ", ".join(map(quote, keys))
+    partition = F.expr(f"cast(pmod(xxhash64({columns}), {key_groups}L) * {num_partitions} div {key_groups} as int)")
     targets = F.array(*[F.lit(t) for t in partition_targets(num_partitions)])
     return F.element_at(targets, partition + F.lit(1))
 

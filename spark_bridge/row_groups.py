@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.columns import fixed_values, null_mask
+from backends.key_groups import key_groups
 from backends.keys import encode_keys
 from spark_bridge.column_order import DENSE, MAX_SPAN, Integers, byte_order, combined, is_absolute, order_codes, plain
 
@@ -28,13 +29,13 @@ class RowGroups:
     ids: Integers
 
 
-def group_rows(rows: pa.RecordBatch, keys: pa.Schema, key_groups: npt.NDArray[np.int32]) -> RowGroups:
-    """The rows by the columns of ``keys``; ``key_groups`` are their key groups, which follow from these columns."""
+def group_rows(rows: pa.RecordBatch, keys: pa.Schema, num_key_groups: int) -> RowGroups:
+    """The rows by the columns of ``keys``, whose distinct values are stored in so many key groups."""
     columns = [_as_type(rows.column(f.name), f.type) for f in keys]
     ids, at = distinct_rows(columns)
     picked = pa.array(at)
     distinct = pa.RecordBatch.from_arrays([c.take(picked) for c in columns], schema=keys)
-    encoded = encode_keys(distinct, key_groups[at])
+    encoded = encode_keys(distinct, key_groups(distinct, num_key_groups))
     order = byte_order(encoded)
     if order is None:
         return RowGroups(encoded, distinct, ids)

@@ -36,7 +36,8 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
 
     ``query``: a ``StreamingQuery``, or its name, id or run id. ``path``: the directory below which the savepoint gets one
     of its own; without it that is ``savepoints`` beside the state. With ``stop`` the query is stopped when the savepoint
-    is done, and no sink sees a batch behind it.
+    is done, and no sink sees a batch behind it. It is stopped as by ``StreamingQuery.stop()``: where the sink is a Python
+    ``foreachBatch`` function that waits for a job of its own, ``query.exception()`` may say that this job was cancelled.
 
     The future fails with the reason: ``UnknownQueryError``, ``InvalidRequestError`` (no batch is committed yet),
     ``SavepointExpiredError``, ``SavepointDeclinedError``, ``SavepointFailedError``. The query goes on then, also with ``stop``.

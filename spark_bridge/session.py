@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "statestore"
 COORDINATOR_NAME = "StateStoreCoordinator"
 DEFAULT_RECOVERY_TIMEOUT = 60.0
+LOG_LEVEL = "spark.log.level"
 PAIRS = {"1.6": "3.5", "1.7": "4.2"}
 """RayDP release line and the PySpark line it works with."""
 
@@ -101,6 +102,8 @@ def init_spark(
             configs=_spark_configs(configs, num_executors * executor_cores),
             **raydp_options,
         )
+        if configs is not None and LOG_LEVEL in configs:
+            _set_log_level(spark, configs[LOG_LEVEL])
         _join(
             spark,
             namespace=namespace,
@@ -254,6 +257,12 @@ def _join(
     spark.streams.addListener(listener)
     listener.publish_endpoints()
     _current = _Session(spark, cluster, listener, by_raydp, started_ray)
+
+
+def _set_log_level(spark: SparkSession, level: str) -> None:
+    """Ray's start in the driver's JVM puts log4j back to INFO, and Spark 4 then takes its own level for set."""
+    log4j = spark._jvm.org.apache.logging.log4j
+    log4j.core.config.Configurator.setRootLevel(log4j.Level.toLevel(level))
 
 
 def _executor_ips(spark: SparkSession) -> list[str]:

@@ -27,7 +27,7 @@ from spark_bridge.event_time import EventTime, all_keys, between, late_rows_remo
 from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of, scanned
 from spark_bridge.row_groups import group_rows
 from spark_bridge.state_access import StateAccess
-from spark_bridge.state_task import KEY_GROUP_COLUMN, StepTimer
+from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.sorted_runs import Limits
 from spark_bridge.stateful.spool import Spool
 from spark_bridge.stateful.stored_keys import by_expiry, without_expiry
@@ -77,7 +77,8 @@ class SessionLogic:
     ) -> Iterator[pa.RecordBatch]:
         """Make sessions of the rows, merge them with the keys' old ones, commit, and give the results."""
         work = _Work(self, store, timer)
-        with RowReducer(self.keys, empty(self._session_columns()), self.merged, self.limits) as reducer:
+        sessions = empty(self._session_columns())
+        with RowReducer(self.keys, store.num_key_groups, sessions, self.merged, self.limits) as reducer:
             for rows in parts_of(batches, timer, "aggregate_ms"):
                 work.add(rows, reducer)
             work.add_due_keys(reducer)
@@ -87,9 +88,9 @@ class SessionLogic:
                 store.commit(work.figures(), timer.milliseconds)
                 yield from spool.batches()
 
-    def by_key(self, rows: pa.RecordBatch) -> KeyedRows:
+    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
         """The sessions of rows by key."""
-        groups = group_rows(rows, self.keys, rows.column(KEY_GROUP_COLUMN).to_numpy(zero_copy_only=False))
+        groups = group_rows(rows, self.keys, num_key_groups)
         windows = rows.column(self.window)
         starts, ends = (pc.struct_field(windows, [i]).cast(pa.int64()).to_numpy() for i in (0, 1))
         of_rows, ids, first_starts, last_ends = joined_sessions(groups.ids, starts, ends)
@@ -159,7 +160,7 @@ class _Work:
             self._late += late
         self._rows += rows.num_rows
         if rows.num_rows:
-            reducer.add(self._logic.by_key(rows))
+            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
 
     def add_due_keys(self, reducer: RowReducer) -> None:
         """Have the keys visited that may have sessions which have ended."""

@@ -34,6 +34,10 @@ class StateAccess(Protocol):
     def key_groups(self) -> tuple[int, int]:
         """The partition's key groups: from the first (included) to the last (not included)."""
 
+    @property
+    def num_key_groups(self) -> int:
+        """The key groups of all partitions together."""
+
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Values at the version opened, in the order of ``keys``, null where there is none. Sorted keys are fastest.
 

@@ -37,7 +37,7 @@ CHANGE_TYPE = "change_type"
 BEFORE = "before"
 AFTER = "after"
 INSERT, UPDATE, DELETE = "insert", "update", "delete"
-_TYPES = pa.array([DELETE, INSERT, UPDATE])
+_TYPES = (DELETE, INSERT, UPDATE)
 _DELETE, _INSERT, _UPDATE = range(3)
 EMIT_ROWS = 1 << 14
 
@@ -109,7 +109,7 @@ class VariableChanges:
         yield pa.RecordBatch.from_arrays(
             [
                 pa.repeat(pa.scalar(version, pa.int64()), len(types)),
-                _TYPES.take(pa.array(types)),
+                pa.array(_TYPES).take(pa.array(types)),
                 *(keys[i] for i in self.rows.key_order),
                 *keys[len(self.rows.key) : n],
                 *values,

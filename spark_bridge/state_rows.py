@@ -28,7 +28,7 @@ from coordinator_actor.savepoint_format import VALUE_SUFFIX
 from spark_bridge.aggregation import result_fields, results
 from spark_bridge.deduplicate_task import PRESENT
 from spark_bridge.session_windows import END, ENDS_FAMILY, SESSIONS, START
-from spark_bridge.stateful.variables import CHUNKS, ENTRIES, TIMERS_BY_EXPIRY, TTL_COLUMN, family_of
+from spark_bridge.state_families import CHUNKS, ENTRIES, TIMERS_BY_EXPIRY, TTL_COLUMN, family_of
 
 TTL = "ttl_expiration_ms"
 EXPIRATION = "expiration_timestamp_ms"
@@ -40,7 +40,7 @@ SESSION_WINDOW = "session_window"
 STEP_ROWS = 1 << 14
 STEP_BYTES = 4 << 20
 """Of pairs that are decoded at once; longer rows come in fewer of them."""
-_BEHIND_CHUNKS = pa.scalar(b"\x02")
+_BEHIND_CHUNKS = b"\x02"
 _CHUNK_BYTES = 9
 _NEVER = np.iinfo(np.int64).max
 _ARRAYS = {

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import msgspec
 import pyarrow as pa
 
+from backends.key_groups import key_groups, partition_of
 from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
 from spark_bridge.protocol import TaskIdentity
 from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.state_access import StateAccess
 from spark_bridge.task_client import Endpoints, TaskStore
 from spark_bridge.worker_process import settle_worker
-
-PARTITION_COLUMN = "__statestore_partition"
-KEY_GROUP_COLUMN = "__statestore_key_group"
 
 RUN_ID = "statestore.runId"
 REFUSAL = "statestore.refusal"
@@ -67,10 +66,15 @@ class StepTimer:
 
 @dataclass(frozen=True)
 class StateTask:
-    """The function for ``mapInArrow``, for one operator of ``num_partitions`` partitions."""
+    """The function for ``mapInArrow``, for one operator of ``num_partitions`` partitions of ``num_key_groups`` key groups.
+
+    ``keys`` are the key columns of its rows, in the order in which they are stored.
+    """
 
     operator: str
     num_partitions: int
+    num_key_groups: int
+    keys: tuple[str, ...]
     logic: Logic
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -92,7 +96,7 @@ class StateTask:
             invocation=uuid.uuid4().hex,
         )
         timer = StepTimer()
-        store = TaskStore(task, self.num_partitions, endpoints)
+        store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints)
         try:
             store.open()
             timer.step("open_ms")
@@ -104,8 +108,8 @@ class StateTask:
             settle_worker()
 
     def _partition(self, task_partition: int, first: pa.RecordBatch | None) -> int:
-        """This task's shuffle partition: the one carried by its rows; a task without rows can only go by its number."""
-        partition = task_partition if first is None else first.column(PARTITION_COLUMN)[0].as_py()
+        """This task's shuffle partition: that of its first row; a task without rows can only go by its number."""
+        partition = task_partition if first is None else self._partitions_of(first.slice(0, 1))[0]
         if partition != task_partition or not 0 <= partition < self.num_partitions:
             raise PartitionMismatchError(
                 f"Task {task_partition} of operator {self.operator!r} was given rows of shuffle partition {partition} "
@@ -114,21 +118,31 @@ class StateTask:
             )
         return partition
 
+    def _partitions_of(self, rows: pa.RecordBatch) -> list[int]:
+        return partitions_of(rows, self.keys, self.num_key_groups, self.num_partitions)
+
     def _checked(
         self, first: pa.RecordBatch | None, rest: Iterator[pa.RecordBatch], partition: int
     ) -> Iterator[pa.RecordBatch]:
-        if first is None:
-            return
-        yield first
-        for batch in rest:
+        for batch in () if first is None else chain((first,), rest):
             if batch.num_rows:
-                carried = batch.column(PARTITION_COLUMN)
-                if carried[0].as_py() != partition or carried[-1].as_py() != partition:
+                if set(self._partitions_of(end_rows(batch))) != {partition}:
                     raise PartitionMismatchError(
                         f"Operator {self.operator!r} got rows of several shuffle partitions in the task of partition "
                         f"{partition}. Put .repartition(n) between the operator and what follows it."
                     )
                 yield batch
+
+
+def end_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The first and the last row: Spark puts the rows of partitions that it merges one behind the other."""
+    return batch.take([0, batch.num_rows - 1])
+
+
+def partitions_of(rows: pa.RecordBatch, keys: Sequence[str], num_key_groups: int, num_partitions: int) -> list[int]:
+    """The shuffle partition of each of a few rows, by their key columns."""
+    groups = key_groups(rows.select(list(keys)), num_key_groups)
+    return [partition_of(group, num_key_groups, num_partitions) for group in groups.tolist()]
 
 
 def endpoints_from(local_property: Callable[[str], str | None], operator: str) -> tuple[Endpoints, str]:

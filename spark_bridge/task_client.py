@@ -20,7 +20,7 @@ from backends.key_groups import partition_range
 from backends.operator_schema import OperatorSchema
 from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
-from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, other_key_groups
 from spark_bridge.flight_client import HostClient, client_for, forget_client
 from spark_bridge.protocol import CommitCommand, GetCommand, HostFile, Opened, ScanCommand, TaskIdentity
 from spark_bridge.queryable.tls import TlsConf
@@ -73,7 +73,8 @@ class TaskStore:
     (DESIGN, rule 7); after that it raises ``HostUnavailableError`` naming the last failure.
     """
 
-    def __init__(self, task: TaskIdentity, num_partitions: int, endpoints: Endpoints) -> None:
+    def __init__(self, task: TaskIdentity, num_partitions: int, num_key_groups: int, endpoints: Endpoints) -> None:
+        self.num_key_groups = num_key_groups
         self._task = task
         self._num_partitions = num_partitions
         self._endpoints = endpoints
@@ -119,7 +120,7 @@ class TaskStore:
     @property
     def key_groups(self) -> tuple[int, int]:
         """The partition's key groups: from the first (included) to the last (not included)."""
-        return partition_range(self._task.partition, self._num_partitions, self._told().key_groups)
+        return partition_range(self._task.partition, self._num_partitions, self.num_key_groups)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
         """Values of keys at the version opened."""
@@ -213,6 +214,8 @@ class TaskStore:
                 forget_client(address, token)
                 failure = error
                 continue
+            if opened.key_groups != self.num_key_groups:
+                raise other_key_groups(self._task.operator, self.num_key_groups, opened.key_groups)
             _owners[self._key] = (address, token)
             self._opened = opened
             self._owner_token = token

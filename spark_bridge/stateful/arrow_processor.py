@@ -19,6 +19,7 @@ from backends.schema import StateSchema, to_spark_type
 from spark_bridge.event_time import EventTime
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
 from spark_bridge.state_access import StateAccess
+from spark_bridge.state_families import TTL_COLUMN, family_of
 from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.expiry import alive_at
 from spark_bridge.stateful.handle import StatefulProcessorHandle
@@ -31,7 +32,6 @@ from spark_bridge.stateful.spool import Spool
 from spark_bridge.stateful.stateful_processor import TimerValues
 from spark_bridge.stateful.step import INT64_MAX, StateFigures
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.stateful.variables import TTL_COLUMN, family_of
 
 Columns: TypeAlias = pa.Table | pa.RecordBatch
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -205,7 +205,7 @@ class ArrowLogic:
         schema = RowCodec(self.output).schema
         # As many rows in one call as memory has.
         limits = replace(self.limits, step_rows=1 << 31, step_bytes=self.limits.memory)
-        with RowSorter(self.input.keys, limits) as sorter, Spool(schema) as spool:
+        with RowSorter(self.input.keys, store.num_key_groups, limits) as sorter, Spool(schema) as spool:
             num_late = self.input.read(batches, sorter, times.late_watermark_ms, timer)
             sink = OutputSink(spool, self.event_time, times.late_watermark_ms)
             declaring = Declaring(self.processor)

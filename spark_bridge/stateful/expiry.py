@@ -15,10 +15,10 @@ import pyarrow as pa
 from backends.columns import Mask, list_parts
 from backends.operator_schema import StateVariable
 from backends.schema import StateSchema
+from spark_bridge.state_families import CHUNKS, ENTRIES, TTL_COLUMN, family_of
 from spark_bridge.stateful.ranges import offsets_of, rows_of
 from spark_bridge.stateful.step import INT64_MAX, Step
 from spark_bridge.stateful.stored_keys import group_range, prefix_range
-from spark_bridge.stateful.variables import CHUNKS, ENTRIES, TTL_COLUMN, family_of
 
 SWEPT_ROWS = 20_000
 """Rows looked at in a batch, about."""

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from backends.columns import Offsets
 from backends.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
+from spark_bridge.state_families import CHUNKS, family_of
 from spark_bridge.stateful.expiry import Ttl
 from spark_bridge.stateful.ranges import (
     LazyLists,
@@ -31,7 +32,7 @@ from spark_bridge.stateful.ranges import (
 from spark_bridge.stateful.state_values import StateValues, null_value
 from spark_bridge.stateful.step import Step
 from spark_bridge.stateful.stored_keys import longs_of_key, prefix_range, with_more
-from spark_bridge.stateful.variables import CHUNKS, Declaration, family_of
+from spark_bridge.stateful.variables import Declaration
 
 TAIL_ELEMENTS = 64
 TAIL_BYTES = 16 << 10

@@ -62,7 +62,8 @@ class ProcessLogic:
         """Call the processor for all keys, commit, and give its output."""
         times = store.times
         codec = RowCodec(self.output)
-        with RowSorter(self.input.keys, self.limits) as sorter, Spool(codec.schema) as spool:
+        sorting = RowSorter(self.input.keys, store.num_key_groups, self.limits)
+        with sorting as sorter, Spool(codec.schema) as spool:
             num_late = self.input.read(batches, sorter, times.late_watermark_ms, timer)
             sink = OutputSink(spool, self.event_time, times.late_watermark_ms)
             output = (
@@ -117,7 +118,7 @@ class InitialStateLogic:
     ) -> Iterator[pa.RecordBatch]:
         """Make the rows the state, commit it, and give nothing."""
         processor = self.processor
-        with RowSorter(self.input.keys, self.limits) as sorter:
+        with RowSorter(self.input.keys, store.num_key_groups, self.limits) as sorter:
             self.input.read(batches, sorter, 0, timer)
             with started(processor, self.input.keys, self.time_mode, store) as state:
 

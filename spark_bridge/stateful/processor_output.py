@@ -17,7 +17,7 @@ from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from spark_bridge.event_time import EventTime
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.stateful.pandas_values import PandasCodec, Values
+from spark_bridge.stateful.pandas_values import Columns, PandasCodec
 from spark_bridge.stateful.row_values import RowCodec, shown
 from spark_bridge.stateful.spool import Spool
 
@@ -67,7 +67,7 @@ class OutputFrames:
 
     codec: PandasCodec
     sink: OutputSink
-    _columns: list[list[Values]] = field(default_factory=list)
+    _frames: list[Columns] = field(default_factory=list)
     _num_rows: int = 0
 
     def take(self, given: Any) -> None:
@@ -81,19 +81,19 @@ class OutputFrames:
                 columns = self.codec.to_columns(frame)
             except ValueError as error:
                 raise _mismatch(self.codec.struct, error) from error
-            if columns and len(columns[0]):
-                self._columns.append(columns)
+            if len(columns) and len(columns[0]):
+                self._frames.append(columns)
                 self._num_rows += len(columns[0])
             if self._num_rows >= ROWS_AT_ONCE:
                 self.flush()
 
     def flush(self) -> None:
         """Give the rows to the sink; raises ``StatefulProcessorError`` for what does not fit the schema."""
-        if not self._columns:
+        if not self._frames:
             return
-        columns, self._columns, self._num_rows = list(zip(*self._columns, strict=True)), [], 0
+        frames, self._frames, self._num_rows = self._frames, [], 0
         try:
-            batch = self.codec.to_batch(columns)
+            batch = self.codec.to_batch(frames)
         except (TypeError, ValueError) as error:
             raise _mismatch(self.codec.struct, error) from error
         self.sink.add(batch)

@@ -17,10 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.columns import plain
-from backends.keys import encode_keys
 from spark_bridge.local_directory import local_directory
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN
+from spark_bridge.row_groups import group_rows
 
 KEY_COLUMN = "__statestore_key"
 _IPC = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -90,12 +88,13 @@ class _Run:
 
 @dataclass
 class RowSorter:
-    """Takes rows that have the columns of ``keys``, ``KEY_GROUP_COLUMN`` and ``PARTITION_COLUMN``; gives them in steps.
+    """Takes rows that have the columns of ``keys``, which are stored in ``num_key_groups`` key groups; gives them in steps.
 
-    The last two columns are left out. Use it in a ``with`` statement, which removes what is on disk.
+    Use it in a ``with`` statement, which removes what is on disk.
     """
 
     keys: pa.Schema
+    num_key_groups: int
     limits: Limits = field(default_factory=Limits)
     num_rows: int = 0
     num_spills: int = 0
@@ -141,12 +140,8 @@ class RowSorter:
             return
         rows = one_batch(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
-        columns = [plain(f.name, rows.column(f.name)).cast(f.type) for f in self.keys]
-        keys = encode_keys(
-            pa.RecordBatch.from_arrays(columns, schema=self.keys),
-            rows.column(KEY_GROUP_COLUMN).to_numpy(zero_copy_only=False),
-        )
-        yield sort_by_key(keys, rows.drop_columns([KEY_GROUP_COLUMN, PARTITION_COLUMN]))
+        groups = group_rows(rows, self.keys, self.num_key_groups)
+        yield _ranked(groups.keys, groups.ids, rows)
 
     def _spill(self, level: int, steps: Iterator[RowStep]) -> None:
         if len(self._levels) == level:
@@ -210,15 +205,19 @@ def sort_by_key(keys: pa.BinaryArray, rows: pa.RecordBatch) -> RowStep:
     """Rows and their encoded keys as one step."""
     encoded = keys.dictionary_encode()
     order = pc.sort_indices(encoded.dictionary)
-    ranks = np.empty(len(order), np.uint64)
-    ranks[order.to_numpy()] = np.arange(len(order), dtype=np.uint64)
-    of_rows = ranks[encoded.indices.to_numpy()]
-    counts = np.bincount(of_rows.astype(np.int64), minlength=len(order))
+    ranks = np.empty(len(order), np.int64)
+    ranks[order.to_numpy()] = np.arange(len(order))
+    return _ranked(encoded.dictionary.take(order), ranks[encoded.indices.to_numpy()], rows)
+
+
+def _ranked(keys: pa.BinaryArray, ranks: npt.NDArray[np.int64], rows: pa.RecordBatch) -> RowStep:
+    """Rows and the places of their keys among the distinct ones, which ascend, as one step."""
+    counts = np.bincount(ranks, minlength=len(keys))
     # Sorting (rank, position) as one number keeps the order of arrival, and is faster than any sort of bytes.
-    order_of_rows = (of_rows << np.uint64(32)) | np.arange(len(keys), dtype=np.uint64)
-    order_of_rows.sort()
-    order_of_rows &= np.uint64(0xFFFFFFFF)
-    return RowStep(encoded.dictionary.take(order), _offsets_of(counts), rows.take(pa.array(order_of_rows)))
+    order = (ranks.astype(np.uint64) << np.uint64(32)) | np.arange(len(ranks), dtype=np.uint64)
+    order.sort()
+    order &= np.uint64(0xFFFFFFFF)
+    return RowStep(keys, _offsets_of(counts), rows.take(pa.array(order)))
 
 
 def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> Iterator[RowStep]:

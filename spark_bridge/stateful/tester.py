@@ -231,7 +231,7 @@ class ProcessorTester:
         codec = self._keys or RowCodec(struct_of("key STRING"))
         if self._schema is None:
             self._schema = self._declared(codec)
-        store = LocalStateAccess(self._provider, self._schema, self._times, (0, _KEY_GROUPS))
+        store = LocalStateAccess(self._provider, self._schema, self._times, (0, _KEY_GROUPS), _KEY_GROUPS)
         with started(self.processor, codec.schema, self._time_mode, store) as batch:
             if keys is None:
                 encoded = batch.keys_with_expired_timers()

@@ -19,16 +19,16 @@ from spark_bridge.event_time import WATERMARK_METADATA, EventTime
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.initial_state import InitialState
 from spark_bridge.operator_input import (
+    OWN_COLUMNS,
     check_keys,
     event_time_of,
     key_group_count,
     map_in_arrow,
     partition_count,
     routed,
-    with_key_groups,
 )
 from spark_bridge.operators import check_operator_name, declare
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN, Logic, StateTask
+from spark_bridge.state_task import Logic, StateTask
 from spark_bridge.stateful.arrow_processor import ArrowLogic, ArrowStatefulProcessor, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
@@ -221,13 +221,13 @@ def _transformed(
     spec = OperatorSpec(given.operator, partitions, schema.to_json(), kind=KIND, uses_time=True)
 
     def prepared(rows: DataFrame) -> DataFrame:
-        return routed(with_key_groups(rows, keys, key_groups), partitions, key_groups)
+        return routed(rows, keys, partitions, key_groups)
 
     state = None
     if initial is not None and given.initial_rows is not None:
-        state = InitialState(prepared(given.initial_rows), initial)
+        state = InitialState(prepared(given.initial_rows), tuple(keys), key_groups, initial)
     rows = df if given.time_mode == NONE else with_ticks(df)
-    task = StateTask(given.operator, partitions, logic)
+    task = StateTask(given.operator, partitions, key_groups, tuple(keys), logic)
     return map_in_arrow(prepared(rows), task, declare(spec, initial=state), given.output)
 
 
@@ -276,9 +276,11 @@ def _check_names(schema: T.StructType, whose: str) -> None:
     twice = sorted({n for n in schema.names if schema.names.count(n) > 1})
     if twice:
         raise InvalidOperatorError(f"{whose} has several columns named {', '.join(map(repr, twice))}: rename them.")
-    taken = sorted({KEY_GROUP_COLUMN, PARTITION_COLUMN} & set(schema.names))
-    if taken:
-        raise InvalidOperatorError(f"{whose} has the columns {', '.join(taken)}, whose names are taken: rename them.")
+    own = [name for name in schema.names if name.startswith(OWN_COLUMNS)]
+    if own:
+        raise InvalidOperatorError(
+            f"{whose} has the columns {', '.join(own)}; names that begin with {OWN_COLUMNS} are the state store's own: rename them."
+        )
 
 
 def _struct(schema: T.StructType | str) -> T.StructType:

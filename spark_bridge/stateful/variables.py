@@ -25,16 +25,12 @@ from backends.ids import check_name
 from backends.operator_schema import StateVariable
 from backends.schema import StateSchema
 from spark_bridge.exceptions import StateDeclarationError
+from spark_bridge.state_families import CHUNKS, ENTRIES, TIMERS_BY_EXPIRY, TIMERS_BY_KEY, TTL_COLUMN
 from spark_bridge.stateful.row_values import RowCodec
 
-TTL_COLUMN = "__ttl_expiration_ms"
 CHUNK_COLUMN = "__chunk"
 EXPIRY_COLUMN = "__expiry"
 TIMERS = "timers"
-CHUNKS = ".-chunks"
-ENTRIES = ".-entries"
-TIMERS_BY_KEY = ".-keys"
-TIMERS_BY_EXPIRY = ".-expiry"
 _SEPARATOR = ".-"
 
 
@@ -130,15 +126,6 @@ def timers_variable(key_schema: pa.Schema) -> StateVariable:
             ),
         },
     )
-
-
-def family_of(variable: StateVariable, part: str = "") -> tuple[str, StateSchema]:
-    """A variable's family by its part (``CHUNKS``, ...; "" for the one of its own name), and the family's schema.
-
-    A variable that was deleted and declared again is in families of other names.
-    """
-    family = variable.family(variable.name + part)
-    return family, variable.families[family]
 
 
 def check_variable_name(name: str) -> None:

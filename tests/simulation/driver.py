@@ -288,7 +288,7 @@ class Query:
     def _work(self, task: TaskIdentity, endpoints: Endpoints, plan: Plan) -> None:
         """``StateTask.run`` with the operator's logic."""
         operator = task.operator
-        store = TaskStore(task, self.num_partitions, endpoints)
+        store = TaskStore(task, self.num_partitions, model.KEY_GROUPS, endpoints)
         store.open()
         keys = [k for k in plan.keys if model.partition_of(k, self.num_partitions) == task.partition]
         values = store.get_many(model.to_array(keys)).to_pylist()

@@ -29,7 +29,7 @@ def run(aggregator: Aggregator, batches: Sequence[pa.RecordBatch], *, by_pairs: 
     keys = pa.array([], pa.binary())
     stored = pa.array([], pa.binary())
     for batch in batches:
-        grouped = group_rows(batch, KEYS, key_groups(batch.select([KEY]), GROUPS))
+        grouped = group_rows(batch, KEYS, GROUPS)
         new = aggregator.partial(grouped.ids, len(grouped.keys), batch)
         every, ids, _ = merge_keys([keys, grouped.keys])
         old = schema.decode_values(stored)

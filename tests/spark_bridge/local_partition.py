@@ -46,7 +46,9 @@ class LocalPartition:
     @contextmanager
     def batch(self, timestamp_ms: int = 0, watermark_ms: int = 0) -> Iterator[ProcessorState]:
         """The next batch; commits at the end."""
-        store = LocalStateAccess(self.provider, self.schema, BatchTimes(timestamp_ms, watermark_ms), KEY_GROUPS)
+        store = LocalStateAccess(
+            self.provider, self.schema, BatchTimes(timestamp_ms, watermark_ms), KEY_GROUPS, KEY_GROUPS[1]
+        )
         state = ProcessorState(None, KEY, self.time_mode, store)
         self.init(state.handle)
         yield state

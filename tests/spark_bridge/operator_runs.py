@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
@@ -16,7 +15,7 @@ from backends.keys import decode_keys
 from backends.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.local_state import LocalStateAccess
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN, Logic, StepTimer
+from spark_bridge.state_task import Logic, StepTimer
 
 NUM_GROUPS = 16
 TS = pa.timestamp("us", "UTC")
@@ -42,13 +41,12 @@ class OperatorRun:
         emitted: list[dict[str, Any]] = []
         figures = []
         groups = key_groups(rows.select(self.keys), NUM_GROUPS)
-        routed = rows.append_column(KEY_GROUP_COLUMN, pa.array(groups, pa.int32()))
         for p, provider in enumerate(self.providers):
-            of_task = routed.filter(pa.array(groups * self.num_partitions // NUM_GROUPS == p))
-            of_task = of_task.append_column(PARTITION_COLUMN, pa.array(np.full(of_task.num_rows, p), pa.int32()))
+            of_task = rows.filter(pa.array(groups * self.num_partitions // NUM_GROUPS == p))
             bounds = [0, *sorted(min(c, of_task.num_rows) for c in cuts), of_task.num_rows]
             pieces = [of_task.slice(a, b - a) for a, b in pairwise(bounds) if b > a]
-            store = LocalStateAccess(provider, self.schema, times, partition_range(p, self.num_partitions, NUM_GROUPS))
+            own = partition_range(p, self.num_partitions, NUM_GROUPS)
+            store = LocalStateAccess(provider, self.schema, times, own, NUM_GROUPS)
             for output in self.logic.process(iter(pieces), store, StepTimer()):
                 assert store.figures is not None, "output came before the commit"
                 emitted += output.to_pylist()

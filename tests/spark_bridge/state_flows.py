@@ -24,7 +24,7 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.host import Host
 from spark_bridge.protocol import ScanCommand, TaskIdentity
 from spark_bridge.state_access import KeyRange
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN, Logic, StepTimer
+from spark_bridge.state_task import Logic, StepTimer
 from spark_bridge.stateful.processor_state import ProcessorState
 from tests.coordinator_actor.test_coordinator import World
 
@@ -41,6 +41,7 @@ class HostAccess:
         self.times: BatchTimes = opened.times
         self.schema = OperatorSchema.from_json(opened.schema)
         self.key_groups = partition_range(task.partition, n, G)
+        self.num_key_groups = G
         self._host, self._task = host, task
         self._staged: dict[str, list[tuple[pa.BinaryArray, pa.BinaryArray]]] = {}
 
@@ -178,11 +179,9 @@ class Query:
     def process(self, logic: Logic, keys: Sequence[str], rows: pa.RecordBatch, watermark_ms: int = 0) -> None:
         """A batch of an operator's logic; ``keys`` are the columns that key groups come from."""
         groups = key_groups(rows.select(list(keys)), G)
-        routed = rows.append_column(KEY_GROUP_COLUMN, pa.array(groups, pa.int32()))
 
         def work(access: HostAccess, p: int) -> None:
-            own = routed.filter(pa.array(groups * self.n // G == p))
-            own = own.append_column(PARTITION_COLUMN, pa.repeat(pa.scalar(p, pa.int32()), own.num_rows))
+            own = rows.filter(pa.array(groups * self.n // G == p))
             for _ in logic.process(iter([own] if own.num_rows else []), access, StepTimer()):
                 pass
 

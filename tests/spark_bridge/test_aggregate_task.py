@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.key_groups import key_groups
 from backends.operator_schema import OperatorSchema
 from backends.schema import StateSchema
 from coordinator_actor.messages import BatchTimes
@@ -18,8 +17,8 @@ from spark_bridge import aggregate_task
 from spark_bridge.aggregate_task import AggregateLogic
 from spark_bridge.aggregation import Aggregator, Output
 from spark_bridge.event_time import EventTime
+from spark_bridge.keyed_rows import one_batch
 from spark_bridge.partial_aggregation import PartialTask
-from spark_bridge.state_task import KEY_GROUP_COLUMN
 from spark_bridge.stateful.sorted_runs import Limits
 from tests.effort import examples
 
@@ -184,11 +183,9 @@ def test_rows_aggregated_ahead_give_what_rows_give(num_keys: int, monkeypatch: p
     rows = batch_of(schema, [((w, w + 10), f"k{i % num_keys}", w + i % 9, i) for i in range(400) for w in [i % 3 * 10]])
     direct = run_of(logic, 2).batch(rows, BatchTimes())
 
-    columns = pa.schema([*WINDOWED, pa.field(KEY_GROUP_COLUMN, pa.int32()), *AGGREGATOR.state_schema])
-    groups = pa.array(key_groups(rows.select(WINDOWED.names), 16), pa.int32())
-    with_groups = rows.append_column(KEY_GROUP_COLUMN, groups)
-    ahead = list(PartialTask(logic, columns).run(with_groups.slice(i, 100) for i in range(0, 400, 100)))
+    columns = pa.schema([*WINDOWED, *AGGREGATOR.state_schema])
+    ahead = list(PartialTask(logic, columns).run(rows.slice(i, 100) for i in range(0, 400, 100)))
     assert sum(part.num_rows for part in ahead) == (400 if num_keys == 500 else 4 * 3)
-    together = pa.Table.from_batches(ahead).drop_columns([KEY_GROUP_COLUMN]).combine_chunks().to_batches()[0]
+    together = one_batch(ahead)
     merged = run_of(replace(logic, is_partial=True), 2).batch(together, BatchTimes())
     assert sorted(map(repr, merged)) == sorted(map(repr, direct))

@@ -22,7 +22,7 @@ from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StorageError
 from backends.partition_state import PartitionState
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError
+from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError
 from coordinator_actor.messages import HostReport, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import Host
@@ -406,7 +406,12 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
         return grant
 
     h._grant = stall
-    t = threading.Thread(target=lambda: h.open(slow))
+
+    def open_late():
+        with contextlib.suppress(RetiredRunError):
+            h.open(slow)
+
+    t = threading.Thread(target=open_late)
     t.start()
     granted.wait()
     c.register_query(reg(w, "run2"))

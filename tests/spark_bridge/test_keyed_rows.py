@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.key_groups import key_groups
 from backends.keys import decode_keys
-from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, key_groups_of, one_batch, parts_of
+from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
 from spark_bridge.row_groups import group_rows
 from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.sorted_runs import Limits
@@ -35,7 +34,7 @@ def keyed(keys: list[tuple[str | None, int]]) -> KeyedRows:
     columns = pa.RecordBatch.from_arrays(
         [pa.array([k[i] for k in keys], f.type) for i, f in enumerate(KEYS)], schema=KEYS
     )
-    groups = group_rows(columns, KEYS, key_groups(columns, 16))
+    groups = group_rows(columns, KEYS, 16)
     rows = [pa.array(np.ones(len(keys), np.int64)), pa.array([f"{k[0]}{i}" for i, k in enumerate(keys)])]
     ids, reduced = summed(groups.ids, len(groups.keys), pa.RecordBatch.from_arrays(rows, schema=SUMS))
     return KeyedRows(groups.keys, ids, reduced)
@@ -50,7 +49,7 @@ def test_each_key_comes_once_with_all_its_rows(
     parts: list[list[tuple[str | None, int]]], without: list[tuple[str | None, int]], memory: int
 ) -> None:
     limits = Limits(memory=memory, step_rows=4, step_bytes=300, fan_in=2)
-    with RowReducer(KEYS, empty(SUMS), summed, limits) as reducer:
+    with RowReducer(KEYS, 16, empty(SUMS), summed, limits) as reducer:
         for part in parts:
             reducer.add(keyed(part))
         # Keys that are to be visited though they have no rows.
@@ -77,7 +76,7 @@ def test_a_key_with_more_rows_than_a_step_is_carried_on() -> None:
         order = np.argsort(ids, kind="stable")
         return ids[order], rows.take(pa.array(order))
 
-    with RowReducer(KEYS, empty(SUMS), kept, Limits(memory=2000, step_rows=5, step_bytes=200, fan_in=2)) as reducer:
+    with RowReducer(KEYS, 16, empty(SUMS), kept, Limits(memory=2000, step_rows=5, step_bytes=200, fan_in=2)) as reducer:
         for i in range(40):
             part = keyed([("a", 1), ("b", i)])
             reducer.add(KeyedRows(part.keys, part.ids, part.rows))
@@ -105,12 +104,6 @@ def test_steps_follow_what_keys_take() -> None:
     size.seen(0, 0)
     size.seen(1, 0)
     assert size.keys == 1000
-
-
-def test_key_groups_are_read_from_keys() -> None:
-    columns = pa.record_batch({"k": pa.array(["a", "b"]), "n": pa.array([1, 2], pa.int32())})
-    groups = key_groups(columns, 1024)
-    assert sorted(key_groups_of(group_rows(columns, KEYS, groups).keys).to_pylist()) == sorted(groups.tolist())
 
 
 @pytest.mark.parametrize(("rows", "num_parts"), [(10, 1), (300_000, 2)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -11,10 +11,15 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pandas.core.internals import BlockManager
+from pandas.core.internals.api import make_block
 
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.pandas_values import PandasCodec, rows_of
 from spark_bridge.stateful.row_values import RowCodec
+from tests.effort import examples
 
 NOON = dt.datetime(2020, 7, 1, 12)
 UTC_NOON = NOON.replace(tzinfo=dt.timezone.utc)
@@ -26,8 +31,7 @@ def codec(fields: str, zone: str = "America/New_York") -> PandasCodec:
 
 def back(made: PandasCodec, *frames: pd.DataFrame) -> pa.RecordBatch:
     """The frames as a batch."""
-    columns = [made.to_columns(f) for f in frames]
-    return made.to_batch(list(zip(*columns, strict=True)))
+    return made.to_batch([made.to_columns(f) for f in frames])
 
 
 def frame_of(made: PandasCodec, rows: Sequence[tuple[Any, ...]]) -> pd.DataFrame:
@@ -80,6 +84,99 @@ def test_frames_may_be_written_to() -> None:
     assert part["a"].tolist() == [3, 4, 5]
     rest = rows_of(frame, 5, 6)
     assert rest.to_dict("list") == {"a": [5], "b": [5], "c": [2.5], "d": ["x"]}
+
+
+def test_parts_of_a_frame_share_nothing_that_shows() -> None:
+    made = codec("a long, at timestamp, b long, d string")
+    frame = frame_of(made, [(i, UTC_NOON, 10 * i, "x") for i in range(6)])
+    part = rows_of(frame, 2, 5)
+    pd.testing.assert_frame_equal(part, frame.iloc[2:5].reset_index(drop=True))
+    assert type(part.index) is pd.RangeIndex
+    part.index.name, part.columns.name = "row", "column"
+    part["a"] = ["text"] * 3  # another type, in a place of its own
+    part.insert(0, "first", 1.5)
+    del part["at"]
+    assert part.columns.tolist() == ["first", "a", "b", "d"]
+    assert part["b"].tolist() == [20, 30, 40]
+    other = rows_of(frame, 2, 5)
+    pd.testing.assert_frame_equal(other, frame.iloc[2:5].reset_index(drop=True))
+    assert (other.index.name, other.columns.name) == (None, None)
+    assert rows_of(frame, 3, 3).empty
+
+
+def test_parts_of_a_frame_may_be_copied_on_write() -> None:
+    with pd.option_context("mode.copy_on_write", True):
+        frame = frame_of(codec("a long, b long"), [(i, i) for i in range(4)])
+        part, same = rows_of(frame, 1, 3), rows_of(frame, 1, 3)
+        part.loc[0, "a"] = 9
+        assert part["a"].tolist() == [9, 2]
+        assert same["a"].tolist() == [1, 2]
+
+
+def out_of_order() -> pd.DataFrame:
+    """A frame whose only block has the columns the other way round, and in strides."""
+    values = np.array([[3, 4], [0, 0], [1, 2]])[::2]
+    block = make_block(values, placement=np.array([1, 0]))
+    frame: pd.DataFrame = pd.DataFrame._from_mgr(  # type: ignore[attr-defined]
+        BlockManager((block,), [pd.Index(["a", "b"]), pd.RangeIndex(2)]), []
+    )
+    return frame
+
+
+TWO = {"a": [1, 2], "b": [3, 4]}
+FRAMES: dict[str, Callable[[], pd.DataFrame]] = {
+    "one block": lambda: pd.DataFrame(TWO),
+    "by position": lambda: pd.DataFrame(np.array([[1, 3], [2, 4]])),
+    "labels": lambda: pd.DataFrame([[1, 3], [2, 4]], columns=pd.Index(["a", "b"], dtype="category")),
+    "other order": lambda: pd.DataFrame({"b": [3, 4], "a": [1, 2]}),
+    "turned round": lambda: pd.DataFrame({"b": [3, 4], "a": [1, 2]}).iloc[:, ::-1],
+    "block out of order": out_of_order,
+    "more columns": lambda: pd.DataFrame({"x": [0, 0], "b": [3, 4], "a": [1, 2]}),
+    "a name twice": lambda: pd.DataFrame([[1, 9, 3], [2, 9, 4]], columns=["a", "a", "b"]),
+    "several blocks": lambda: pd.DataFrame({"x": [0, 0], "b": [3, 4]}).assign(y=1.5, a=[1, 2]),
+    "other rows": lambda: pd.DataFrame({"a": [0, 1, 0, 2], "b": [0, 3, 0, 4]}, index=list("abcd")).iloc[1::2],
+    "ints": lambda: pd.DataFrame(TWO, dtype="int8"),
+    "bytes swapped": lambda: pd.DataFrame(np.array([[1, 3], [2, 4]], ">i8"), columns=["a", "b"]),
+    "floats": lambda: pd.DataFrame(TWO, dtype="float64"),
+    "missing": lambda: pd.DataFrame({"a": [1, np.nan], "b": [np.nan, 4]}),
+    "large": lambda: pd.DataFrame({"a": [2**60 + 1, 2**60 + 3], "b": [0, 1]}),
+    "large unsigned": lambda: pd.DataFrame({"a": [2**60 + 1, 2**60 + 3], "b": [0, 1]}, dtype="uint64"),
+    "objects": lambda: pd.DataFrame({"a": [1, None], "b": [2**60 + 1, 4]}, dtype=object),
+    "objects and ints": lambda: pd.DataFrame({"a": pd.Series([None, 2], dtype=object), "b": [3, 4]}),
+    "nullable": lambda: pd.DataFrame({"a": [1, None], "b": [2**60 + 1, 4]}, dtype="Int64"),
+    "nullable and ints": lambda: pd.DataFrame({"a": pd.array([1, None], "Int64"), "b": [3, 4]}),
+    "categories": lambda: pd.DataFrame({"a": pd.Categorical([1, None]), "b": pd.Categorical([3, 4])}),
+    "no rows": lambda: pd.DataFrame({"a": [], "b": []}),
+}
+
+
+def columns_of(frame: pd.DataFrame) -> list[pd.Series]:
+    """The columns a and b, or else the first and the second, each by itself."""
+    by_name = "a" in frame.columns
+    places = [frame.columns.tolist().index(label) for label in "ab"] if by_name else [0, 1]
+    return [frame.iloc[:, place].reset_index(drop=True) for place in places]
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_columns_of_a_frame_are_copies_in_their_own_types(name: str) -> None:
+    frame = FRAMES[name]()
+    kept = [column.copy() for column in columns_of(frame)]
+    found = codec("a long, b long").to_columns(frame)
+    for i in range(frame.shape[1] if len(frame) else 0):
+        frame.iloc[0, i] = frame.iloc[1, i]  # in place
+    for values, column in zip(found, kept, strict=True):
+        assert values.dtype == column.dtype
+        pd.testing.assert_series_equal(pd.Series(values), column, check_names=False)
+
+
+@given(st.lists(st.sampled_from(sorted(FRAMES)), min_size=1, max_size=8))
+@example(["one block", "floats", "missing", "large", "large", "objects", "objects", "large unsigned"])
+@example(["bytes swapped", "bytes swapped", "objects and ints", "large"])
+@settings(max_examples=examples(60), deadline=None)
+def test_frames_of_any_layout_are_their_rows(names: list[str]) -> None:
+    frames = [FRAMES[name]() for name in names]
+    values = [[None if pd.isna(v) else int(v) for f in frames for v in columns_of(f)[i]] for i in (0, 1)]
+    assert back(codec("a long, b long"), *frames).to_pydict() == dict(zip("ab", values, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -141,10 +238,26 @@ def test_columns_go_by_name_or_position() -> None:
         {"a": 2, "b": "y"},
         {"a": 1, "b": "x"},
     ]
+    assert back(made, pd.DataFrame({"b": ["x"], "a": [" "]}).assign(a=3)).to_pylist() == [{"a": 3, "b": "x"}]
     for wrong in (pd.DataFrame({"a": [1]}), pd.DataFrame([[1]]), pd.DataFrame({"a": [1], 1: ["x"]})):
         with pytest.raises(ValueError, match="DataFrame has"):
             made.to_columns(wrong)
     assert made.to_columns(pd.DataFrame()) == []
+
+
+def test_frames_of_texts_and_times_are_joined() -> None:
+    texts, local = ["a", None], NOON - dt.timedelta(hours=4)
+    frames = [
+        pd.DataFrame({"at": pd.to_datetime([UTC_NOON, None], utc=True), "s": texts}),
+        pd.DataFrame({"s": pd.array(texts, "string"), "at": pd.to_datetime([local, None])}),
+        pd.DataFrame({"s": texts, "at": [local, None]}, dtype=object),
+        pd.DataFrame({"s": texts, "at": [local, None]}, dtype=object),
+        pd.DataFrame({"s": pd.Categorical(texts), "at": pd.to_datetime([UTC_NOON, None]).tz_convert("Asia/Tokyo")}),
+    ]
+    rows = [("a", UTC_NOON), (None, None)] * len(frames)
+    made = codec("s string, at timestamp")
+    assert back(made, *frames) == RowCodec(made.struct).to_batch(rows)
+    assert back(made, *frames[::-1]) == RowCodec(made.struct).to_batch(rows)
 
 
 def test_frames_of_different_types_lose_nothing() -> None:

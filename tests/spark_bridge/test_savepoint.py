@@ -483,7 +483,9 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
         future = another_thread.submit(trigger_savepoint, query, str(tmp_path / "sp"), stop=True).result(timeout=60)
     path = future.result(timeout=60)
     assert not query.isActive
-    assert query.exception() is None
+    # Spark cancels the held batch's job before it interrupts its thread: a sink in Python may see that first, and raise.
+    error = query.exception()
+    assert error is None or f"cancelled part of cancelled job group {query.runId}" in str(error), error
     batch = check_savepoint(flow, path)
     time.sleep(0.5)
     assert sink.seen == list(range(batch + 1))

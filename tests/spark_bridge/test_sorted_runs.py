@@ -15,14 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.key_groups import key_groups
 from backends.keys import encode_keys
-from spark_bridge.state_task import KEY_GROUP_COLUMN, PARTITION_COLUMN
 from spark_bridge.stateful.sorted_runs import Limits, RowSorter, RowStep, with_keys
 from spark_bridge.stateful.spool import Spool
 from tests.effort import examples
 
 KEYS = pa.schema([("k", pa.string())])
-TINY = Limits(memory=6000, step_rows=40, step_bytes=1 << 20, fan_in=3)
+KEY_GROUPS = 16
+TINY = Limits(memory=4200, step_rows=40, step_bytes=1 << 20, fan_in=3)
 
 
 @pytest.fixture(autouse=True)
@@ -40,20 +41,15 @@ def open_files() -> int:
 
 
 def batch_of(keys: list[str | None], first: int = 0) -> pa.RecordBatch:
-    """Rows with their position; the key group is that of the key's length."""
-    groups = [len(k or "") for k in keys]
+    """Rows with their position."""
     return pa.record_batch(
-        {
-            "at": pa.array(range(first, first + len(keys)), pa.int64()),
-            "k": pa.array(keys, pa.string()),
-            KEY_GROUP_COLUMN: pa.array(groups, pa.int32()),
-            PARTITION_COLUMN: pa.array([0] * len(keys), pa.int32()),
-        }
+        {"at": pa.array(range(first, first + len(keys)), pa.int64()), "k": pa.array(keys, pa.string())}
     )
 
 
 def encoded(keys: list[str | None]) -> pa.BinaryArray:
-    return encode_keys(pa.record_batch({"k": pa.array(keys, pa.string())}), np.array([len(k or "") for k in keys]))
+    columns = pa.record_batch({"k": pa.array(keys, pa.string())})
+    return encode_keys(columns, key_groups(columns, KEY_GROUPS))
 
 
 def collected(steps: Iterator[RowStep], limits: Limits) -> list[tuple[str | None, list[int]]]:
@@ -109,7 +105,7 @@ def expected(keys: list[str | None]) -> list[tuple[str | None, list[int]]]:
     ),
 )
 def test_rows_come_by_key_in_their_order(keys: list[str | None], size: int, limits: Limits) -> None:
-    with RowSorter(KEYS, limits) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, limits) as sorter:
         for start in range(0, len(keys), size):
             sorter.add(batch_of(keys[start : start + size], start))
         assert collected(sorter.steps(), limits) == expected(keys)
@@ -118,7 +114,7 @@ def test_rows_come_by_key_in_their_order(keys: list[str | None], size: int, limi
 
 def test_what_fits_is_sorted_in_memory() -> None:
     keys: list[str | None] = [f"k{i * 7 % 100}" for i in range(1000)]
-    with RowSorter(KEYS, Limits()) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, Limits()) as sorter:
         for start in range(0, 1000, 100):
             sorter.add(batch_of(keys[start : start + 100], start))
         (step,) = sorter.steps()
@@ -128,7 +124,7 @@ def test_what_fits_is_sorted_in_memory() -> None:
 
 def test_what_does_not_fit_goes_to_disk_and_is_merged_few_at_a_time() -> None:
     keys: list[str | None] = [f"k{i * 7 % 500}" for i in range(2400)]
-    with RowSorter(KEYS, TINY) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, TINY) as sorter:
         for start in range(0, 2400, 50):
             sorter.add(batch_of(keys[start : start + 50], start))
             assert len(sorter._runs()) <= 3 * 4, "as many as the fan-in on each level"
@@ -142,7 +138,7 @@ def test_what_does_not_fit_goes_to_disk_and_is_merged_few_at_a_time() -> None:
 def test_a_key_that_is_most_of_the_rows_comes_in_parts() -> None:
     limits = Limits(memory=4000, step_rows=7, fan_in=3)
     keys: list[str | None] = [f"k{i}" if i % 5 == 0 else "hot" for i in range(1500)]
-    with RowSorter(KEYS, limits) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, limits) as sorter:
         for start in range(0, 1500, 50):
             sorter.add(batch_of(keys[start : start + 50], start))
         steps = list(sorter.steps())
@@ -151,7 +147,7 @@ def test_a_key_that_is_most_of_the_rows_comes_in_parts() -> None:
 
 
 def test_files_go_where_spark_wants_them(local_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RowSorter(KEYS, TINY) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, TINY) as sorter:
         sorter.add(batch_of(["a"] * 1000))
         (run,) = sorter._runs()
         assert Path(f"/proc/self/fd/{run.file.fileno()}").readlink().parent == local_directory
@@ -161,11 +157,11 @@ def test_files_go_where_spark_wants_them(local_directory: Path, monkeypatch: pyt
 
 
 def test_leaving_early_removes_the_files(local_directory: Path) -> None:
-    with RowSorter(KEYS, TINY) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, TINY) as sorter:
         sorter.add(batch_of(["a", "b"] * 500))
         sorter.add(batch_of(["a", "b"] * 500))
         assert next(sorter.steps()).rows.num_rows == 40
-    with pytest.raises(OSError, match="disk full"), RowSorter(KEYS, TINY) as sorter:
+    with pytest.raises(OSError, match="disk full"), RowSorter(KEYS, KEY_GROUPS, TINY) as sorter:
         sorter.add(batch_of(["a"] * 1000))
         raise OSError("disk full")
 
@@ -181,7 +177,7 @@ def test_many_rows_of_one_key_take_little_memory() -> None:
 
     pa.default_memory_pool().release_unused()
     before, most, at = pa.total_allocated_bytes(), 0, 0
-    with RowSorter(KEYS, limits) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, limits) as sorter:
         for start in range(0, 400_000, 20_000):
             sorter.add(batch(start))
             most = max(most, pa.total_allocated_bytes() - before)
@@ -204,7 +200,7 @@ def test_many_rows_of_one_key_take_little_memory() -> None:
 def test_keys_without_rows_come_between_the_others(keys: list[str | None], others: set[str], step_rows: int) -> None:
     limits = Limits(step_rows=step_rows)
     due = encoded(sorted(others, key=lambda k: encoded([k])[0].as_py()))
-    with RowSorter(KEYS, limits) as sorter:
+    with RowSorter(KEYS, KEY_GROUPS, limits) as sorter:
         sorter.add(batch_of(keys))
         found = collected(with_keys(sorter.steps(), due, limit=2), limits)
     with_rows = {k: at for k, at in found if at}

@@ -57,6 +57,12 @@ def client(spark: Any) -> QueryableStateClient:
 
 
 @pytest.mark.spark42
+def test_the_driver_logs_at_the_level_asked_for(spark: SparkSession) -> None:
+    root = spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger()  # type: ignore[union-attr]
+    assert root.getLevel().toString() == "ERROR"
+
+
+@pytest.mark.spark42
 def test_running_totals_go_to_the_sink_and_can_be_asked_for_while_the_query_runs(
     stream: Stream, client: QueryableStateClient
 ) -> None:

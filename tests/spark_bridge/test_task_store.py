@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from backends.changelog import PAIRS_SCHEMA
+from backends.key_groups import key_groups
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge import task_client
-from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.exceptions import HostUnavailableError, PartitionMismatchError
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.staged_changes import StagedChanges
+from spark_bridge.state_task import StateTask, partitions_of
 from spark_bridge.task_client import Endpoints, TaskStore
 from tests.coordinator_actor.test_coordinator import World
 from tests.spark_bridge.test_host import make_host, task
@@ -56,8 +59,8 @@ def start(world: World, served: list[Served], tmp_path: Path) -> Coordinator:
     return c
 
 
-def store(served: list[Served], batch: int, p: int = 0, timeout: float = 10.0) -> TaskStore:
-    made = TaskStore(task(batch, p), 2, Endpoints(tuple(s.address for s in served), "token", "", timeout))
+def store(served: list[Served], batch: int, p: int = 0, timeout: float = 10.0, key_groups: int = 1024) -> TaskStore:
+    made = TaskStore(task(batch, p), 2, key_groups, Endpoints(tuple(s.address for s in served), "token", "", timeout))
     made.open()
     return made
 
@@ -95,6 +98,42 @@ def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_pa
     assert found == [keys[4].as_py(), keys[5].as_py(), keys[0].as_py()]
     assert sum(b.num_rows for b in again.scan([(b"", None)], "a", limit=10)) == 10
     assert list(again.scan([(b"", None)], "unknown")) == []
+
+
+def test_rows_that_were_shuffled_by_other_key_groups_are_refused(
+    world: World, served: list[Served], tmp_path: Path
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    with pytest.raises(
+        PartitionMismatchError, match=r"shuffled by 512 key groups.*query has 1024.*No state was touched"
+    ):
+        store(served, 0, key_groups=512)
+
+
+def test_a_row_tells_its_partition() -> None:
+    users = pa.record_batch({"user": pa.array(range(100), pa.int64()), "n": pa.array([0] * 100)})
+    expected = key_groups(users.select(["user"]), 1024).astype(int) * 3 // 1024
+    assert partitions_of(users, ["user"], 1024, 3) == expected.tolist()
+    assert set(expected) == {0, 1, 2}
+
+
+def test_a_task_refuses_rows_of_another_partition() -> None:
+    work = StateTask("op", 3, 1024, ("user",), None)  # type: ignore[arg-type]
+    users = pa.record_batch({"user": pa.array(range(100), pa.int64())})
+    owners = np.array(partitions_of(users, ["user"], 1024, 3))
+    own, others = (users.take(pa.array(np.flatnonzero(owners == p))) for p in (0, 1))
+    assert work._partition(0, own) == 0
+    assert work._partition(2, None) == 2
+    with pytest.raises(PartitionMismatchError, match="union"):
+        work._partition(3, None)
+    with pytest.raises(PartitionMismatchError, match=r"Task 0 .* rows of shuffle partition 1 of 3.*coalesce"):
+        work._partition(0, others)
+    assert list(work._checked(own, iter([own.slice(0, 0), own.slice(3)]), 0)) == [own, own.slice(3)]
+    for mixed in ([*range(5), len(own) + 1], [len(own) + 1, *range(5)]):
+        both = pa.Table.from_batches([own, others]).combine_chunks().to_batches()[0].take(pa.array(mixed))
+        with pytest.raises(PartitionMismatchError, match="several shuffle partitions"):
+            list(work._checked(own, iter([both]), 0))
 
 
 def test_a_scan_goes_on_where_a_host_has_died(
