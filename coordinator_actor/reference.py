@@ -7,6 +7,7 @@ a state store host, so that the worker need not join Ray; ``spark_bridge`` offer
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import entry_points
@@ -21,6 +22,8 @@ Transport = Callable[[str, dict[str, Any]], Any]
 """Sends one message: method name and arguments; gives the answer."""
 
 ENTRY_POINT = "statestore.executor_transport"
+RESTART_SECONDS = 60.0
+"""How long a message waits for a coordinator that is being restarted."""
 # One thread, so that reports arrive in the order in which they were made.
 _reporters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statestore-report")
 
@@ -69,7 +72,7 @@ class StateStoreCoordinatorRef:
     @classmethod
     def _over_ray(cls, namespace: str, name: str) -> StateStoreCoordinatorRef:
         import ray
-        from ray.exceptions import RayError, RayTaskError
+        from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
         if not ray.is_initialized():
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
@@ -84,12 +87,18 @@ class StateStoreCoordinatorRef:
                 ) from error
 
         def transport(method: str, args: dict[str, Any]) -> Any:
-            try:
-                return ray.get(getattr(actor(), method).remote(**args))
-            except RayTaskError as error:
-                raise error.cause from None
-            except RayError as error:
-                raise CoordinatorStoppedError(f"The coordinator {name!r} did not answer {method}: {error}") from error
+            deadline = time.monotonic() + RESTART_SECONDS
+            while True:
+                try:
+                    return ray.get(getattr(actor(), method).remote(**args))
+                except RayTaskError as error:
+                    raise error.cause from None
+                except RayError as error:
+                    # It may have received the message before it went down; each may be sent twice.
+                    if isinstance(error, ActorUnavailableError) and time.monotonic() < deadline:
+                        time.sleep(0.1)
+                        continue
+                    raise CoordinatorStoppedError(f"The coordinator {name!r} did not answer {method}: {error}") from error
 
         def stop() -> None:
             ray.kill(actor(), no_restart=True)

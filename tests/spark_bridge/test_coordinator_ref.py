@@ -228,6 +228,16 @@ def test_a_report_does_not_wait_for_a_coordinator_that_hangs(spark: SparkSession
 
 
 @needs_spark
+def test_messages_wait_for_a_coordinator_that_is_restarted(spark: SparkSession) -> None:
+    ref = StateStoreCoordinatorRef.for_driver(name="killed")
+    for _ in range(3):
+        pid = ray.get(ray.get_actor("killed", namespace="statestore").describe.remote(), timeout=60)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        assert converse(ref, "run-killed") == conversation("run-killed")
+    ref.stop()
+
+
+@needs_spark
 def test_a_coordinator_that_is_not_there_says_so(spark: SparkSession, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(CoordinatorStoppedError, match=r"'nobody'.*init_spark"):
         StateStoreCoordinatorRef.for_executor(name="nobody")
