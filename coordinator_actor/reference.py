@@ -98,7 +98,9 @@ class StateStoreCoordinatorRef:
                     if isinstance(error, ActorUnavailableError) and time.monotonic() < deadline:
                         time.sleep(0.1)
                         continue
-                    raise CoordinatorStoppedError(f"The coordinator {name!r} did not answer {method}: {error}") from error
+                    raise CoordinatorStoppedError(
+                        f"The coordinator {name!r} did not answer {method}: {error}"
+                    ) from error
 
         def stop() -> None:
             ray.kill(actor(), no_restart=True)

@@ -104,7 +104,7 @@ def aggregate(
             )
         prepared = aggregated_ahead(prepared, logic)
         logic = replace(logic, is_partial=True)
-    task = StateTask(operator, partitions, key_groups, tuple(stored), logic)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time)
     output = T.StructType([*(rows.schema[k] for k in keys.names), *_result_fields(aggregator)])
     return map_in_arrow(routed(prepared, stored, partitions, key_groups), task, declare(spec), output)
 

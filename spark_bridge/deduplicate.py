@@ -78,5 +78,5 @@ def deduplicate(
     spec = OperatorSpec(operator, partitions, schema.to_json(), kind="deduplicate", uses_time=uses_time)
     compared = tuple(f.name for f in df.schema.fields if f.name not in keys and is_ordered(f.dataType))
     logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
-    task = StateTask(operator, partitions, key_groups, tuple(stored), logic)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time)
     return map_in_arrow(routed(df, stored, partitions, key_groups), task, declare(spec), df.schema)

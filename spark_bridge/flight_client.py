@@ -23,6 +23,7 @@ from spark_bridge.protocol import (
     ErrorInfo,
     GetCommand,
     LocateRequest,
+    OpenAndGetCommand,
     Opened,
     ScanCommand,
     TaskIdentity,
@@ -102,6 +103,23 @@ class HostClient:
 
     def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
         """Values of keys, in their order; null where a key has none."""
+        values, _ = self._get(command, keys)
+        return self._of_all(values, keys)
+
+    def open_and_get(
+        self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
+    ) -> tuple[Opened, pa.BinaryArray]:
+        """``open`` and ``get_many`` at the version opened, in one call; without values if another host is the owner."""
+        values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
+        if metadata is None:
+            raise HostUnavailableError(f"{self.address} did not say what it has opened.")
+        opened: Opened = msgspec.json.decode(metadata, type=Opened)
+        return opened, values if opened.redirect is not None else self._of_all(values, keys)
+
+    def _get(
+        self, command: GetCommand | OpenAndGetCommand, keys: pa.BinaryArray
+    ) -> tuple[pa.BinaryArray, bytes | None]:
+        """The values that were answered, and the metadata of the first batch of them."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
             writer, reader = self._client.do_exchange(descriptor, self._options)
@@ -109,15 +127,20 @@ class HostClient:
                 writer.begin(KEYS_SCHEMA)
                 writer.write_batch(pa.record_batch([keys], schema=KEYS_SCHEMA))
                 writer.done_writing()
-                table = reader.read_all()
+                chunks = list(reader)
         except flight.FlightError as error:
             raise error_from(error) from None
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
-        column = table.column(0).combine_chunks()
-        if len(column) != len(keys):
-            raise HostUnavailableError(f"{self.address} answered {len(column)} values for {len(keys)} keys.")
-        return column
+        values = [chunk.data.column(0) for chunk in chunks if chunk.data is not None]
+        metadata = chunks[0].app_metadata if chunks else None
+        column = values[0] if len(values) == 1 else pa.chunked_array(values, pa.binary()).combine_chunks()
+        return column, None if metadata is None else metadata.to_pybytes()
+
+    def _of_all(self, values: pa.BinaryArray, keys: pa.BinaryArray) -> pa.BinaryArray:
+        if len(values) != len(keys):
+            raise HostUnavailableError(f"{self.address} answered {len(values)} values for {len(keys)} keys.")
+        return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
         """The pairs of ranges of keys, as they come; whoever stops early ends the call."""

@@ -34,6 +34,7 @@ from spark_bridge.protocol import (
     ErrorInfo,
     GetCommand,
     LocateRequest,
+    OpenAndGetCommand,
     ScanCommand,
     TaskIdentity,
 )
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 KNOWN_ERRORS = (SparkBridgeError, CoordinatorError, StateStoreError)
 ENCODE = msgspec.json.encode
+NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=VALUES_SCHEMA)
 
 
 class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
@@ -113,7 +115,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Bulk get: batches of keys in, a batch of values for each, in the same order. Scan: ranges in, pairs out."""
         with translated_errors():
-            command = decoded(descriptor.command, GetCommand | ScanCommand)
+            command = decoded(descriptor.command, GetCommand | OpenAndGetCommand | ScanCommand)
             host = self._host()
             if isinstance(command, ScanCommand):
                 ranges = [r for c in reader if c.data is not None for r in key_ranges(c.data)]
@@ -126,6 +128,17 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 if chunk.data is None:
                     continue
                 check_schema(chunk.data.schema, KEYS_SCHEMA)
+                opened = None
+                if isinstance(command, OpenAndGetCommand):
+                    # Not before the keys have come: a client that is refused is not in the midst of sending them.
+                    task = command.task
+                    opened = host.open(task)
+                    if opened.redirect is not None:
+                        writer.write_with_metadata(NO_VALUES, ENCODE(opened))
+                        return
+                    command = GetCommand(
+                        task.run_id, task.operator, task.partition, task.batch_id, command.column_family
+                    )
                 values = host.get_many(
                     command.run_id,
                     command.operator,
@@ -134,7 +147,11 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     chunk.data.column(0),
                     command.column_family,
                 )
-                writer.write_batch(pa.record_batch([values], schema=VALUES_SCHEMA))
+                batch = pa.record_batch([values], schema=VALUES_SCHEMA)
+                if opened is None:
+                    writer.write_batch(batch)
+                else:
+                    writer.write_with_metadata(batch, ENCODE(opened))
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Commit: one stream of changes in, the coordinator's acknowledgement out."""

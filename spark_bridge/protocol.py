@@ -54,6 +54,16 @@ class GetCommand(Struct, frozen=True, tag="get"):
     column_family: str = DEFAULT_FAMILY
 
 
+class OpenAndGetCommand(Struct, frozen=True, tag="open_and_get"):
+    """Open a task's partition as ``open`` does, and read the values of keys at the version opened.
+
+    The first batch of the answer has ``Opened`` for its metadata; if that redirects, it has no values.
+    """
+
+    task: TaskIdentity
+    column_family: str = DEFAULT_FAMILY
+
+
 class ScanCommand(Struct, frozen=True, tag="scan"):
     """Read the pairs of ranges of keys, one range after the other, ``limit`` of them in all."""
 

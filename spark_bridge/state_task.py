@@ -68,7 +68,8 @@ class StepTimer:
 class StateTask:
     """The function for ``mapInArrow``, for one operator of ``num_partitions`` partitions of ``num_key_groups`` key groups.
 
-    ``keys`` are the key columns of its rows, in the order in which they are stored.
+    ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for the
+    times of the batch, as the operator's ``OperatorSpec`` says.
     """
 
     operator: str
@@ -76,6 +77,7 @@ class StateTask:
     num_key_groups: int
     keys: tuple[str, ...]
     logic: Logic
+    uses_time: bool
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Process one partition of one micro-batch; raises before it touches state where the query may not run."""
@@ -98,8 +100,9 @@ class StateTask:
         timer = StepTimer()
         store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints)
         try:
-            store.open()
-            timer.step("open_ms")
+            if self.uses_time or not store.knows_owner:
+                store.open()
+                timer.step("open_ms")
             for output in self.logic.process(self._checked(first, batches, partition), store, timer):
                 for start in range(0, output.num_rows, EMIT_ROWS):
                     yield output.slice(start, EMIT_ROWS)

@@ -85,6 +85,11 @@ class TaskStore:
         self._schema: OperatorSchema | None = None
         self._staged = StagedChanges()
 
+    @property
+    def knows_owner(self) -> bool:
+        """Whether an earlier task of this worker has found the owner: then ``open`` may be left to the first ``get_many``."""
+        return self._key in _owners
+
     def open(self) -> None:
         """Open the store at its owner."""
         self._with_owner(lambda owner: None)
@@ -123,10 +128,13 @@ class TaskStore:
         return partition_range(self._task.partition, self._num_partitions, self.num_key_groups)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Values of keys at the version opened."""
+        """Values of keys at the version opened; where the owner is known, the same call opens a store that is not open yet."""
         task = self._task
         command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
-        return self._with_owner(lambda owner: owner.get_many(command, keys))
+        return self._with_owner(
+            lambda owner: owner.get_many(command, keys),
+            lambda owner: owner.open_and_get(task, keys, column_family),
+        )
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
@@ -164,13 +172,18 @@ class TaskStore:
         """Drop what is staged and not committed."""
         self._staged.close()
 
-    def _with_owner(self, call: Callable[[HostClient], T]) -> T:
+    def _with_owner(
+        self, call: Callable[[HostClient], T], opening: Callable[[HostClient], tuple[Opened, T]] | None = None
+    ) -> T:
+        """Call the owner; ``opening`` is the same call for a store that is not open, which it opens."""
         deadline = time.monotonic() + self._endpoints.timeout
         while True:
             try:
-                if self._owner is None:
-                    self._owner = self._find_owner()
-                return call(self._owner)
+                if self._owner is None and opening is not None and self._key in _owners:
+                    opened, answer = self._open_with(opening)
+                    if opened.redirect is None:
+                        return answer
+                return call(self._owner or self._find_owner())
             except BatchHeldError:
                 # The query stops with a savepoint, and this task with it; or it goes on if that fails.
                 time.sleep(HELD_DELAY)
@@ -194,6 +207,25 @@ class TaskStore:
         self._owner = None
         _owners.pop(self._key, None)
 
+    def _open_with(self, opening: Callable[[HostClient], tuple[Opened, T]]) -> tuple[Opened, T]:
+        """Open the store at the host that is known to be its owner; if it is not any more, nothing is open yet."""
+        address, token = _owners[self._key]
+        host = client_for(address, token, self._endpoints.tls)
+        try:
+            opened, answer = opening(host)
+        except HostUnavailableError:
+            forget_client(address, token)
+            raise
+        if opened.redirect is None:
+            self._opened_at(host, token, opened)
+        return opened, answer
+
+    def _opened_at(self, host: HostClient, token: str, opened: Opened) -> None:
+        if opened.key_groups != self.num_key_groups:
+            raise other_key_groups(self._task.operator, self.num_key_groups, opened.key_groups)
+        _owners[self._key] = (host.address, token)
+        self._owner, self._owner_token, self._opened = host, token, opened
+
     def _find_owner(self) -> HostClient:
         cached = _owners.get(self._key)
         candidates = self._endpoints.candidates() if cached is None else [cached]
@@ -214,11 +246,7 @@ class TaskStore:
                 forget_client(address, token)
                 failure = error
                 continue
-            if opened.key_groups != self.num_key_groups:
-                raise other_key_groups(self._task.operator, self.num_key_groups, opened.key_groups)
-            _owners[self._key] = (address, token)
-            self._opened = opened
-            self._owner_token = token
+            self._opened_at(host, token, opened)
             return host
         raise failure
 

@@ -33,6 +33,7 @@ from spark_bridge.protocol import (
     CoordinatorCall,
     GetCommand,
     LocateRequest,
+    OpenAndGetCommand,
     ScanCommand,
 )
 from tests.coordinator_actor.test_coordinator import World
@@ -111,6 +112,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 COMMANDS: list[Any] = [
     GetCommand("run1", "op", 0),
     GetCommand("run1", "op", 1, 1),
+    OpenAndGetCommand(task(1, 1)),
     ScanCommand("run1", "op", 0, 1),
     ScanCommand("run1", "op", 0, 1, limit=1),
     CommitCommand(task(1, 0), {"a": 1.0}, OperatorFigures()),

@@ -18,6 +18,7 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge import task_client
 from spark_bridge.exceptions import HostUnavailableError, PartitionMismatchError
 from spark_bridge.flight_server import HostFlightServer
+from spark_bridge.protocol import Opened
 from spark_bridge.staged_changes import StagedChanges
 from spark_bridge.state_task import StateTask, partitions_of
 from spark_bridge.task_client import Endpoints, TaskStore
@@ -100,6 +101,100 @@ def test_what_a_task_sees_and_commits(world: World, served: list[Served], tmp_pa
     assert list(again.scan([(b"", None)], "unknown")) == []
 
 
+def calls_of(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls that the host's server gets from now on."""
+    calls: list[str] = []
+
+    def note(name: str, real: Any) -> None:
+        def noted(*args: Any) -> Any:
+            calls.append(args[1].type if name == "do_action" else name)
+            return real(*args)
+
+        monkeypatch.setattr(served.server, name, noted)
+
+    for name in ("do_action", "do_exchange", "do_put"):
+        note(name, getattr(served.server, name))
+    return calls
+
+
+def unopened(served: list[Served], batch: int, p: int = 0, key_groups: int = 1024) -> TaskStore:
+    return TaskStore(task(batch, p), 2, key_groups, Endpoints(tuple(s.address for s in served), "token", "", 10.0))
+
+
+def test_a_task_that_knows_its_owner_opens_with_its_first_get(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 7, 1000)
+    keys = keys_of(100)
+    assert not unopened(served, 0).knows_owner
+    first, other = store(served, 0), store(served, 0, 1)
+    first.stage(keys, keys, "a")
+    first.commit(OperatorFigures())
+    other.commit(OperatorFigures())
+    world.commit_spark(0)
+    write_offsets(world, 1, 8, 2000)
+
+    calls = calls_of(served[0], monkeypatch)
+    again = unopened(served, 1)
+    assert again.knows_owner
+    assert again.get_many(pa.concat_arrays([keys.slice(98), binary(b"\x00\x00x")]), "a").to_pylist() == [
+        *keys.slice(98).to_pylist(),
+        None,
+    ]
+    assert again.get_many(keys.slice(0, 0), "a").to_pylist() == []
+    again.stage(keys.slice(0, 1), keys.slice(1, 1), "a")
+    again.commit(OperatorFigures())
+    assert calls == ["do_exchange", "do_exchange", "do_put"]
+    # What the opening call has told is known.
+    assert again.times == BatchTimes(2000, 8, 7)
+    assert again.schema.to_json() == SCHEMA
+    assert len(calls) == 3
+    # A task without keys to read opens with its commit.
+    empty = unopened(served, 1, 1)
+    empty.commit(OperatorFigures())
+    assert calls[3:] == ["open", "do_put"]
+    world.commit_spark(1)
+    write_offsets(world, 2, 9, 3000)
+    assert store(served, 2).get_many(keys.slice(0, 1), "a").to_pylist() == [keys[1].as_py()]
+
+
+def test_a_get_that_opens_finds_the_new_owner(world: World, served: list[Served], tmp_path: Path) -> None:
+    c = start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    keys = keys_of(10)
+    for p in (0, 1):
+        held = store(served, 0, p)
+        held.stage(keys if p == 0 else keys.slice(0, 0), keys if p == 0 else keys.slice(0, 0), "a")
+        held.commit(OperatorFigures())
+    world.commit_spark(0)
+    write_offsets(world, 1, 0, 2000)
+    # The owner is gone, and another one has its partitions.
+    successor = Served(world, c, "b", tmp_path)
+    served.append(successor)
+    served[0].stop()
+    again = unopened(served, 1)
+    assert again.knows_owner
+    assert again.get_many(keys, "a").to_pylist() == keys.to_pylist()
+    again.commit(OperatorFigures())
+    # A host that is asked and is not the owner names whoever is.
+    asked = Served(world, c, "c", tmp_path)
+    served.append(asked)
+    asked.host.open = lambda task: Opened(successor.address, 1)
+    task_client._owners[("run1", "op", 1)] = (asked.address, "token")
+    other = unopened(served, 1, 1)
+    assert other.get_many(keys, "a").to_pylist() == [None] * 10
+    assert task_client._owners[("run1", "op", 1)] == (successor.address, "token")
+
+
+def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    store(served, 0)
+    with pytest.raises(PartitionMismatchError, match=r"shuffled by 512 key groups"):
+        unopened(served, 0, key_groups=512).get_many(keys_of(1), "a")
+
+
 def test_rows_that_were_shuffled_by_other_key_groups_are_refused(
     world: World, served: list[Served], tmp_path: Path
 ) -> None:
@@ -119,7 +214,7 @@ def test_a_row_tells_its_partition() -> None:
 
 
 def test_a_task_refuses_rows_of_another_partition() -> None:
-    work = StateTask("op", 3, 1024, ("user",), None)  # type: ignore[arg-type]
+    work = StateTask("op", 3, 1024, ("user",), None, uses_time=False)  # type: ignore[arg-type]
     users = pa.record_batch({"user": pa.array(range(100), pa.int64())})
     owners = np.array(partitions_of(users, ["user"], 1024, 3))
     own, others = (users.take(pa.array(np.flatnonzero(owners == p))) for p in (0, 1))
