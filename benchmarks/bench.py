@@ -115,9 +115,7 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
         chosen = [replace(comparison, minutes={kind: options.minutes}) for comparison in chosen]
     for comparison in chosen:
         size = sizes_of(comparison, kind, given)
-        for environment in comparison.environments:
-            if options.environment not in (None, environment):
-                continue
+        for environment in comparison.runs_in(kind, options.environment):
             part = runner.run(comparison, environment, kind, size, console)
             if part.failure is not None:
                 failed.append(f"{comparison.name} on {ENVIRONMENTS[environment]}: {part.failure}")

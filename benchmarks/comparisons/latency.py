@@ -91,6 +91,7 @@ COMPARISONS = (
                 unit="ms",
             ),
         ),
+        in_smoke=False,
         picture="bars",
     ),
 )

@@ -110,8 +110,8 @@ COMPARISONS = (
         sizes={
             "full": {"workloads": ["long"], "contestants": ALL, **FULL},
             "smoke": {
-                "workloads": ["long", "all-at-once", "skew"],
-                "contestants": ["native", "aggregate", "arrow", "rows", "spark_rows"],
+                "workloads": ["all-at-once"],
+                "contestants": ["native", "aggregate", "arrow", "rows"],
                 **SMOKE,
             },
         },

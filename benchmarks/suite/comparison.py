@@ -32,7 +32,7 @@ class Comparison:
     ``environments``, lets its contestants take turns, and raises unless their results are equal, before it gives a figure.
 
     ``sizes`` has the quantities of a smoke run and of a full one; each can be given on the command line. ``minutes`` is how
-    long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it.
+    long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it, in the first of its environments.
     ``picture`` is how the cases are drawn: "bars", "lines" (along ``Case.x``), or not at all.
     """
 
@@ -48,6 +48,12 @@ class Comparison:
     picture: Literal["bars", "lines", ""] = ""
     x_label: str = ""
     command: str = ""
+
+    def runs_in(self, kind: Kind, wanted: str | None) -> list[str]:
+        """The environments of a run: the wanted one if it has that, else of a full run all, of a smoke run the first."""
+        if wanted is not None:
+            return [e for e in self.environments if e == wanted]
+        return list(self.environments if kind == "full" else self.environments[:1])
 
     def size(self, kind: Kind, given: Mapping[str, str | list[str]]) -> Size:
         """The quantities of a run of this kind, with those that were given as text in place of the usual ones.

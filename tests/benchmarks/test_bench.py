@@ -5,7 +5,7 @@ from __future__ import annotations
 import bench
 import pytest
 from comparisons import COMPARISONS
-from suite.comparison import ENVIRONMENTS, Comparison
+from suite.comparison import ENVIRONMENTS, VENV, VENV42, Comparison
 
 from .measurements import comparison
 
@@ -58,6 +58,14 @@ def test_comparisons_are_whole(one: Comparison) -> None:
     assert set(one.sizes["smoke"]) == set(one.sizes["full"]), "each size can be given in both"
     assert set(one.environments) <= set(ENVIRONMENTS)
     assert all(target.environment in one.environments for target in one.targets)
+
+
+def test_a_smoke_run_takes_the_first_environment() -> None:
+    throughput = COMPARISONS["throughput"]
+    assert throughput.runs_in("full", None) == [VENV, VENV42]
+    assert throughput.runs_in("smoke", None) == [VENV]
+    assert throughput.runs_in("smoke", VENV42) == throughput.runs_in("full", VENV42) == [VENV42]
+    assert COMPARISONS["provider"].runs_in("full", VENV42) == []
 
 
 def test_what_the_project_aims_at_is_judged() -> None:
