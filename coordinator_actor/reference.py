@@ -23,8 +23,8 @@ Transport = Callable[[str, dict[str, Any]], Any]
 
 ENTRY_POINT = "statestore.executor_transport"
 RESTART_SECONDS = 60.0
-"""How long a message waits for a coordinator that is being restarted."""
-# One thread, so that reports arrive in the order in which they were made.
+"""How long messages wait for a coordinator that is being restarted, all together."""
+# One thread, so that reports and deactivations arrive in the order in which they were made.
 _reporters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statestore-report")
 
 
@@ -86,18 +86,24 @@ class StateStoreCoordinatorRef:
                     "started. init_spark, attach or StateStoreCoordinatorRef.for_driver() start one."
                 ) from error
 
+        away_since: float | None = None
+
         def transport(method: str, args: dict[str, Any]) -> Any:
-            deadline = time.monotonic() + RESTART_SECONDS
+            nonlocal away_since
             while True:
                 try:
-                    return ray.get(getattr(actor(), method).remote(**args))
+                    answer = ray.get(getattr(actor(), method).remote(**args))
+                    away_since = None
+                    return answer
                 except RayTaskError as error:
                     raise error.cause from None
                 except RayError as error:
                     # It may have received the message before it went down; each may be sent twice.
-                    if isinstance(error, ActorUnavailableError) and time.monotonic() < deadline:
-                        time.sleep(0.1)
-                        continue
+                    if isinstance(error, ActorUnavailableError):
+                        away_since = away_since or time.monotonic()
+                        if time.monotonic() < away_since + RESTART_SECONDS:
+                            time.sleep(0.1)
+                            continue
                     raise CoordinatorStoppedError(
                         f"The coordinator {name!r} did not answer {method}: {error}"
                     ) from error
@@ -144,8 +150,8 @@ class StateStoreCoordinatorRef:
         return locations
 
     def deactivate_instances(self, run_id: str) -> bool:
-        """Forget the instances of a run."""
-        return bool(self._transport("deactivate_instances", {"run_id": run_id}))
+        """Forget the instances of a run, those of reports that are still on their way too."""
+        return bool(_reporters.submit(self._transport, "deactivate_instances", {"run_id": run_id}).result())
 
     def stop(self) -> None:
         """Stop the coordinator for good."""

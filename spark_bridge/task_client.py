@@ -186,6 +186,7 @@ class TaskStore:
                 return call(self._owner or self._find_owner())
             except BatchHeldError:
                 # The query stops with a savepoint, and this task with it; or it goes on if that fails.
+                opening = None  # which would send its keys again and again
                 time.sleep(HELD_DELAY)
                 deadline = time.monotonic() + self._endpoints.timeout
             except RETRIABLE as error:
@@ -208,7 +209,7 @@ class TaskStore:
         _owners.pop(self._key, None)
 
     def _open_with(self, opening: Callable[[HostClient], tuple[Opened, T]]) -> tuple[Opened, T]:
-        """Open the store at the host that is known to be its owner; if it is not any more, nothing is open yet."""
+        """Open the store at the host that is known to be its owner; if it is not any more, it names who is."""
         address, token = _owners[self._key]
         host = client_for(address, token, self._endpoints.tls)
         try:
@@ -218,6 +219,8 @@ class TaskStore:
             raise
         if opened.redirect is None:
             self._opened_at(host, token, opened)
+        else:
+            _owners[self._key] = (opened.redirect, token)
         return opened, answer
 
     def _opened_at(self, host: HostClient, token: str, opened: Opened) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -95,6 +95,19 @@ def test_a_report_that_fails_says_so_to_whoever_waits() -> None:
     answer = ref_over(transport).report_active_instance(provider(0), "hostA", "e1")
     with pytest.raises(CoordinatorStoppedError, match="gone"):
         answer.result(timeout=60)
+
+
+def test_a_deactivation_does_not_overtake_a_report() -> None:
+    transport = Recorded([])
+    ref = ref_over(transport)
+    with ThreadPoolExecutor(1) as pool:
+        ref.report_active_instance(provider(0), "hostA", "e1")
+        ended = pool.submit(ref.deactivate_instances, "run-ref")
+        assert not wait([ended], timeout=0.3).done
+        assert [method for method, _ in transport.sent] == ["report_active_instance"]
+        transport.may_answer.set()
+        ended.result(timeout=60)
+    assert [method for method, _ in transport.sent] == ["report_active_instance", "deactivate_instances"]
 
 
 @pytest.mark.parametrize(

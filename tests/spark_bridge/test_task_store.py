@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from backends.changelog import PAIRS_SCHEMA
 from backends.key_groups import key_groups
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge import task_client
 from spark_bridge.exceptions import HostUnavailableError, PartitionMismatchError
@@ -159,7 +161,9 @@ def test_a_task_that_knows_its_owner_opens_with_its_first_get(
     assert store(served, 2).get_many(keys.slice(0, 1), "a").to_pylist() == [keys[1].as_py()]
 
 
-def test_a_get_that_opens_finds_the_new_owner(world: World, served: list[Served], tmp_path: Path) -> None:
+def test_a_get_that_opens_finds_the_new_owner(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     c = start(world, served, tmp_path)
     write_offsets(world, 0, 0, 1000)
     keys = keys_of(10)
@@ -182,9 +186,44 @@ def test_a_get_that_opens_finds_the_new_owner(world: World, served: list[Served]
     served.append(asked)
     asked.host.open = lambda task: Opened(successor.address, 1)
     task_client._owners[("run1", "op", 1)] = (asked.address, "token")
+    calls = calls_of(asked, monkeypatch)
     other = unopened(served, 1, 1)
     assert other.get_many(keys, "a").to_pylist() == [None] * 10
+    assert calls == ["do_exchange"]
     assert task_client._owners[("run1", "op", 1)] == (successor.address, "token")
+
+
+def test_a_held_batch_is_not_sent_its_keys_again_and_again(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    store(served, 0)
+    monkeypatch.setattr(task_client, "HELD_DELAY", 0.02)
+    opens, held = served[0].host.open, [BatchHeldError("a savepoint")] * 4
+
+    def holding(task: Any) -> Any:
+        if held:
+            raise held.pop()
+        return opens(task)
+
+    monkeypatch.setattr(served[0].host, "open", holding)
+    calls = calls_of(served[0], monkeypatch)
+    assert unopened(served, 0).get_many(keys_of(3), "a").to_pylist() == [None] * 3
+    assert calls == ["do_exchange", *["open"] * 4, "do_exchange"]
+
+
+@pytest.mark.parametrize("first", ["get", "commit"])
+def test_an_attempt_does_not_open_a_second_time_without_saying_so(
+    world: World, served: list[Served], tmp_path: Path, first: str
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    before = store(served, 0)
+    again = unopened(served, 0)
+    again._task = msgspec.structs.replace(before._task, invocation="another")
+    with pytest.raises(PartitionMismatchError, match="a second time"):
+        again.get_many(keys_of(1), "a") if first == "get" else again.commit(OperatorFigures())
 
 
 def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:
