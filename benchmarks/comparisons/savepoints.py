@@ -25,39 +25,47 @@ PARTITIONS = "spark.sql.shuffle.partitions"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Savepoints while batches go on, then the same state with other partition counts."""
+    """The same state with other partition counts, then savepoints of it while batches go on."""
     import lanes
     from stateful_queries import CONTESTANTS
     from workloads import Workload
 
-    measured = Measured(
-        {
-            BESIDE: Contestant("batches of `aggregate` while a savepoint is made", {}, True),
-            WITHOUT: Contestant("its batches before and after"),
-            **described([OURS, NATIVE]),
-            AGAIN: Contestant("Spark's own aggregate over all input again, in one batch", CONTESTANTS[NATIVE].settings),
-        },
-        [],
-        [f"All on {ON_CLUSTER}.", EQUAL],
-    )
-    steps.expect(2 + size["savepoints"] + size["rescales"])
     with directory() as root, lanes.session(FEW, configs=AT_ONCE) as spark:
+        names = (OURS, NATIVE) if _can_repartition(spark) else (OURS,)
+        measured = Measured(
+            {
+                BESIDE: Contestant("batches of `aggregate` while a savepoint is made", {}, True),
+                WITHOUT: Contestant("its batches before and after"),
+                **described(names),
+                AGAIN: Contestant(
+                    "Spark's own aggregate over all input again, in one batch", CONTESTANTS[NATIVE].settings
+                ),
+            },
+            [],
+            [f"All on {ON_CLUSTER}.", EQUAL],
+        )
+        steps.expect(len(names) + size["savepoints"] + size["rescales"])
         given = lanes.Input(root / "batches", Workload("long", "a long key", size["rows"], size["keys"]))
         fills = given.fill(0, size["keys"], FILL_ROWS)
-        running = {name: lanes.Lane(CONTESTANTS[name], root / name, given) for name in (OURS, NATIVE)}
+        running = {name: lanes.Lane(CONTESTANTS[name], root / name, given) for name in names}
         for lane in running.values():
             steps.now(f"filling {lane.contestant.name}")
             lanes.start(spark, lane)
             lane.run(fills)
             lane.check()
+            lane.stop()
             steps.advance()
-        running[NATIVE].stop()
+        partitions = _rescales(spark, running, given, root, size, steps, measured)
+        lanes.start(spark, running[OURS], {PARTITIONS: str(partitions)})
         _savepoints(running[OURS], given, root / "savepoints", size, steps, measured)
-        running[OURS].stop()
-        _rescales(spark, running, given, root, size, steps, measured)
         for lane in running.values():
             lane.check()
     return measured
+
+
+def _can_repartition(spark: Any) -> bool:
+    """Whether this Spark can change the partitions of a checkpoint, by itself and offline."""
+    return hasattr(type(spark), "_streamingCheckpointManager")
 
 
 def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, measured: Measured) -> None:
@@ -103,23 +111,18 @@ def _note_end(ended: list[float], _: Future[str]) -> None:
 
 def _rescales(
     spark: Any, lanes_of: dict[str, Lane], given: Input, root: Path, size: Size, steps: Steps, measured: Measured
-) -> None:
-    """From few to many partitions and back: from the wish to the first completed batch."""
+) -> int:
+    """From few to many partitions and back, and how many there are then: from the wish to the first completed batch."""
     import lanes
 
     turns: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
-    before, can_repartition = FEW, hasattr(type(spark), "_streamingCheckpointManager")
+    before, can_repartition = FEW, NATIVE in lanes_of
     for i in range(size["rescales"]):
         after = MANY if before == FEW else FEW
         steps.now(f"from {before} to {after} partitions: {i + 1} of {size['rescales']}")
         given.add()
         found = turns.setdefault((before, after), {})
         for name, lane in lanes_of.items():
-            lane.feed(len(given.directories) - lane.fed - 1)  # what the other one has had
-            if lane.fed > len(lane.progress):
-                lanes.start(spark, lane, {PARTITIONS: str(before)})
-                lane.wait()
-                lane.stop()
             if name == NATIVE:
                 if not can_repartition:
                     continue
@@ -140,10 +143,11 @@ def _rescales(
         steps.advance()
     for (before, after), its in turns.items():
         measured.cases.append(Case(f"{before} to {after} partitions, to the first completed batch", "s", its))
-    if not hasattr(type(spark), "_streamingCheckpointManager"):
+    if NATIVE not in lanes_of:
         measured.notes.append(
             "This Spark cannot change the partitions of a checkpoint: only computing all input again is left to compare."
         )
+    return before
 
 
 def _repartition(spark: Any, lane: Lane, partitions: int, measured: Measured) -> float | None:
