@@ -174,7 +174,7 @@ COMPARISONS = (
                 "rounds": 1,
             },
             "smoke": {
-                "callers": [1, 8],
+                "callers": [8],
                 "turns": 3,
                 "turn_seconds": 0.5,
                 "hosts": 20,

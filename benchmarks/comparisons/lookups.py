@@ -130,7 +130,7 @@ COMPARISONS = (
             "smoke": {
                 "keys": 20_000,
                 "partitions": 4,
-                "work": ["single", "async", "batched"],
+                "work": ["single", "batched"],
                 "clients": [1],
                 "turns": 3,
                 "seconds": 0.5,

@@ -80,6 +80,7 @@ def run(comparison: Comparison, environment: str, kind: Kind, size: Size, consol
             ]
             status = call(command, minutes * 60, os.environ | given)
             if answer.exists():
+                console.print(f"  {time.perf_counter() - began:.0f} s", highlight=False)
                 return replace(part_from_dict(json.loads(answer.read_text())), machine=failed.machine)
             reason = f"Its process ended with status {status} and gave no result; see its output above."
         except EnvironmentMissingError as error:
