@@ -64,6 +64,7 @@ class Teller:
     """Asks for all balances, again and again, in every way there is, and checks each answer."""
 
     def __init__(self, directory: Path, seed: int) -> None:
+        self._directory, self._seed = directory, seed
         self._history = directory / "history.jsonl"
         self._known: dict[tuple[int, ...], int] = {}
         self._read = 0
@@ -88,6 +89,12 @@ class Teller:
         assert version >= self.seen, f"version {version} was seen after {self.seen}"
         self.seen = version
         self.answers += 1
+
+    def report(self) -> None:
+        """Say how many answers there were; it is read meanwhile, and so appears as a whole."""
+        draft = self._directory / f"draft-{self._seed}"
+        draft.write_text(f"{self.answers} {self.seen}")
+        draft.replace(self._directory / f"answers-{self._seed}")
 
     def ask(self, client: Any) -> None:
         """One answer."""
@@ -115,8 +122,8 @@ def teller(directory: Path, seed: int, answers: int) -> None:
             made.ask(client)
             if time.monotonic() > reported + 0.5:
                 reported = time.monotonic()
-                (directory / f"answers-{seed}").write_text(f"{made.answers} {made.seen}")
-    (directory / f"answers-{seed}").write_text(f"{made.answers} {made.seen}")
+                made.report()
+    made.report()
 
 
 @contextmanager
@@ -154,7 +161,7 @@ def tellers(directory: Path, seeds: list[int], answers: int, ray_address: str) -
 
 def answers_so_far(directory: Path) -> tuple[int, int]:
     """How many answers all tellers have had, and the newest version that any has seen."""
-    found = [tuple(map(int, p.read_text().split())) for p in directory.glob("answers-*") if p.read_text()]
+    found = [tuple(map(int, p.read_text().split())) for p in directory.glob("answers-*")]
     return sum(f[0] for f in found), max((f[1] for f in found), default=0)
 
 
@@ -188,9 +195,18 @@ class Chaos:
 
 
 def run_bank(
-    stream: Any, directory: Path, seed: int, answers: int, seconds: float, pause: float = PAUSE
+    stream: Any,
+    directory: Path,
+    seed: int,
+    answers: int,
+    seconds: float,
+    pause: float = PAUSE,
+    at_least: tuple[int, int] = (0, 0),
 ) -> tuple[int, dict[str, int], int]:
     """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows, versions seen.
+
+    Blows come every ``pause`` seconds, and each time twice as slowly while no version gets through, as on a slow machine. There it also
+    goes on up to four times as long until there are ``at_least`` so many answers, and so high a version seen.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with what a teller has found.
     """
@@ -216,8 +232,12 @@ def run_bank(
         while len(list(directory.glob("answers-*"))) < TELLERS and all(p.poll() is None for p in processes):
             assert time.monotonic() < end, "the tellers could not begin"
             time.sleep(0.1)
-        end, next_blow = time.monotonic() + seconds, 0.0
-        while time.monotonic() < end and any(p.poll() is None for p in processes):
+        begun, next_blow, wait, seen = time.monotonic(), 0.0, pause, 0
+        while any(p.poll() is None for p in processes):
+            lasting = time.monotonic() - begun
+            is_enough = all(so_far >= least for so_far, least in zip(answers_so_far(directory), at_least, strict=True))
+            if lasting > (seconds if is_enough else 4 * seconds):
+                break
             assert query.exception() is None, query.exception()
             failed = [p for p in processes if p.poll() not in (None, 0)]
             if failed:
@@ -226,7 +246,9 @@ def run_bank(
             time.sleep(chaos.random.uniform(0.05, 0.5))
             if time.monotonic() < next_blow:
                 continue
-            next_blow = time.monotonic() + pause
+            newest = answers_so_far(directory)[1]
+            wait, seen = (pause if newest > seen else min(2 * wait, 16 * pause)), newest
+            next_blow = time.monotonic() + wait
             kind = chaos.choose()
             if kind == "query":
                 query.stop()
