@@ -33,8 +33,8 @@ EXECUTORS = 2
 BATCH_TIMEOUT = 600.0
 LOOK_EVERY = 0.1
 SPARK_4 = 4
-POLLING = {"spark.sql.streaming.pollingDelay": "3s"}
-"""Of all contestants: an idle one does not look into its directory a hundred times a second beside the one that is measured. Each look
+POLLING = "spark.sql.streaming.pollingDelay"
+"""3 s of all contestants: an idle one does not look into its directory a hundred times a second beside the one that is measured. Each look
 starts some processes (Hadoop's, where its native library is missing), and the time of a batch does not begin before it."""
 
 
@@ -71,7 +71,7 @@ def session(
                     "spark.sql.streaming.numRecentProgressUpdates": "1000",
                     "spark.ui.enabled": "false",
                     "spark.log.level": "ERROR",
-                    **POLLING,
+                    POLLING: "3s",
                     **ON_ROCKSDB,
                     **(configs or {}),
                 },

@@ -23,8 +23,26 @@ LABELS = {
 }
 FAST = ["native", "native_hdfs", "aggregate", "arrow", "rows"]
 ALL = [*FAST, "identity", "pandas", "spark_pandas_state", "spark_rows", "spark_pandas"]
-FULL = {"rows": 500_000, "keys": 100_000, "partitions": 2, "warm_up": 8, "turns": 5, "batches": 4, "profile": True}
-SMOKE = {"rows": 20_000, "keys": 4_000, "partitions": 2, "warm_up": 2, "turns": 3, "batches": 1, "profile": False}
+FULL = {
+    "rows": 500_000,
+    "keys": 100_000,
+    "partitions": 2,
+    "warm_up": 8,
+    "turns": 5,
+    "batches": 4,
+    "polling": "3s",
+    "profile": True,
+}
+SMOKE = {
+    "rows": 20_000,
+    "keys": 4_000,
+    "partitions": 2,
+    "warm_up": 2,
+    "turns": 3,
+    "batches": 1,
+    "polling": "300ms",
+    "profile": False,
+}
 
 
 def _workload(name: str, size: Size) -> Any:
@@ -55,7 +73,7 @@ def run(size: Size, steps: Steps) -> Measured:
     names = chosen(size["contestants"])
     measured = measured_of(names)
     steps.expect(len(size["workloads"]) * len(names) * (size["turns"] + 1))
-    with directory() as root, lanes.session(size["partitions"]) as spark:
+    with directory() as root, lanes.session(size["partitions"], configs={lanes.POLLING: size["polling"]}) as spark:
         for name in size["workloads"]:
             workload = _workload(name, size)
             given = lanes.Input(root / name / "batches", workload)
