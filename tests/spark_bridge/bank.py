@@ -205,8 +205,9 @@ def run_bank(
 ) -> tuple[int, dict[str, int], int]:
     """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows, versions seen.
 
-    Blows come every ``pause`` seconds, and each time twice as slowly while no version gets through, as on a slow machine. There it also
-    goes on up to four times as long until there are ``at_least`` so many answers, and so high a version seen.
+    Blows come every ``pause`` seconds. If there are not ``at_least`` so many answers then, and so high a version seen, as on a machine where
+    they come faster than what they have hit recovers, it goes on up to four times as long, and they come twice as slowly each time no
+    version has got through.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with what a teller has found.
     """
@@ -247,7 +248,8 @@ def run_bank(
             if time.monotonic() < next_blow:
                 continue
             newest = answers_so_far(directory)[1]
-            wait, seen = (pause if newest > seen else min(2 * wait, 16 * pause)), newest
+            is_stuck = lasting > seconds and newest == seen
+            wait, seen = min(2 * wait, 16 * pause) if is_stuck else pause, newest
             next_blow = time.monotonic() + wait
             kind = chaos.choose()
             if kind == "query":

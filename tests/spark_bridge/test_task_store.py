@@ -18,7 +18,7 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge import task_client
-from spark_bridge.exceptions import HostUnavailableError, PartitionMismatchError
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
 from spark_bridge.flight_server import HostFlightServer
 from spark_bridge.protocol import Opened
 from spark_bridge.staged_changes import StagedChanges
@@ -224,6 +224,34 @@ def test_an_attempt_does_not_open_a_second_time_without_saying_so(
     again._task = msgspec.structs.replace(before._task, invocation="another")
     with pytest.raises(PartitionMismatchError, match="a second time"):
         again.get_many(keys_of(1), "a") if first == "get" else again.commit(OperatorFigures())
+
+
+@pytest.mark.parametrize("lost", [HostUnavailableError("died"), NotOwnerError("moved")])
+def test_a_host_that_is_lost_between_open_and_get_is_asked_anew(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: Exception
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    keys = keys_of(3)
+    for p in (0, 1):
+        held = store(served, 0, p)
+        held.stage(keys.slice(p), keys.slice(p), "a")
+        held.commit(OperatorFigures())
+    world.commit_spark(0)
+    write_offsets(world, 1, 0, 2000)
+    gets, left = served[0].host.get_many, [lost]
+
+    def losing(*args: Any) -> Any:
+        if left:
+            raise left.pop()
+        return gets(*args)
+
+    monkeypatch.setattr(served[0].host, "get_many", losing)
+    calls = calls_of(served[0], monkeypatch)
+    again = unopened(served, 1)
+    assert again.get_many(keys, "a").to_pylist() == keys.to_pylist()
+    again.commit(OperatorFigures())
+    assert calls == ["do_exchange", "open", "do_exchange", "do_put"]
 
 
 def test_a_get_that_opens_refuses_other_key_groups(world: World, served: list[Served], tmp_path: Path) -> None:
