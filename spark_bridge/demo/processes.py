@@ -82,8 +82,11 @@ class Children:
             self.stop(name, patience_s)
         deadline = time.monotonic() + 10.0
         grace_until = time.monotonic() + 2.0  # Ray's own processes are about to end when their driver has
-        while marked := marked_processes(self._mark):
-            if time.monotonic() > deadline:
+        looks_without_one = 0
+        while looks_without_one < 2:  # one look may miss a process: /proc shows no environment for a moment after exec
+            marked = marked_processes(self._mark)
+            looks_without_one = 0 if marked else looks_without_one + 1
+            if time.monotonic() > deadline and marked:
                 raise RuntimeError(f"these processes do not die: {[process.pid for process in marked]}")
             if time.monotonic() > grace_until:
                 for process in marked:
