@@ -215,7 +215,8 @@ class HostReport(Struct, frozen=True):
 class SavepointOrder(Struct, frozen=True):
     """A host is to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``.
 
-    ``registration`` is that of the run, which the host may not have heard of.
+    ``registration`` is that of the run, which the host may not have heard of. If the query ``is_held`` until the savepoint is
+    done, to be stopped with it, there are no batches that it could slow down.
     """
 
     registration: QueryRegistration
@@ -223,6 +224,7 @@ class SavepointOrder(Struct, frozen=True):
     version: int
     location: str
     partitions: dict[str, list[int]]
+    is_held: bool = False
 
     @property
     def run_id(self) -> str:

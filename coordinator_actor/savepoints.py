@@ -59,10 +59,14 @@ class NoTimers:
 
 @dataclass
 class _Savepoint:
-    """One that has been asked for. ``version`` is what it is of; it has ``begun`` when that is completed."""
+    """One that has been asked for. ``version`` is what it is of; it has ``begun`` when that is completed.
+
+    With ``stop`` the query is held behind that version.
+    """
 
     version: int
     location: str
+    stop: bool
     begun: bool = False
 
 
@@ -151,7 +155,7 @@ class RunSavepoints:
         run.log.record_savepoint(
             SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
         )
-        self._held[pending.id] = _Savepoint(asked["version"], location)
+        self._held[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
         if asked["stop"]:
             self._stopping_id = pending.id
         log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
@@ -208,7 +212,9 @@ class RunSavepoints:
                 if (operator, partition) in missing:
                     partitions.setdefault(operator, []).append(partition)
             if partitions:
-                yield SavepointOrder(run.registration, checkpoint_id, held.version, held.location, partitions)
+                yield SavepointOrder(
+                    run.registration, checkpoint_id, held.version, held.location, partitions, is_held=held.stop
+                )
 
     def _store(self, completed: CompletedCheckpoint) -> str:
         run, held = self._run, self._held[completed.id]

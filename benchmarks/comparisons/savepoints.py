@@ -44,7 +44,7 @@ def run(size: Size, steps: Steps) -> Measured:
             [],
             [f"All on {ON_CLUSTER}.", EQUAL],
         )
-        steps.expect(len(names) + size["savepoints"] + size["rescales"])
+        steps.expect(len(names) + size["savepoints"] + 1 + size["rescales"])
         given = lanes.Input(root / "batches", Workload("long", "a long key", size["rows"], size["keys"]))
         fills = given.fill(0, size["keys"], FILL_ROWS)
         running = {name: lanes.Lane(CONTESTANTS[name], root / name, given) for name in names}
@@ -60,6 +60,7 @@ def run(size: Size, steps: Steps) -> Measured:
         _savepoints(running[OURS], given, root / "savepoints", size, steps, measured)
         for lane in running.values():
             lane.check()
+        _last_savepoint(running[OURS], root / "savepoints", steps, measured)
     return measured
 
 
@@ -100,9 +101,29 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
     measured.cases += [
         Case("a batch", "s a batch", {BESIDE: beside, WITHOUT: without}),
         Case("a savepoint, while batches go on", "s", {OURS: seconds}),
-        Case("the same, Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
+        Case("a savepoint, while batches go on: Parquet written", "MB/s", {OURS: rates}, more_is_better=True),
     ]
     measured.notes.append("Batches beside a savepoint are those that began while it was being made.")
+
+
+def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) -> None:
+    """The one that the query is stopped with: no batch goes on meanwhile, so its hosts take all the time there is."""
+    from spark_bridge import describe_savepoint, trigger_savepoint
+
+    steps.now("savepoint to stop with")
+    began = time.perf_counter()
+    made = describe_savepoint(trigger_savepoint(lane.query, str(path), stop=True).result())
+    seconds = time.perf_counter() - began
+    measured.cases += [
+        Case("a savepoint, and the query is stopped", "s", {OURS: [[seconds]]}),
+        Case(
+            "a savepoint, and the query is stopped: Parquet written",
+            "MB/s",
+            {OURS: [[made.size / 1e6 / seconds]]},
+            more_is_better=True,
+        ),
+    ]
+    steps.advance()
 
 
 def _note_end(ended: list[float], _: Future[str]) -> None:

@@ -606,6 +606,19 @@ def test_stopping_holds_the_next_batch_until_the_query_has_ended(stream):
     assert s.status().path is not None
 
 
+def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream):
+    s, slept = stream(), []
+    for host in s.hosts.values():
+        host._exports._sleep = slept.append
+    s.trigger("beside", stop=False)
+    s.finish("beside")
+    assert slept
+    slept.clear()
+    s.trigger(stop=True)
+    s.finish()
+    assert slept == [], "no batch goes on until the query is stopped"
+
+
 def test_a_batch_that_has_begun_is_in_it(stream):
     s = stream()
     s.begin(2, {3: 33}, range(1))

@@ -88,9 +88,9 @@ class Exporting:
         if error is not None:
             raise error
 
-    def order(self, *partitions: int, run: str = "run1", checkpoint: int = 5) -> SavepointOrder:
+    def order(self, *partitions: int, run: str = "run1", checkpoint: int = 5, is_held: bool = False) -> SavepointOrder:
         location = str(self.root / f"savepoint-{run}-{checkpoint}")
-        return SavepointOrder(registration(run), checkpoint, 3, location, {"op": list(partitions)})
+        return SavepointOrder(registration(run), checkpoint, 3, location, {"op": list(partitions)}, is_held)
 
     def take(self, *partitions: int, **kwargs: Any) -> None:
         self.exports.take(self.order(*partitions, **kwargs))
@@ -155,6 +155,13 @@ def test_it_works_for_a_quarter_of_the_time_and_sleeps_for_the_rest(host, monkey
     assert len(worked) >= 2
     assert host.slept == pytest.approx([w * 3 for w in worked])
     assert sum(worked) / (sum(worked) + sum(host.slept)) == pytest.approx(SHARE_OF_A_CORE) == 0.25
+
+
+def test_it_does_not_sleep_while_the_query_waits_for_it(host):
+    host.take(0, is_held=True)
+    (message,) = host.wait_sent(1)
+    assert message.files["default"].rows > 10, "more than one batch"
+    assert host.slept == []
 
 
 def test_an_order_that_comes_again_while_the_export_goes_on_begins_no_other(host):
