@@ -26,12 +26,17 @@ TITLES = {
 
 def run(size: Size, steps: Steps) -> Measured:
     """All queries, one after the other in one session, the contestants of each in turns."""
+    from stateful_queries import ON_ROCKSDB
+
     from . import compare
     from .generator import NexmarkConf
 
     conf = NexmarkConf(event_rate=size["event_rate"], out_of_order_group_size=size["out_of_order"])
     measured = Measured(
-        {name: Contestant(LABELS[name], {}, name in OURS) for name in size["contestants"]},
+        {
+            name: Contestant(LABELS[name], {} if name in OURS else ON_ROCKSDB, name in OURS)
+            for name in size["contestants"]
+        },
         notes=[
             "Of every query the number of rows and a sum of their hashes, over all batches, were equal to what pandas computes "
             "from the same events; of q12 from the times that the batches had.",
