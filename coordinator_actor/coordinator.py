@@ -533,10 +533,14 @@ class Coordinator:
             raise StaleBatchError(
                 f"Batch {batch_id} of run {run.run_id} is committed already; version {run.completed} is completed."
             )
-        if batch_id != run.completed + 1 or not run.commits.has(batch_id - 1):
+        if batch_id != run.completed + 1:
             raise InvalidRequestError(
-                f"Batch {batch_id} begins, but version {run.completed} is the last completed one and Spark's commits/"
-                f"{batch_id - 1} does not exist in {run.registration.checkpoint_location}."
+                f"Version {batch_id} of run {run.run_id} cannot be completed: version {run.completed} is the last completed one."
+            )
+        if not run.commits.has(batch_id - 1):
+            raise InvalidRequestError(
+                f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not exist in "
+                f"{run.registration.checkpoint_location}, or no longer."
             )
         self._complete(run, batch_id)
 
