@@ -1,10 +1,12 @@
 """The queries' logic for Spark's ``applyInPandasWithState``, which Spark 3.5 has for what it cannot aggregate.
 
-Times are microseconds since 1970. State and rows are those of ``processors.py``.
+Times are microseconds since 1970. State and rows are those of ``processors.py``. Lists in a state are JSON: PySpark 4.2.1 makes the
+schema of the state lower case on its way to the worker, where an array then has no ``elementType``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +16,8 @@ import pyarrow as pa
 
 from .processors import AUCTION, EXPIRES, OPENED, TOP, to_ms, winner
 
-TOP_STATE = (
-    "price array<long>, us array<long>, bidder array<long>, channel array<string>, url array<string>, "
-    "extra array<string>"
-)
-WINNING_STATE = (
-    f"{AUCTION}, price long, bid_us long, bidder long, bid_extra string, waiting_price array<long>, "
-    "waiting_us array<long>, waiting_bidder array<long>, waiting_extra array<string>"
-)
+TOP_STATE = "bids string"
+WINNING_STATE = f"{AUCTION}, price long, bid_us long, bidder long, bid_extra string, waiting string"
 _AUCTION_COLUMNS = [field.split()[0] for field in AUCTION.split(", ")]
 _BID_COLUMNS = ["price", "us", "bidder", "bid_extra"]
 _WINNING_COLUMNS = ["id", *_AUCTION_COLUMNS, "bidder", "price", "bid_us", "bid_extra"]
@@ -72,9 +68,9 @@ def top_bids(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[p
     columns = ["price", "us", "bidder", "channel", "url", "extra"]
     bids = [row for frame in frames for row in _rows(frame, columns)]
     if state.exists:
-        bids += zip(*state.get, strict=True)
+        bids += _bids(state.get[0])
     top = sorted(bids, reverse=True)[:TOP]
-    state.update(tuple(list(column) for column in zip(*top, strict=True)))
+    state.update((json.dumps(top),))
     answer = pd.DataFrame(top, columns=columns)
     answer.insert(0, "auction", key[0])
     answer["rank_number"] = range(1, len(top) + 1)
@@ -115,20 +111,23 @@ def _rows(frame: pd.DataFrame, columns: Sequence[str]) -> list[tuple[Any, ...]]:
     return list(zip(*(column.tolist() for column in lists), strict=True))
 
 
+def _bids(text: str) -> list[tuple[Any, ...]]:
+    return [tuple(bid) for bid in json.loads(text)]
+
+
 def _winning_state(state: Any) -> tuple[Any, Any, list[Any]]:
     if not state.exists:
         return None, None, []
     values = tuple(state.get)
     n = len(_AUCTION_COLUMNS)
-    auction, best, waiting = values[:n], values[n : n + 4], values[n + 4 :]
+    auction, best, waiting = values[:n], values[n : n + 4], values[n + 4]
     return (
         None if auction[EXPIRES] is None else auction,
         None if best[0] is None else best,
-        list(zip(*waiting, strict=True)),
+        _bids(waiting),
     )
 
 
 def _update(state: Any, auction: Any, best: Any, waiting: list[Any], timeout_ms: int) -> None:
-    lists = [list(column) for column in zip(*waiting, strict=True)] or [[], [], [], []]
-    state.update((*(auction or (None,) * len(_AUCTION_COLUMNS)), *(best or (None,) * 4), *lists))
+    state.update((*(auction or (None,) * len(_AUCTION_COLUMNS)), *(best or (None,) * 4), json.dumps(waiting)))
     state.setTimeoutTimestamp(timeout_ms)
