@@ -41,7 +41,8 @@ class WithNewArrow:
         self.__dict__.update(state)
         from pyspark.sql.pandas.serializers import ApplyInPandasWithStateSerializer as Serializer
 
-        if not getattr(Serializer, "keeps_integers", False):
+        # PySpark 4.2 does not need it, and has no such method.
+        if hasattr(Serializer, "arrow_to_pandas") and not getattr(Serializer, "keeps_integers", False):
             usual = Serializer.arrow_to_pandas
 
             def arrow_to_pandas(self: Any, column: pa.ChunkedArray, *given: Any, **named: Any) -> Any:
