@@ -329,7 +329,8 @@ class PartitionState:
     def _opened(self, source: Source, directory: Path) -> Iterator[PartitionState]:
         from backends.provider import provider_class  # providers are made of partition states
 
-        conf = replace(self._conf, provider=source.backend)
+        # To count keys, replaying would have to look up every one that it writes; they are counted as they are taken over.
+        conf = replace(self._conf, provider=source.backend, track_total_number_of_rows=False)
         state = provider_class(conf).partition_state(directory / "source", self._storage, source.directory, conf)
         try:
             state.load(source.lineage)

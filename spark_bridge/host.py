@@ -259,7 +259,8 @@ class Host:
         )
         self._exports = SavepointExports(
             info,
-            self._scan_for_savepoint,
+            self._held_for_savepoint,
+            self._read_back_for_savepoint,
             self._coordinator.savepoint_exported,
             lambda order: self.open_storage(order.location, order.registration.storage_options),
             local_dir / "savepoints",
@@ -864,29 +865,35 @@ class Host:
         except Exception:  # whatever it is, it must not be lost in a thread, and the next round tries again
             log.warning("Error managing %s; no snapshot was taken", self._describe_id(instance), exc_info=True)
 
-    def _scan_for_savepoint(
-        self, order: SavepointOrder, operator: str, partition: int
-    ) -> tuple[Scans, Callable[[], None]]:
-        """A partition at the version of a savepoint: as it is held here, or else a copy from storage."""
-        registration = order.registration
-        spec = next(o for o in registration.operators if o.name == operator)
-        variables = variables_of(spec.schema)
+    def _held_for_savepoint(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+        """A partition at the version of a savepoint, as it is held here; None if it is not, or no longer."""
         instance = self.instance(order.run_id, operator, partition)
         # What is accepted for a version that is not completed here yet need not be what the manifest names.
-        if instance is not None and instance.state.version >= order.version:
-            try:
-                return _scans(instance.state, variables, order.version), lambda: None
-            except (VersionNotFoundError, StoreClosedError):
-                log.debug("Version %d of %s is read from storage", order.version, self._describe_id(instance))
+        if instance is None or instance.state.version < order.version:
+            return None
+        spec = next(o for o in order.registration.operators if o.name == operator)
+        try:
+            return _scans(instance.state, variables_of(spec.schema), order.version)
+        except (VersionNotFoundError, StoreClosedError):
+            log.debug("Version %d of %s is not held", order.version, self._describe_id(instance))
+            return None
+
+    def _read_back_for_savepoint(
+        self, order: SavepointOrder, operator: str, partition: int
+    ) -> tuple[Scans, Callable[[], None]]:
+        """A copy of a partition from storage, at the version of a savepoint, and what removes it."""
+        registration = order.registration
+        spec = next(o for o in registration.operators if o.name == operator)
         lineage = self._coordinator.lineage(order.run_id, operator, partition, order.version)
         storage = self.open_storage(registration.state_location, registration.storage_options)
-        conf = with_changes(self._conf, provider=spec.backend)
+        # To count keys, replaying would have to look up every one that it writes.
+        conf = with_changes(self._conf, provider=spec.backend, track_total_number_of_rows=False)
         local = self._local_dir / "savepoints" / uuid.uuid4().hex
         layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
         copy = provider_class(conf).partition_state(local, storage, layout, conf)
         try:
             copy.load(lineage)
-            return _scans(copy, variables), copy.destroy
+            return _scans(copy, variables_of(spec.schema)), copy.destroy
         except BaseException:
             copy.destroy()
             raise

@@ -2,6 +2,9 @@
 
 One partition after the other, and mostly asleep: the stream's batches may take at most 1.3 times as long meanwhile. Only a query
 that is held until the savepoint is done, to be stopped with it, has no batches that could be slowed down.
+
+All partitions of an order are pinned at its version when it comes, for the stream soon leaves that version behind, and reading
+one back from storage costs much more than exporting it.
 """
 
 from __future__ import annotations
@@ -38,19 +41,25 @@ SHARE_OF_A_CORE = 0.25
 
 
 class SavepointExports:
-    """What a host exports, and has exported. ``scan(order, operator, partition)`` opens a partition at the order's version."""
+    """What a host exports, and has exported.
+
+    ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, None if it does not;
+    ``read_back`` one that it does not hold, and returns also what removes it afterwards.
+    """
 
     def __init__(
         self,
         info: HostInfo,
-        scan: Callable[[SavepointOrder, str, int], tuple[Scans, Callable[[], None]]],
+        held: Callable[[SavepointOrder, str, int], Scans | None],
+        read_back: Callable[[SavepointOrder, str, int], tuple[Scans, Callable[[], None]]],
         send: Callable[[SavepointExported], None],
         open_storage: Callable[[SavepointOrder], CheckpointStorage],
         scratch: Path,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._info = info
-        self._scan = scan
+        self._held = held
+        self._read_back = read_back
         self._send = send
         self._open_storage = open_storage
         self._scratch = scratch
@@ -70,11 +79,19 @@ class SavepointExports:
                     is_new = key not in self._states
                     done = self._states.setdefault(key, None)
                 if is_new:
-                    self._pool.submit(self._export, order, operator, partition)
+                    pinned = self._pinned(order, operator, partition)
+                    self._pool.submit(self._export, order, operator, partition, pinned)
                 elif done is not None:
                     self._pool.submit(self._report, done)
 
-    def _export(self, order: SavepointOrder, operator: str, partition: int) -> None:
+    def _pinned(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+        try:
+            return self._held(order, operator, partition)
+        except Exception:  # the export tries it again, and says what is wrong
+            log.warning("Partition %d of %s is not held for its export", partition, operator, exc_info=True)
+            return None
+
+    def _export(self, order: SavepointOrder, operator: str, partition: int, pinned: Scans | None) -> None:
         key = (order.run_id, order.checkpoint_id, operator, partition)
         if self._is_given_up(key):
             return
@@ -83,7 +100,7 @@ class SavepointExports:
             order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
         )
         try:
-            files = self._files(order, operator, partition)
+            files = self._files(order, operator, partition, pinned)
         except StoreClosedError:
             # It was unloaded, and whoever owns it now is told to export it; or the savepoint was given up.
             log.info("Partition %d of %s was not exported", partition, operator)
@@ -107,12 +124,17 @@ class SavepointExports:
         except Exception:  # the order comes again, and with it the next try
             log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
 
-    def _files(self, order: SavepointOrder, operator: str, partition: int) -> dict[str, ExportedFile]:
+    def _files(
+        self, order: SavepointOrder, operator: str, partition: int, pinned: Scans | None
+    ) -> dict[str, ExportedFile]:
         registration, key = order.registration, (order.run_id, order.checkpoint_id, operator, partition)
         spec = next(o for o in registration.operators if o.name == operator)
         first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
         storage = self._open_storage(order)
-        scans, close = self._scan(order, operator, partition)
+        scans = pinned if pinned is not None else self._held(order, operator, partition)
+        close: Callable[[], None] = _nothing
+        if scans is None:
+            scans, close = self._read_back(order, operator, partition)
         try:
             return {
                 variable: export_partition(
@@ -145,3 +167,7 @@ class SavepointExports:
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _nothing() -> None:
+    """Where there is nothing to remove."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -304,6 +305,24 @@ def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(str
     assert was_loaded is (later > 2), "what is held is exported as it is held"
 
 
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_what_was_held_when_the_order_came_is_not_read_back_however_many_batches_follow(stream, backend):
+    s, go_on = stream(n=4, backend=backend), threading.Event()
+    s.trigger()
+    s.copy_spark_files()
+    for host in s.hosts.values():
+        host._exports._pool.submit(go_on.wait, 20)
+        host.heartbeat()
+        host._coordinator.calls.clear()
+    s.batches(2, 9)
+    for host in s.hosts.values():
+        host.heartbeat()
+    go_on.set()
+    s.heartbeat()
+    assert s.savepoint_rows(s.status().path) == s.at[2]
+    assert not any("lineage" in host._coordinator.calls for host in s.hosts.values())
+
+
 def test_batches_go_on_between_the_exports_of_two_hosts(stream):
     s = stream(n=4)
     s.trigger()
@@ -444,7 +463,7 @@ def decline(s: Stream) -> None:
         raise ValueError("row 7 is odd")
 
     s.copy_spark_files()
-    s.hosts[1]._exports._scan = scan
+    s.hosts[1]._exports._held = scan
     s.heartbeat()
 
 
@@ -526,7 +545,7 @@ def test_the_stream_and_the_next_savepoint_go_on_behind_one_that_failed(stream, 
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host._exports._scan = host._scan_for_savepoint
+        host._exports._held = host._held_for_savepoint
     s.batch(2)
     s.trigger("again")
     assert s.savepoint_rows(s.finish("again")) == s.at[3]
@@ -645,7 +664,7 @@ def test_a_query_goes_on_if_the_savepoint_to_stop_with_fails(stream, happen):
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host._exports._scan = host._scan_for_savepoint
+        host._exports._held = host._held_for_savepoint
     s.c.expire()  # what the coordinator does once a second
     s.batch(2)
     s.trigger("again", stop=True)
@@ -715,7 +734,7 @@ def test_a_stop_that_failed_long_ago_does_not_make_a_later_one_old(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host._exports._scan = host._scan_for_savepoint
+        host._exports._held = host._held_for_savepoint
     s.c.expire()
     s.batches(2, 5)
     s.restart_coordinator()
@@ -729,7 +748,7 @@ def test_nor_does_it_leave_out_the_batch_that_was_let_go_then(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host._exports._scan = host._scan_for_savepoint
+        host._exports._held = host._held_for_savepoint
     s.c.expire()
     s.begin(2, {3: 33}, range(1))  # its tasks run, and the sink may have seen some of it
     s.restart_coordinator()

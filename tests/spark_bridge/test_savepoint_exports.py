@@ -52,6 +52,8 @@ class Exporting:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.holds_partitions = False
+        self.pinned: list[int] = []
         self.scanned: list[tuple[str, int, int]] = []
         self.closed: list[int] = []
         self.sent: list[SavepointExported] = []
@@ -64,14 +66,26 @@ class Exporting:
         self.changed = threading.Condition()
         self.exports = SavepointExports(
             HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s"),
-            self._scan,
+            self._held,
+            self._read_back,
             self._send,
             lambda order: CheckpointStorage.open(order.location, fsync=False),
             root / "scratch",
             self.slept.append,
         )
 
-    def _scan(self, order: SavepointOrder, operator: str, partition: int) -> Any:
+    def _held(self, order: SavepointOrder, operator: str, partition: int) -> Any:
+        if not self.holds_partitions:
+            return None
+
+        def when_let() -> Iterator[pa.RecordBatch]:
+            assert self.gate.wait(WAIT)
+            yield from rows(partition)
+
+        self.pinned.append(partition)
+        return {"default": when_let()}
+
+    def _read_back(self, order: SavepointOrder, operator: str, partition: int) -> Any:
         with self.changed:
             self.scanned.append((order.run_id, order.checkpoint_id, partition))
         self.at_gate.set()
@@ -164,6 +178,32 @@ def test_it_does_not_sleep_while_the_query_waits_for_it(host):
     assert host.slept == []
 
 
+def test_all_partitions_of_an_order_are_pinned_when_it_comes(host):
+    host.holds_partitions = True
+    host.gate.clear()
+    host.take(0, 1)
+    host.take(0, 1)
+    assert host.pinned == [0, 1] and host.sent == []
+    host.gate.set()
+    assert all(m.files["default"].rows > 10 for m in host.wait_sent(2))
+    assert host.scanned == [], "nothing is read back from storage"
+    assert host.pinned == [0, 1]
+
+
+def test_what_cannot_be_pinned_is_tried_again_by_its_export(host, monkeypatch):
+    tries = []
+
+    def held(order: SavepointOrder, operator: str, partition: int) -> Any:
+        tries.append(partition)
+        raise OSError(5, "the disk is gone")
+
+    monkeypatch.setattr(host.exports, "_held", held)
+    host.take(0)
+    (message,) = host.wait_sent(1)
+    assert message.failure == "OSError: [Errno 5] the disk is gone"
+    assert tries == [0, 0]
+
+
 def test_an_order_that_comes_again_while_the_export_goes_on_begins_no_other(host):
     host.gate.clear()
     host.take(0)
@@ -220,7 +260,7 @@ def test_a_partition_that_is_unloaded_is_not_declined_and_is_exported_when_it_is
 
         return {"default": some()}, lambda: host.closed.append(partition)
 
-    monkeypatch.setattr(host.exports, "_scan", cut_off)
+    monkeypatch.setattr(host.exports, "_read_back", cut_off)
     host.take(0)
     host.idle()
     assert host.sent == [] and host.closed == ([0] if when == "during the scan" else [])
