@@ -385,13 +385,15 @@ class QueryState:
     def name_snapshots(self) -> None:
         """Name the snapshots that are not named yet in a manifest of the completed version, for the next run to find.
 
-        Not if a later version is prepared already: it would no longer be the newest.
+        Not if a later version is prepared already: it would no longer be the newest. Nor if the user, who does not wait for
+        us behind ``stop()``, has removed the checkpoint: it must not come to be again.
         """
         if (
             self.ended
             or self.retired_by
             or not any(self.unnamed.values())
             or max(self.chain, default=0) != self.completed
+            or self.log.query_file() is None
         ):
             return
         named = {task: found for task, found in self.unnamed.items() if self.is_in_layout(self.completed, task[0])}

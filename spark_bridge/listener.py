@@ -201,9 +201,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 self._cluster.batch_committed(run_id, int(event.progress.batchId))
                 if has_listeners():
                     tell_listeners(run_id, progress_of(self._cluster, run_id, int(event.progress.batchId)))
-            except (CoordinatorError, StateStoreError, SparkBridgeError):
+            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The first task of the next batch completes the version all the same.
-                log.warning("Batch %s of run %s was not reported", event.progress.batchId, run_id, exc_info=True)
+                log.warning("Batch %s of run %s was not reported: %s", event.progress.batchId, run_id, error)
 
     def onQueryIdle(self, event: Any) -> None:
         """Nothing to do: an idle query has no new version."""
@@ -216,9 +216,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if known is not None and not self._stopping.is_set():
             try:
                 self._cluster.coordinator.call("deactivate_instances", run_id)
-            except (CoordinatorError, StateStoreError, SparkBridgeError):
+            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
-                log.warning("The end of run %s was not reported", run_id, exc_info=True)
+                log.warning("The end of run %s was not reported: %s", run_id, error)
 
     def _run_heartbeat(self) -> None:
         while not self._stopping.wait(DRIVER_HEARTBEAT_SECONDS):

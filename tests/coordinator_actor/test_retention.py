@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 
@@ -114,6 +115,15 @@ def test_snapshots_of_a_stopped_query_are_there_for_the_next_run(world: World) -
     assert again.lineage("run2", "op", 1, 3).snapshots == (made,)
     run_batches(world, again, 3, 3, "run2")
     assert world.manifests()[-1]["parent"] == 5
+
+
+def test_a_checkpoint_that_is_removed_right_after_its_query_does_not_come_to_be_again(world: World) -> None:
+    c = begin(world)
+    run_batches(world, c, 0, 2)
+    upload(world, c, 1)
+    shutil.rmtree(world.root / "ck")
+    c.deactivate_instances("run1")
+    assert not (world.root / "ck").exists()
 
 
 def test_what_is_no_longer_kept_is_removed_and_the_rest_can_be_loaded(world: World) -> None:

@@ -146,6 +146,17 @@ def wait_until(what: Callable[[], Any], timeout: float = 60.0, every: float = 0.
     raise AssertionError(f"not true within {timeout} s: {what}")
 
 
+def remove_checkpoint(path: str | Path) -> None:
+    """Remove the checkpoint, or a part of it, of a query that has just been stopped.
+
+    Spark tells its listeners of the end behind ``stop()``: the coordinator is perhaps naming the last snapshots, and a
+    host uploading one. A directory that gets another file while it is being removed stays, so it is moved away first.
+    """
+    aside = Path(path).with_name(f"{Path(path).name}-removed")
+    Path(path).rename(aside)
+    shutil.rmtree(aside)
+
+
 def settle(query: Any) -> None:
     """Process all there is, and wait until hosts have heard that Spark has committed it.
 

@@ -42,7 +42,7 @@ from spark_bridge import (
 from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
 
-from .conftest import Stream, settle, wait_until
+from .conftest import Stream, remove_checkpoint, settle, wait_until
 
 pytestmark = pytest.mark.spark
 
@@ -361,7 +361,7 @@ def saved(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Save
         flow.add(3)
         settle(query)
         query.stop()
-    shutil.rmtree(flow.stream.checkpoint)
+    remove_checkpoint(flow.stream.checkpoint)
     return Saved(flow, path, 3)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
 from spark_bridge.session import current_cluster
 
-from .conftest import Stream
+from .conftest import Stream, remove_checkpoint
 
 pytestmark = pytest.mark.spark
 
@@ -176,7 +175,7 @@ def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Call
     go_on()
 
     # State that is gone is not started anew.
-    shutil.rmtree(state)
+    remove_checkpoint(state)
     stream.add([(1, 1, 1.0)])
     assert "version 3" in refusal(made(), stream)
 
