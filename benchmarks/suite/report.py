@@ -177,6 +177,8 @@ def _circumstances(comparison: Comparison, part: Part) -> list[str]:
 
 def _arguments(comparison: Comparison, part: Part) -> str:
     words = [comparison.name]
+    if len(comparison.environments) > 1:
+        words.append(f"--environment {part.environment}")
     usual = comparison.sizes["full"]
     for name, value in part.size.items():
         if name in usual and value != _listed(usual[name]):

@@ -28,7 +28,7 @@ def test_medians_ratios_settings_and_circumstances_are_shown() -> None:
     assert "Versions: Python 3.11.7, Spark 3.5.7." in text
     assert "2, a processor; 24 GiB; load 0.4 at the start" in text
     assert "- All were equal." in text
-    assert '`make bench ARGS="totals --keys 100000"`' in text, "sizes other than usual are part of the command"
+    assert '`make bench ARGS="totals --environment venv --keys 100000"`' in text, "so are sizes other than usual"
 
 
 @pytest.mark.parametrize(
