@@ -29,6 +29,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 GRACE = 15.0
 LOOK_EVERY = 5.0  # seldom, for it takes time from what is measured
+# A smoke run is too short for what the JVM's second compiler gives. What it compares itself with is measured in the same way.
+SMOKE_JVM = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
+)
 
 
 class EnvironmentMissingError(RuntimeError):
@@ -66,6 +70,8 @@ def run(comparison: Comparison, environment: str, kind: Kind, size: Size, consol
         answer = Path(temporary) / "part.json"
         # Whatever a child leaves behind in a temporary directory goes with it.
         given = {"PYTHONPATH": os.pathsep.join((str(BENCHMARKS), str(ROOT))), "TMPDIR": temporary}
+        if kind == "smoke":
+            given["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {SMOKE_JVM}".strip()
         try:
             command = [str(interpreter(environment)), str(BENCHMARKS / "bench.py"), "--child", comparison.name]
             command += [

@@ -84,6 +84,20 @@ def test_a_child_that_dies_is_in_the_part(monkeypatch: pytest.MonkeyPatch) -> No
     assert part.failure is not None and "ended with status -9 and gave no result" in part.failure
 
 
+def test_only_smoke_runs_do_without_the_second_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict[str, str]()
+
+    def call(command: list[str], seconds: float, environment: dict[str, str]) -> int:
+        given[command[command.index("--kind") + 1]] = environment["JAVA_TOOL_OPTIONS"]
+        return 0
+
+    monkeypatch.setattr(runner, "call", call)
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Dmine=1")
+    for kind in ("smoke", "full"):
+        runner.run(PROVIDER, VENV, kind, {}, QUIET)
+    assert given == {"smoke": f"-Dmine=1 {runner.SMOKE_JVM}", "full": "-Dmine=1"}
+
+
 def test_an_environment_that_is_not_there_is_in_the_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STATESTORE_VENV42", str(tmp_path))
     part = runner.run(COMPARISONS["throughput"], VENV42, "smoke", {}, QUIET)
