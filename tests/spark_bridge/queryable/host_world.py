@@ -44,9 +44,21 @@ class Port:
 
 
 class HostWorld:
-    """A query with the operator ``op`` on some hosts, run batch by batch."""
+    """A query with the operator ``op`` on some hosts, run batch by batch.
 
-    def __init__(self, root: Path, hosts: int = 1, n: int = 2, backend: str = "file", **conf: Any) -> None:
+    ``wait_seconds`` is long enough for a slow machine to load a partition; a test that waits in vain gives less.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        hosts: int = 1,
+        n: int = 2,
+        backend: str = "file",
+        *,
+        wait_seconds: float = 20.0,
+        **conf: Any,
+    ) -> None:
         self.root = root
         self.n = n
         self.run = "run1"
@@ -57,7 +69,7 @@ class HostWorld:
         self.c = self.world.coordinator(0)
         self.port = Port(self.c)
         self.hosts: list[Any] = [self.host(i) for i in range(hosts)]
-        self.reads = [HostReads(h, wait_seconds=0.5) for h in self.hosts]
+        self.reads = [HostReads(h, wait_seconds=wait_seconds) for h in self.hosts]
         self.register(self.run)
 
     def host(self, i: int, incarnation: str = "a") -> Any:

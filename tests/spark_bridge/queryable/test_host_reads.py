@@ -141,7 +141,7 @@ def test_a_version_that_others_know_of_is_asked_for_at_once_and_once_for_all(mak
 
 
 def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
-    w = make()
+    w = make(wait_seconds=0.5)
     w.batch(filled(1))
     w.lookup(KEYS)
     go_on = threading.Event()
@@ -169,7 +169,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
 
 
 def test_a_version_that_is_not_completed_is_waited_for_a_little_and_then_refused(make):
-    w = make()
+    w = make(wait_seconds=0.5)
     w.batch(filled(1))
     w.write(filled(2))
     begun = time.monotonic()
@@ -258,7 +258,7 @@ def test_a_partition_that_nobody_has_opened_since_a_restart_is_loaded(make):
     for value in (1, 2, 3):
         w.batch(filled(value))
     again = w.host(0, "b")
-    w.hosts, w.reads = [again], [host_reads.HostReads(again, wait_seconds=0.5)]
+    w.hosts, w.reads = [again], [host_reads.HostReads(again, wait_seconds=20.0)]
     assert w.instance(0) is None
     assert w.lookup(KEYS) == (3, [3] * len(KEYS))
     assert [w.instance(p).state.version for p in (0, 1)] == [3, 3]
@@ -348,7 +348,7 @@ def test_a_partition_that_lacks_what_was_completed_is_loaded_anew(make):
 
 
 def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_none(make):
-    w = make()
+    w = make(wait_seconds=0.5)
     for value in (1, 2, 3):
         w.batch(filled(value))
     old = w.run
@@ -373,7 +373,7 @@ def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_non
 
 
 def test_a_coordinator_that_was_replaced_is_told_of_the_run_by_who_reads(make):
-    w = make()
+    w = make(wait_seconds=0.5)
     w.batch(filled(1))
     w.port.c = w.c = w.world.coordinator(0)
     with pytest.raises(StateVersionError):

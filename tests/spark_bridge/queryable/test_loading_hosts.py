@@ -76,7 +76,8 @@ def loading_anew(state: Any) -> Iterator[None]:
 def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(world: HostWorld) -> None:
     world.hosts[0]._unload(world.instance(0))
     lock = world.hosts[0]._loading_lock(next(key for key in world.hosts[0]._loading if key[2] == 0))
-    with lock:
+    with lock, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.reads[0]._views.loads, "wait_seconds", 0.5)
         begun = time.monotonic()
         answers: list[Any] = []
         threads = [
@@ -150,13 +151,20 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     assert not any(world.hosts[0].scratch.glob("*")), "what was loaded for nobody is removed"
 
 
-def test_a_load_is_shared_and_its_errors_are_everybodys() -> None:
-    loads = BackgroundLoads(5.0, most_waiting=5)
-    over, calls = threading.Event(), list[int]()
+def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = BackgroundLoads(20.0, most_waiting=5)
+    over, calls, waiting = threading.Event(), list[int](), list[int]()
+    wait = background_loads.wait
+
+    def counted(*args: Any) -> Any:
+        waiting.append(1)
+        return wait(*args)
+
+    monkeypatch.setattr(background_loads, "wait", counted)
 
     def load() -> int:
         calls.append(1)
-        over.wait(5)
+        over.wait(20)
         if len(calls) == 2:
             raise ValueError("broken")
         return 7
@@ -165,8 +173,11 @@ def test_a_load_is_shared_and_its_errors_are_everybodys() -> None:
     threads = [threading.Thread(target=lambda: found.append(loads.result("a", load, "It"))) for _ in range(5)]
     for thread in threads:
         thread.start()
-    while loads._waiting._value:
+    # Each has taken its place and waits for the same load: one that had only taken its place might begin another.
+    deadline = time.monotonic() + 10
+    while len(waiting) < len(threads):
         time.sleep(0.001)
+        assert time.monotonic() < deadline
     begun = time.monotonic()
     with pytest.raises(HostUnavailableError, match="It is being loaded"):
         loads.result("b", load, "It")
