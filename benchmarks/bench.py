@@ -9,7 +9,8 @@
 
 ``make bench`` and ``make bench-smoke`` are the same, with the environments that they need. What is measured again replaces what is kept in
 ``results/<comparison>.json``. A smoke run compares itself with ``results/smoke/``, which another smoke run with ``--keep`` has made, since
-ratios depend on the sizes; it reports, and ends with status 1 only if a comparison failed, say because results were not equal.
+ratios depend on the sizes, and its JVMs do without their second compiler, which a short run does not repay; it reports, and ends with
+status 1 only if a comparison failed, say because results were not equal.
 
 Comparisons on Spark 4.2 run with the Python of ``.venv42``, which ``make venv42`` makes if it is missing, or of the environment that
 STATESTORE_VENV42 names.
