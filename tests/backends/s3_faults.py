@@ -102,7 +102,7 @@ def s3_server() -> Iterator[S3Server]:
         yield S3Server(told["port"], account, process.stdin, process.stdout)
     finally:
         process.stdin.close()
-        process.wait(30)
+        process.wait(120)
         process.stdout.close()
 
 

@@ -15,6 +15,7 @@ import pytest
 from backends import chain
 from tests.backends.crash_child import CLASSES, CONF, MADE_BEFORE, content_of, make_version, provider_in
 from tests.effort import effort
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.long
 
@@ -51,7 +52,7 @@ class Server:
     def close(self):
         if self.process is not None:
             self.process.stdin.close()
-            self.process.wait(30)
+            self.process.wait(PATIENCE)
             self.process.stdout.close()
         self.process, self.is_busy = None, False
 

@@ -22,6 +22,7 @@ from backends.exceptions import (
 from backends.manifest import ChangelogRef, Lineage
 from backends.sorted_pairs import SortedPairs
 from backends.storage import CheckpointStorage
+from tests.patience import PATIENCE
 
 DIRECTORY = "operators/op/1/0/default"
 CONF = StateStoreConf(fsync=False)
@@ -448,21 +449,21 @@ def test_reads_wait_while_a_version_is_loaded(tmp_path, storage, state, monkeypa
 
     def slow(ref):
         reading.set()
-        go.wait(5)
+        go.wait(PATIENCE)
         return real(ref)
 
     monkeypatch.setattr(storage, "read", slow)
     loader = threading.Thread(target=fresh.load, args=(lineage(chain),))
     loader.start()
-    reading.wait(5)
+    reading.wait(PATIENCE)
     found = []
     reader = threading.Thread(target=lambda: found.append(everything(fresh, 6)))
     reader.start()
     time.sleep(0.02)
     assert found == []
     go.set()
-    reader.join(5)
-    loader.join(5)
+    reader.join(PATIENCE)
+    loader.join(PATIENCE)
     assert found == [seen[6]]
     fresh.close()
 
@@ -522,7 +523,7 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
         if threading.current_thread().name == "slow":
             first = real(self, keys[:1], column_family, **keep)
             inside.set()
-            go.wait(5)
+            go.wait(PATIENCE)
             return pa.concat_arrays([first, real(self, keys[1:], column_family, **keep)])
         return real(self, keys, column_family, **keep)
 
@@ -532,10 +533,10 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
         target=lambda: found.append(state.get_many(binary(b"a", b"b"), 1).to_pylist()), name="slow"
     )
     reader.start()
-    assert inside.wait(5)
+    assert inside.wait(PATIENCE)
     completing = threading.Thread(target=state.complete, args=(2, ref.path))
     completing.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while state.version == 1:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -544,8 +545,8 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
     assert state.get_many(binary(b"a", b"b"), 1).to_pylist() == [b"1", b"1"]
     assert completing.is_alive()
     go.set()
-    reader.join(5)
-    completing.join(5)
+    reader.join(PATIENCE)
+    completing.join(PATIENCE)
     assert found == [[b"1", b"1"]]
     assert everything(state) == {b"a": b"2", b"b": b"2"}
 

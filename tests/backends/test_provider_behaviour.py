@@ -82,6 +82,7 @@ from backends.exceptions import (
 )
 from backends.local_files import LocalFiles
 from backends.overlay import successor
+from tests.patience import PATIENCE
 
 from .third_provider import ThirdStateStoreProvider
 
@@ -1225,16 +1226,17 @@ def test_commits_and_reads_go_on_while_a_snapshot_is_uploaded(open_provider, loc
         commit(provider, version, a=str(version))
     uploading, go = threading.Event(), threading.Event()
     monkeypatch.setattr(
-        "backends.fault_points._hook", lambda p: (uploading.set(), go.wait(10)) if p == "snapshot:descriptor" else None
+        "backends.fault_points._hook",
+        lambda p: (uploading.set(), go.wait(PATIENCE)) if p == "snapshot:descriptor" else None,
     )
     maintenance = threading.Thread(target=provider.do_maintenance)
     maintenance.start()
-    assert uploading.wait(10)
+    assert uploading.wait(PATIENCE)
     for version in range(3, 9):
         commit(provider, version, a=str(version))
         assert content(provider.get_read_store(version + 1)) == {"a": str(version)}
     go.set()
-    maintenance.join(10)
+    maintenance.join(PATIENCE)
     provider.do_maintenance()
     fresh = open_provider(conf=SOON)
     assert content(fresh.get_store(9)) == {"a": "8"} and content(fresh.get_read_store(3)) == {"a": "2"}

@@ -24,6 +24,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.registry import LoadedProviders, load_provider, loaded_providers
+from tests.patience import PATIENCE
 
 from .test_provider_behaviour import content
 
@@ -47,7 +48,7 @@ class SlowProvider(FileStateStoreProvider):
     def do_maintenance(self):
         type(self).rounds += 1
         self.begun.set()
-        assert self.end.wait(10)
+        assert self.end.wait(PATIENCE)
         super().do_maintenance()
 
 
@@ -147,11 +148,11 @@ def logged(caplog):
 
 
 def maintain(loaded):
-    wait(loaded.do_maintenance(), timeout=10)
+    wait(loaded.do_maintenance(), timeout=PATIENCE)
 
 
 def eventually(condition):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -416,12 +417,12 @@ def test_a_slow_upload_holds_up_neither_the_others_nor_the_next_round(loaded, pr
     loaded.get(provider_id(0), 0, conf_of(slow, maintenance_threads=2))
     started = time.monotonic()
     loaded.do_maintenance()
-    assert slow.begun.wait(5)
+    assert slow.begun.wait(PATIENCE)
     for version in range(2):
         loaded.get(provider_id(1), version, CONF).commit()
     begun = loaded.do_maintenance()
     assert len(begun) == 1, "the slow one is still at it"
-    wait(begun, timeout=5)
+    wait(begun, timeout=PATIENCE)
     assert time.monotonic() - started < 5 and slow.rounds == 1
     assert len(list((tmp_path / "ck").rglob("*.snapshot"))) == 1
     slow.end.set()
@@ -433,11 +434,11 @@ def test_a_slow_upload_holds_up_neither_the_others_nor_the_next_round(loaded, pr
 def test_an_instance_unloaded_in_the_middle_of_its_maintenance_is_no_failure(loaded, provider_id, slow, logged):
     loaded.get(provider_id(), 0, conf_of(slow))
     begun = loaded.do_maintenance()
-    assert slow.begun.wait(5)
+    assert slow.begun.wait(PATIENCE)
     loaded.unload(provider_id())
     loaded.get(provider_id(), 0, CONF)
     slow.end.set()
-    wait(begun, timeout=5)
+    wait(begun, timeout=PATIENCE)
     assert loaded.is_loaded(provider_id()), "the new instance is not the one whose maintenance failed"
     assert "WARNING" not in [level for level, _ in logged()]
 
@@ -470,7 +471,7 @@ def test_stop_leaves_no_thread_and_no_directory(loaded, provider_id, tmp_path, m
 def test_stop_waits_for_maintenance_under_way(loaded, provider_id, slow):
     loaded.get(provider_id(), 0, conf_of(slow))
     (begun,) = loaded.do_maintenance()
-    assert slow.begun.wait(5)
+    assert slow.begun.wait(PATIENCE)
     threading.Timer(0.05, slow.end.set).start()
     loaded.stop()
     assert begun.done() and maintenance_threads() == []

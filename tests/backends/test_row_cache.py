@@ -16,6 +16,7 @@ from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.rocksdb import LocalRocksDB
 from backends.row_cache import CacheBudget, RowCache, hash_keys
 from backends.sorted_pairs import SortedPairs
+from tests.patience import PATIENCE
 
 MIB = 1 << 20
 
@@ -281,7 +282,7 @@ def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
     monkeypatch.setattr(budget, "_used", collecting)
     thread = threading.Thread(target=second.get, args=(keys,), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert not thread.is_alive() and emptied and budget.used == second.cache.nbytes
 
 

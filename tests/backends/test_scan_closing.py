@@ -15,6 +15,7 @@ from backends.changelog import Changes
 from backends.conf import StateStoreConf
 from backends.engine import LocalState
 from backends.exceptions import StoreClosedError
+from tests.patience import PATIENCE
 
 
 def test_closing_waits_for_the_batch_that_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,21 +27,21 @@ def test_closing_waits_for_the_batch_that_is_being_read(tmp_path: Path, monkeypa
 
     def slow(self: Any) -> None:
         reading.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE)
         check(self)
 
     monkeypatch.setattr(rocksdb.Scan, "_check_end", slow)
     batches: list[Any] = []
     reader = threading.Thread(target=lambda: batches.append(next(scan)))
     reader.start()
-    assert reading.wait(10)
+    assert reading.wait(PATIENCE)
     closer = threading.Thread(target=engine.close)
     closer.start()
     closer.join(0.1)
     assert closer.is_alive()
     go_on.set()
-    reader.join(10)
-    closer.join(10)
+    reader.join(PATIENCE)
+    closer.join(PATIENCE)
     assert [batch.num_rows for batch in batches] == [2]
     with pytest.raises(StoreClosedError):
         next(scan)

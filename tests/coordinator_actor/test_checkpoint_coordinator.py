@@ -63,6 +63,7 @@ from coordinator_actor.exceptions import (
     error_from,
 )
 from coordinator_actor.job_status import JobStatus
+from tests.patience import PATIENCE
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)
 
@@ -466,7 +467,7 @@ class Hanging:
     def __call__(self, completed: CompletedCheckpoint) -> None:
         self.seen.append(completed)
         self.begun.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(PATIENCE)
         if self.failure is not None:
             raise self.failure
 
@@ -478,14 +479,18 @@ def test_while_a_completion_hangs_others_wait_and_everything_else_goes_on(world:
     coord.receive_acknowledge_message(ack(A, one.id, "a"))
     with ThreadPoolExecutor(3) as pool:
         last = pool.submit(coord.acknowledge, ack(B, one.id, "b"))
-        assert hang.begun.wait(10)
+        assert hang.begun.wait(PATIENCE)
         again = pool.submit(coord.acknowledge, ack(A, one.id, "a2"))
         refused = pool.submit(coord.receive_decline_message, decline(A, one.id))
         assert coord.acknowledge(ack(A, two.id)) is Received.PENDING
         assert coord.get_number_of_pending_checkpoints() == 2 and not coord.cancel_checkpoint(one.id, "no")
         assert not again.done() and not refused.done() and not last.done()
         hang.go_on.set()
-        assert last.result(10) is Received.COMPLETED and again.result(10) is Received.LATE and refused.result(10)
+        assert (
+            last.result(PATIENCE) is Received.COMPLETED
+            and again.result(PATIENCE) is Received.LATE
+            and refused.result(PATIENCE)
+        )
     assert hang.seen[0].states == {A: "a", B: "b"} and one.completed is hang.seen[0]
     assert not two.is_discarded
 
@@ -498,13 +503,13 @@ def test_one_who_waited_for_a_failed_completion_tries_it_with_its_own_state(worl
     coord.receive_acknowledge_message(ack(A, 1, "a"))
     with ThreadPoolExecutor(2) as pool:
         last = pool.submit(coord.acknowledge, ack(B, 1, "b"))
-        assert hang.begun.wait(10)
+        assert hang.begun.wait(PATIENCE)
         again = pool.submit(coord.acknowledge, ack(A, 1, "a2"))
         assert waiting(coord)
         hang.go_on.set()
         for tried in (last, again):
             with pytest.raises(StorageError):
-                tried.result(10)
+                tried.result(PATIENCE)
     assert [c.states for c in hang.seen] == [{A: "a", B: "b"}, {A: "a2", B: "b"}]
     hang.failure = None
     assert coord.acknowledge(ack(B, 1, "b")) is Received.COMPLETED
@@ -512,7 +517,7 @@ def test_one_who_waited_for_a_failed_completion_tries_it_with_its_own_state(worl
 
 def waiting(coord: CheckpointCoordinator) -> bool:
     """Wait until a thread waits for a completion."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while not coord._completion_ended._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
         time.sleep(0.001)
     return bool(coord._completion_ended._waiters)  # type: ignore[attr-defined]
@@ -524,15 +529,15 @@ def test_shutdown_frees_those_who_wait_for_a_completion(world: World) -> None:
     coord.start_checkpoint()
     with ThreadPoolExecutor(2) as pool:
         last = pool.submit(coord.acknowledge, ack(A, 1, "a"))
-        assert hang.begun.wait(10)
+        assert hang.begun.wait(PATIENCE)
         again = pool.submit(coord.acknowledge, ack(A, 1, "a2"))
         assert waiting(coord)
         coord.shutdown()
         try:
-            assert again.result(10) is Received.UNKNOWN and not last.done()
+            assert again.result(PATIENCE) is Received.UNKNOWN and not last.done()
         finally:
             hang.go_on.set()
-        assert last.result(10) is Received.COMPLETED
+        assert last.result(PATIENCE) is Received.COMPLETED
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -557,7 +562,7 @@ def test_what_ends_during_a_completion_ends_only_if_that_fails(world: World, end
     pending = coord.start_checkpoint()
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(coord.acknowledge, ack(A, 1, "a"))
-        assert hang.begun.wait(10)
+        assert hang.begun.wait(PATIENCE)
         if end == "timer":
             world.advance(10)
         elif end == "expire":
@@ -575,9 +580,9 @@ def test_what_ends_during_a_completion_ends_only_if_that_fails(world: World, end
         hang.go_on.set()
         if fails:
             with pytest.raises(StorageError):
-                last.result(10)
+                last.result(PATIENCE)
         else:
-            assert last.result(10) is Received.COMPLETED
+            assert last.result(PATIENCE) is Received.COMPLETED
     assert pending.is_discarded and coord.get_number_of_pending_checkpoints() == 0
     assert (pending.completed is None) == fails and cancelled == ([1] if fails else [])
 
@@ -1052,7 +1057,7 @@ def test_real_timers_expire_and_trigger() -> None:
         "job", [A], timeout=0.01, timers=ThreadTimers(), on_cancel_checkpoint=lambda i: expired.set()
     )
     coord.start_checkpoint()
-    assert expired.wait(20)
+    assert expired.wait(PATIENCE)
     coord.shutdown()
     told: list[int] = []
     enough = threading.Event()
@@ -1065,7 +1070,7 @@ def test_real_timers_expire_and_trigger() -> None:
 
     coord = CheckpointCoordinator("job", [A], interval=0.01, trigger=tell)
     coord.start_checkpoint_scheduler()
-    assert enough.wait(20)
+    assert enough.wait(PATIENCE)
     coord.shutdown()
     assert told == sorted(set(told))
 

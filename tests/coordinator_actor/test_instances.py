@@ -20,6 +20,7 @@ from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from coordinator_actor.snapshot_lag import SnapshotLagConf
 from spark_bridge.protocol import TaskIdentity
+from tests.patience import PATIENCE
 
 from .test_coordinator import World
 from .test_savepoints import Stream
@@ -455,13 +456,13 @@ def test_looking_does_not_wait_for_a_run_that_is_busy(tmp_path):
     def hold() -> None:
         with run.lock:
             at.set()
-            go.wait(20)
+            go.wait(PATIENCE)
 
     holder, looking = threading.Thread(target=hold), threading.Thread(target=c.expire)
     holder.start()
-    assert at.wait(20)
+    assert at.wait(PATIENCE)
     looking.start()
-    looking.join(5)
+    looking.join(PATIENCE)
     stuck = looking.is_alive()
     go.set()
     holder.join()

@@ -51,6 +51,7 @@ from coordinator_actor.exceptions import (
 from coordinator_actor.job_status import JobStatus
 from coordinator_actor.savepoint_coordinator import SavepointCoordinator
 from tests.coordinator_actor.test_checkpoint_coordinator import World
+from tests.patience import PATIENCE
 
 A, B = ("op", 0), ("op", 1)
 
@@ -331,7 +332,7 @@ def test_to_cancel_the_future_is_to_cancel_the_savepoint(world: World, store: St
     assert coord.acknowledge(ack(B, 1)) is Received.LATE and store.held == {} and nothing_left(coord, world)
     with pytest.raises(CancelledError):
         future.result(0)
-    assert concurrent.futures.wait([future], timeout=10).done == {future}
+    assert concurrent.futures.wait([future], timeout=PATIENCE).done == {future}
     assert coord.stats.failures()[0].reason == "cancelled: cancelled by its requester"
 
 
@@ -341,20 +342,20 @@ def test_once_it_is_being_stored_a_savepoint_cannot_be_cancelled(world: World) -
     class Slow(Store):
         def store(self, completed: CompletedCheckpoint) -> str:
             begun.set()
-            assert go_on.wait(20)
+            assert go_on.wait(PATIENCE)
             return super().store(completed)
 
     coord = savepoints(world, Slow(), [A], timeout=10)
     future = coord.trigger_savepoint()
     with ThreadPoolExecutor(1) as pool:
         last = pool.submit(coord.acknowledge, ack(A, 1))
-        assert begun.wait(10)
+        assert begun.wait(PATIENCE)
         assert not future.cancel() and coord.get_number_of_pending_savepoints() == 1
         world.advance(10)
         coord.shutdown()
         assert not future.done(), "what becomes of it is not known yet"
         go_on.set()
-        assert last.result(10) is Received.COMPLETED
+        assert last.result(PATIENCE) is Received.COMPLETED
     assert future.result(0) == "sp/1" and nothing_left(coord, world)
 
 
@@ -368,7 +369,7 @@ def test_a_future_cancelled_at_the_last_moment_is_not_stored(world: World, store
     future = coord.trigger_savepoint()
     assert coord.acknowledge(ack(A, 1)) is Received.ABORTED
     assert future.cancelled() and store.held == {} and nothing_left(coord, world)
-    assert concurrent.futures.wait([future], timeout=10).done == {future}
+    assert concurrent.futures.wait([future], timeout=PATIENCE).done == {future}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -387,8 +388,8 @@ def test_whatever_happens_at_once_every_future_ends_once(store: Store, seed: int
             calls.append(coord.shutdown)
     with ThreadPoolExecutor(6) as pool:
         for done in [pool.submit(call) for call in calls]:
-            done.result(20)
-    assert concurrent.futures.wait(futures, timeout=20).not_done == set()
+            done.result(PATIENCE)
+    assert concurrent.futures.wait(futures, timeout=PATIENCE).not_done == set()
     for i, future in enumerate(futures, 1):
         stored = f"sp/{i}" in store.held
         assert stored == (not future.cancelled() and future.exception() is None)

@@ -40,6 +40,7 @@ from coordinator_actor.savepoint_format import describe_savepoint, list_savepoin
 from coordinator_actor.savepoint_restore import restore_savepoint
 from spark_bridge.host import Host
 from spark_bridge.protocol import TaskIdentity
+from tests.patience import PATIENCE
 
 from .test_coordinator import SCHEMA, World
 
@@ -191,7 +192,7 @@ class Stream:
         """All hosts, or some, hear of their orders and carry them out."""
         for i in hosts or tuple(self.hosts):
             self.hosts[i].heartbeat()
-            self.hosts[i]._exports._pool.submit(lambda: None).result(20)
+            self.hosts[i]._exports._pool.submit(lambda: None).result(PATIENCE)
 
     def status(self, request: str = "r1") -> SavepointStatus:
         return self.c.savepoint_status(request)
@@ -825,7 +826,7 @@ def run_and_clean(s: Stream, first: int, end: int) -> None:
             for order in s.c.heartbeat_host(host.info.host_id, host.info.incarnation, {"run1": 0}).completed:
                 host.on_completed(order)
             for uploaded in host.do_maintenance():
-                uploaded.result(20)
+                uploaded.result(PATIENCE)
         s.world.now += 2
         s.c.maintain()
 

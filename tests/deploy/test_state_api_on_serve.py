@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.deploy.memory_client import TOKEN
+from tests.patience import PATIENCE
 
 COORDINATOR = "of-state-api"
 
@@ -77,10 +78,10 @@ def coordinator(method: str, *args: object) -> Any:
     return ray.get(getattr(actor, method).remote(*args), timeout=60)
 
 
-def wait_until(holds: Any, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(holds: Any) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s"
         time.sleep(0.1)
 
 
@@ -88,7 +89,7 @@ def wait_until(holds: Any, seconds: float) -> None:
 def test_the_application_on_serve(address: str) -> None:
     token = coordinator("issue_token", "browser")
     with httpx.Client(base_url=f"{address}/state", auth=("", token), timeout=30) as http:
-        wait_until(lambda: http.get("/v1/operators").status_code == 200, 20)
+        wait_until(lambda: http.get("/v1/operators").status_code == 200)
         for path in ("/", "/openapi.json", "/v1/operators", "/nothing"):
             assert http.get(path, auth=("", "wrong")).status_code == 401
             assert http.get(path, auth=None).status_code == 401
@@ -104,7 +105,7 @@ def test_the_application_on_serve(address: str) -> None:
             assert (answer.status_code, answer.json()["error"]) == (404, "UnknownOperatorError")
         assert http.post("/v1/operators/nothing/lookup", content=b"x" * 1001).status_code == 413
         coordinator("revoke_token", "browser")
-        wait_until(lambda: http.get("/v1/operators").status_code == 401, 10)
+        wait_until(lambda: http.get("/v1/operators").status_code == 401)
 
 
 @pytest.mark.ray

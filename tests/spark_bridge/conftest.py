@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from backends import StateStoreConf
 from backends.schema import from_spark_type
+from tests.patience import PATIENCE
 
 # Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times. Cold
 # code takes more stack as well, which a regular expression within Spark 4.2 has once run out of.
@@ -136,7 +137,7 @@ def stop_queries(request: pytest.FixtureRequest) -> Iterator[None]:
             query.stop()
 
 
-def wait_until(what: Callable[[], Any], timeout: float = 60.0, every: float = 0.05) -> Any:
+def wait_until(what: Callable[[], Any], timeout: float = PATIENCE, every: float = 0.05) -> Any:
     """Poll until true; fails naming what it waited for."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -167,7 +168,7 @@ def settle(query: Any) -> None:
     query.processAllAvailable()
     cluster, run_id = current_cluster(), str(query.runId)
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while True:
         run = next(q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id)
         held, described = [], False

@@ -15,8 +15,9 @@ from coordinator_actor.exceptions import LineageError, StaleOwnerError
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.acknowledgements import Acknowledgements
 from spark_bridge.exceptions import HostUnavailableError
+from tests.patience import PATIENCE
 
-WAIT = 10.0
+WAIT = PATIENCE
 """Seconds; only a test that fails waits so long."""
 
 

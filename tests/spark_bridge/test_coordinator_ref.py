@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 from backends import StateStoreId, StateStoreProviderId
 from coordinator_actor import StateStoreCoordinatorRef, reference
 from coordinator_actor.exceptions import CoordinatorStoppedError
+from tests.patience import PATIENCE
 
 needs_spark = pytest.mark.spark
 
@@ -30,13 +31,13 @@ def converse(ref: StateStoreCoordinatorRef, run: str) -> list[Any]:
     """Every message but ``stop``, one by one; the answers."""
     one, two = provider(1, run), provider(2, run)
     answers: list[Any] = [ref.get_location(one), ref.verify_if_instance_active(one, "e1")]
-    answers.append(ref.report_active_instance(one, "hostA", "e1").result(timeout=60))
+    answers.append(ref.report_active_instance(one, "hostA", "e1").result(PATIENCE))
     answers += [ref.get_location(one), ref.verify_if_instance_active(one, "e1")]
-    answers.append(ref.report_active_instance(one, "hostB", "e2").result(timeout=60))
+    answers.append(ref.report_active_instance(one, "hostB", "e2").result(PATIENCE))
     answers += [ref.get_location(one), ref.verify_if_instance_active(one, "e1")]
     # Executor e1 still has the first one, which is active elsewhere by now, and one that nobody knows.
     others = (one, provider(3, run))
-    answers.append(ref.report_active_instance(two, "hostA", "e1", others).result(timeout=60))
+    answers.append(ref.report_active_instance(two, "hostA", "e1", others).result(PATIENCE))
     answers.append(ref.get_locations([two, provider(4, run), one]))
     answers += [ref.deactivate_instances(run), ref.get_location(one), ref.verify_if_instance_active(two, "e1")]
     return answers
@@ -64,7 +65,7 @@ class Recorded:
 
     def __call__(self, method: str, args: dict[str, Any]) -> Any:
         self.sent.append((method, args))
-        assert self.may_answer.wait(60)
+        assert self.may_answer.wait(PATIENCE)
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -79,7 +80,7 @@ def test_a_report_returns_before_it_is_answered() -> None:
     answer = ref_over(transport).report_active_instance(provider(0), "hostA", "e1", (provider(5), provider(6)))
     assert isinstance(answer, Future) and not answer.done()
     transport.may_answer.set()
-    assert answer.result(timeout=60) == [provider(5)]
+    assert answer.result(PATIENCE) == [provider(5)]
     args = {
         "provider_id": provider(0),
         "host": "hostA",
@@ -94,7 +95,7 @@ def test_a_report_that_fails_says_so_to_whoever_waits() -> None:
     transport.may_answer.set()
     answer = ref_over(transport).report_active_instance(provider(0), "hostA", "e1")
     with pytest.raises(CoordinatorStoppedError, match="gone"):
-        answer.result(timeout=60)
+        answer.result(PATIENCE)
 
 
 def test_a_deactivation_does_not_overtake_a_report() -> None:
@@ -106,7 +107,7 @@ def test_a_deactivation_does_not_overtake_a_report() -> None:
         assert not wait([ended], timeout=0.3).done
         assert [method for method, _ in transport.sent] == ["report_active_instance"]
         transport.may_answer.set()
-        ended.result(timeout=60)
+        ended.result(PATIENCE)
     assert [method for method, _ in transport.sent] == ["report_active_instance", "deactivate_instances"]
 
 
@@ -131,7 +132,7 @@ def test_the_other_messages_wait_for_their_answer(
             assert not asked.done()
         assert not asked.done()
         transport.may_answer.set()
-        assert asked.result(timeout=60) is True
+        assert asked.result(PATIENCE) is True
     assert transport.sent == [sent]
 
 
@@ -202,17 +203,17 @@ def test_every_message_from_inside_a_pyspark_task(spark: SparkSession) -> None:
 @needs_spark
 def test_references_made_anywhere_reach_the_same_coordinator(spark: SparkSession) -> None:
     driver, again = StateStoreCoordinatorRef.for_driver(), StateStoreCoordinatorRef.for_driver()
-    driver.report_active_instance(provider(7), "hostA", "e1").result(timeout=30)
+    driver.report_active_instance(provider(7), "hostA", "e1").result(PATIENCE)
 
     @ray.remote(num_cpus=0)
     def in_ray() -> str | None:
         ref = StateStoreCoordinatorRef.for_executor()
-        ref.report_active_instance(provider(9), "hostR", "e7").result(timeout=30)
+        ref.report_active_instance(provider(9), "hostR", "e7").result(PATIENCE)
         return ref.get_location(provider(7))
 
     def in_task(rows: Iterator[Any]) -> Iterator[Any]:
         ref = StateStoreCoordinatorRef.for_executor()
-        ref.report_active_instance(provider(8), "hostT", "e9", (provider(7),)).result(timeout=30)
+        ref.report_active_instance(provider(8), "hostT", "e9", (provider(7),)).result(PATIENCE)
         yield ref.get_location(provider(7)), ref.get_location(provider(9))
 
     assert ray.get(in_ray.remote(), timeout=60) == "executor_hostA_e1"
@@ -235,7 +236,7 @@ def test_a_report_does_not_wait_for_a_coordinator_that_hangs(spark: SparkSession
         assert not answer.done()
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert answer.result(timeout=60) == []
+    assert answer.result(PATIENCE) == []
     assert ref.get_location(provider(0)) == "executor_hostA_e1"
     ref.stop()
 
@@ -265,7 +266,7 @@ def test_a_coordinator_that_is_not_there_says_so(spark: SparkSession, caplog: py
         asked: list[Callable[[], Any]] = [
             lambda r=stopped: r.get_location(provider(0)),
             lambda r=stopped: r.verify_if_instance_active(provider(0), "e1"),
-            lambda r=stopped: r.report_active_instance(provider(0), "hostA", "e1").result(timeout=60),
+            lambda r=stopped: r.report_active_instance(provider(0), "hostA", "e1").result(PATIENCE),
             lambda r=stopped: r.deactivate_instances("run-ref"),
             lambda r=stopped: r.stop(),
         ]

@@ -30,6 +30,7 @@ from spark_bridge.demo.events import (
 )
 from spark_bridge.demo.flights import file_name
 from spark_bridge.demo.processes import Children
+from tests.patience import PATIENCE
 
 CHILD = """
 import subprocess, sys, time
@@ -67,7 +68,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.02)
@@ -77,14 +78,14 @@ def test_closing_ends_children_and_whatever_they_started(child_module: str, tmp_
     log_path = tmp_path / "log"
     children = Children(log_path, {"DEMO_EXTRA": "1"})
     children.start("child", child_module, Options)
-    event = children.messages.get(timeout=60)
+    event = children.messages.get(timeout=PATIENCE)
     assert isinstance(event, Progress)
     # It says itself what it was given: /proc shows an empty environment for a moment after exec.
     grandchild, extra = event.text.split()
     assert extra == "1"
     children.close()
     wait_until_gone(int(grandchild))
-    name, code = children.messages.get(timeout=30)
+    name, code = children.messages.get(timeout=PATIENCE)
     assert name == "child"
     assert code == 128 + 15  # it ended by itself, through SystemExit
     children.close()

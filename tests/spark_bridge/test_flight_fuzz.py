@@ -37,6 +37,7 @@ from spark_bridge.protocol import (
     ScanCommand,
 )
 from tests.coordinator_actor.test_coordinator import World
+from tests.patience import PATIENCE
 from tests.spark_bridge.test_host import make_host, plan_spark, reg, run_task, task
 
 TOKEN = "right-token"
@@ -408,7 +409,7 @@ def test_nonsense_takes_no_memory(served):
 
 
 def eventually_no_more_than(served: Served, before: tuple[int, int, int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while True:
         threads, files, scans = served.figures()
         if threads <= before[0] + 1 and files <= before[1] + 4 and scans == 0:

@@ -28,6 +28,7 @@ from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import Host
 from spark_bridge.protocol import TaskIdentity
 from tests.coordinator_actor.test_coordinator import SCHEMA, World
+from tests.patience import PATIENCE
 
 
 class Port:
@@ -511,7 +512,7 @@ def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
     def slow(path):
         if path.startswith("manifests/"):
             at.set()
-            go.wait(20)
+            go.wait(PATIENCE)
 
     w.put_hook = slow
     t = threading.Thread(target=lambda: run_task([h], 1, 1))
@@ -519,7 +520,7 @@ def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
     at.wait()
     beat = threading.Thread(target=h.heartbeat)
     beat.start()
-    beat.join(2)
+    beat.join(20)
     stuck = beat.is_alive()
     go.set()
     t.join()
@@ -543,7 +544,7 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
     def slow(path):
         if path.startswith("manifests/"):
             at.set()
-            go.wait(20)
+            go.wait(PATIENCE)
 
     w.put_hook = slow
     t = threading.Thread(target=lambda: run_task([h], 1, 1))
@@ -654,7 +655,7 @@ def two_queries(tmp_path):
     def storage(loc, o):
         if "/ck2" not in loc:
             at.set()
-            go.wait(20)
+            go.wait(PATIENCE)
         return orig(loc, o)
 
     c2._open_storage = storage

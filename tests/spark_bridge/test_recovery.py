@@ -23,6 +23,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient
 from spark_bridge.session import current_cluster
+from tests.patience import PATIENCE
 
 from .conftest import Stream, settle, wait_until
 from .test_savepoint import SCHEMA, Flow, MapInArrow, Sink, progressed, start
@@ -271,18 +272,18 @@ class Driver:
             assert self.process.poll() is None, self._log.read_text()[-3000:]
             return self._ready.exists()
 
-        wait_until(ready, timeout=120)
+        wait_until(ready)
         said = json.loads(self._ready.read_text())
         return QueryableStateClient.connect(address=said["address"], token=said["token"])
 
     def wait_for_death(self) -> None:
         """Wait until its sink has killed it."""
-        assert self.process.wait(timeout=120) == -signal.SIGKILL, self._log.read_text()[-3000:]
+        assert self.process.wait(PATIENCE) == -signal.SIGKILL, self._log.read_text()[-3000:]
 
     def end(self) -> None:
         """Have it stop its query and its session."""
         self._end.touch()
-        assert self.process.wait(timeout=60) == 0, self._log.read_text()[-3000:]
+        assert self.process.wait(PATIENCE) == 0, self._log.read_text()[-3000:]
 
     def kill(self) -> None:
         """It is gone from one moment to the next, Spark included."""

@@ -41,6 +41,7 @@ from spark_bridge import (
 )
 from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
+from tests.patience import PATIENCE
 
 from .conftest import Stream, remove_checkpoint, settle, wait_until
 
@@ -290,9 +291,9 @@ def test_a_savepoint_while_batches_go_on(flow: Flow, client: QueryableStateClien
     progressed(query, 1)
     first = trigger_savepoint(query, str(tmp_path / "sp"))
     second = trigger_savepoint("flow", str(tmp_path / "sp"))
-    paths = [first.result(timeout=60), second.result(timeout=60)]
+    paths = [first.result(PATIENCE), second.result(PATIENCE)]
     settle(query)
-    third = trigger_savepoint(str(query.id), str(tmp_path / "sp")).result(timeout=60)
+    third = trigger_savepoint(str(query.id), str(tmp_path / "sp")).result(PATIENCE)
     assert sink.seen == list(range(7))
     flow.check(client, query)
 
@@ -357,7 +358,7 @@ def saved(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Save
     with setting(spark, "spark.sql.streaming.minBatchesToRetain", "1"):
         query = start(flow.frame(4, 2), flow.stream.checkpoint, Sink())
         settle(query)
-        path = trigger_savepoint(query, str(root / "savepoints")).result(timeout=60)
+        path = trigger_savepoint(query, str(root / "savepoints")).result(PATIENCE)
         flow.add(3)
         settle(query)
         query.stop()
@@ -480,8 +481,8 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
     query = start(flow.frame(), flow.stream.checkpoint, sink)
     progressed(query, 1)
     with ThreadPoolExecutor(1) as another_thread:
-        future = another_thread.submit(trigger_savepoint, query, str(tmp_path / "sp"), stop=True).result(timeout=60)
-    path = future.result(timeout=60)
+        future = another_thread.submit(trigger_savepoint, query, str(tmp_path / "sp"), stop=True).result(PATIENCE)
+    path = future.result(PATIENCE)
     assert not query.isActive
     # Spark cancels the held batch's job before it interrupts its thread: a sink in Python may see that first, and raise.
     error = query.exception()
@@ -499,13 +500,13 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
 def test_a_savepoint_of_a_query_that_does_not_run(flow: Flow, tmp_path: Path) -> None:
     """Whether that is said at once or by the future."""
     with pytest.raises(Exception, match="nobody"):
-        trigger_savepoint("nobody", str(tmp_path / "sp")).result(timeout=60)
+        trigger_savepoint("nobody", str(tmp_path / "sp")).result(PATIENCE)
     flow.add()
     query = start(flow.frame(2, 1), flow.stream.checkpoint, Sink())
     settle(query)
     query.stop()
     with pytest.raises(Exception, match=f"{query.id}|{query.runId}"):
-        trigger_savepoint(query, str(tmp_path / "sp")).result(timeout=60)
+        trigger_savepoint(query, str(tmp_path / "sp")).result(PATIENCE)
     assert not list((tmp_path / "sp").rglob("*.parquet"))
 
 
@@ -552,5 +553,5 @@ def test_a_savepoint_while_processes_die(
     else:
         assert len(str(error)) > 20, f"{error!r} gives no reason"
         assert list_savepoints(str(tmp_path / "sp")) == []
-    again = trigger_savepoint(query, str(tmp_path / "again")).result(timeout=60)
+    again = trigger_savepoint(query, str(tmp_path / "again")).result(PATIENCE)
     assert check_savepoint(flow, again) == 5

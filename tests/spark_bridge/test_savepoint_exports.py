@@ -24,9 +24,10 @@ from coordinator_actor import savepoint_export
 from coordinator_actor.messages import HostInfo, OperatorSpec, QueryRegistration, SavepointExported, SavepointOrder
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.savepoint_exports import SHARE_OF_A_CORE, SavepointExports
+from tests.patience import PATIENCE
 
 G, N = 16, 2
-WAIT = 20.0
+WAIT = PATIENCE
 """Seconds; only a test that fails waits so long."""
 SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())]))
 

@@ -41,6 +41,7 @@ from spark_bridge.queryable.wire import (
     decode_reply,
     frame,
 )
+from tests.patience import PATIENCE
 
 TOKEN = "right-token"
 ROWS = pa.schema([pa.field("k", pa.int64()), pa.field("v", pa.string())])
@@ -163,7 +164,7 @@ class RawClient:
 
     def __init__(self, address: str, *, token: str | None = TOKEN, tls: ssl.SSLContext | None = None) -> None:
         ip, port = address.rsplit(":", 1)
-        self.socket = socket.create_connection((ip, int(port)), timeout=20)
+        self.socket = socket.create_connection((ip, int(port)), timeout=PATIENCE)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_hostname=ip)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -241,7 +242,7 @@ def serving(reads: Any = None, tls: ssl.SSLContext | None = None, **limits: Any)
         server.shutdown()
 
 
-def eventually(condition: Any, seconds: float = 5.0) -> None:
+def eventually(condition: Any, seconds: float = PATIENCE) -> None:
     """Wait until it holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -23,6 +23,7 @@ from spark_bridge.queryable.access import ClusterTokens
 from spark_bridge.queryable.connections import KvConnection
 from spark_bridge.queryable.server import KvStateServer
 from spark_bridge.queryable.wire import Lookup, Values, pack_one
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
 
 SECRET = "5ec4e7" * 8
@@ -64,7 +65,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def looked_up(connection: KvConnection) -> Any:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     connection.send(Lookup("run", "totals"), pack_one(b"k1"), deadline)
     return connection.receive(deadline)[0]
 
@@ -141,7 +142,7 @@ def test_a_revocation_ends_connections_that_are_open(cluster: Cluster) -> None:
     assert isinstance(looked_up(connection), Values)
     cluster.tokens.revoke("dashboard")
     cluster.host.heartbeat()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while isinstance(answer := looked_up(connection), Values):
         assert time.monotonic() < deadline
         time.sleep(0.05)

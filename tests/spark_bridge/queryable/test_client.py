@@ -45,6 +45,7 @@ from spark_bridge.queryable.limits import RequestLimits
 from spark_bridge.queryable.router import StateRouter
 from spark_bridge.session_windows import SessionLogic, session_schema
 from tests.coordinator_actor.test_coordinator import World
+from tests.patience import PATIENCE
 from tests.spark_bridge.operator_runs import TS, WINDOW
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
 from tests.spark_bridge.state_flows import Flow, G, HostAccess, Query
@@ -433,7 +434,7 @@ def test_locations_are_refreshed_behind_the_back_of_lookups(
     first = client.known(("totals", None), time.monotonic() + 5)
     monkeypatch.setattr("spark_bridge.queryable.locations.REFRESH_SECONDS", 0.01)
     monkeypatch.setattr("spark_bridge.queryable.client.REFRESH_SECONDS", 0.01)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while client.known(("totals", None), time.monotonic() + 5).location is first.location:
         assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
         assert time.monotonic() < deadline

@@ -57,6 +57,7 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import MemoryReads, OneToken, eventually
 from tests.spark_bridge.queryable.test_router import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
@@ -68,7 +69,7 @@ Q = "q"
 
 @pytest.fixture
 def connections() -> Iterator[KvConnections]:
-    with KvConnections(TOKEN, timeout=5.0) as made:
+    with KvConnections(TOKEN, timeout=PATIENCE) as made:
         yield made
 
 
@@ -90,7 +91,7 @@ def look_up(
     return reply.version, set(numbers(unpack_bytes(body)))
 
 
-def patiently(call: Callable[[], Any], seconds: float = 15.0) -> Any:
+def patiently(call: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     """As a client asks who has had answers."""
     return retrying(call, Attempts("A test", soon(seconds), had_answer=True))
 
@@ -177,7 +178,7 @@ def test_oracles_may_change_under_busy_threads(cluster: Cluster, connections: Kv
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not failures, failures
 
 
@@ -225,7 +226,7 @@ def test_all_proxies_agree_while_versions_advance(cluster: Cluster, connections:
     finally:
         done.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
     assert not failures, failures
 
 
@@ -299,7 +300,7 @@ def test_a_host_that_comes_again_at_another_port_is_found(cluster: Cluster, conn
     mine = owned_by(cluster, 0) + owned_by(cluster, 1)
     started = time.monotonic()
     assert look_up(connections, cluster, 0, mine) == (1, {1}), "the others are served meanwhile"
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
     before = cluster.hosts[2].address
     cluster.replace_host(2)
     assert cluster.hosts[2].address != before

@@ -45,6 +45,7 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
 
 LOOKUP = Lookup("run", "totals")
@@ -53,7 +54,7 @@ SCAN = Scan("run", "totals")
 
 @pytest.fixture
 def connections() -> Iterator[KvConnections]:
-    with KvConnections(TOKEN, timeout=5.0) as made:
+    with KvConnections(TOKEN, timeout=PATIENCE) as made:
         yield made
 
 
@@ -90,11 +91,11 @@ def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
     finally:
         listener.close()
-        thread.join(5)
+        thread.join(PATIENCE)
 
 
 def hear(peer: socket.socket) -> bytes:
-    peer.settimeout(5)
+    peer.settimeout(PATIENCE)
     length, _ = PREFIX.unpack(peer.recv(PREFIX.size, socket.MSG_WAITALL))
     return peer.recv(length, socket.MSG_WAITALL)
 
@@ -216,7 +217,7 @@ def test_what_makes_no_sense_closes_the_connection(connections: KvConnections, n
     def talk(peer: socket.socket) -> None:
         hear(peer)
         peer.sendall(nonsense)
-        peer.settimeout(5)
+        peer.settimeout(PATIENCE)
         assert peer.recv(1) == b"", "the client hangs up"
 
     with scripted(talk) as address:
@@ -229,13 +230,13 @@ def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(conne
     with serving() as (server, reads):
         address = server.server_address
         get(connections, address, b"k1")
-        reads.pause = 0.5
+        reads.pause = 2.0
         started = time.monotonic()
         with pytest.raises(HostUnavailableError, match="in time"):
             get(connections, address, b"k1", soon(0.1))
-        assert 0.09 < time.monotonic() - started < 0.4
+        assert 0.09 < time.monotonic() - started < 1.9
         reads.pause = 0.0
-        assert get(connections, address, b"k2", soon(3)) == b"v2", "not the late answer to the first question"
+        assert get(connections, address, b"k2", soon(PATIENCE)) == b"v2", "not the late answer to the first question"
         with pytest.raises(HostUnavailableError, match="no time left"):
             get(connections, address, b"k1", soon(-1))
 
@@ -343,7 +344,7 @@ def test_many_threads_share_a_bounded_number_of_connections(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
         assert not failures
         assert 1 <= server.num_connections <= 4
         held = [connections.begin(server.server_address, LOOKUP, pack_one(b"k")) for _ in range(4)]

@@ -26,6 +26,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable import host_reads, scans, version_copies
 from spark_bridge.queryable.wire import At, Comparison, Lookup, Scan
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 
 KEYS = range(40)
@@ -147,7 +148,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
     go_on = threading.Event()
 
     def silent(*args: str) -> Any:
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
         return w.c.completed(*args)
 
     w.port.completed = silent
@@ -164,7 +165,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
         w.complete(tell=False)
     finally:
         go_on.set()
-        first.join(30)
+        first.join(PATIENCE)
     assert w.lookup([1], At("completed", 2)) == (2, [2])
 
 
@@ -231,18 +232,18 @@ def test_reads_wait_for_no_commit_and_no_commit_for_them(make):
     def slow(path: str) -> None:
         if path.endswith(".changelog"):
             reading.set()
-            release.wait(10)
+            release.wait(PATIENCE)
 
     w.complete()
     w.world.put_hook = slow
     writer = threading.Thread(target=lambda: w.write(filled(3)))
     writer.start()
-    assert reading.wait(10)
+    assert reading.wait(PATIENCE)
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
     assert w.scan() == (2, filled(2))
     answer = w.reads[0].scan(Scan(w.run, "op"))
     release.set()
-    writer.join(10)
+    writer.join(PATIENCE)
     assert not writer.is_alive(), "a scan that nobody goes on with holds up nobody"
     w.world.put_hook = None
     w.complete()
@@ -411,14 +412,22 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
         w.batch(filled(value))
     copies = w.reads[0]._views._copies
     loaded: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
     fill = copies._fill
-    monkeypatch.setattr(copies, "_fill", lambda *a: (loaded.append(a[-1]), time.sleep(0.05), fill(*a)))
+
+    def filled_late(*args: Any) -> Any:
+        loaded.append(args[-1])
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return fill(*args)
+
+    monkeypatch.setattr(copies, "_fill", filled_late)
     threads = [threading.Thread(target=lambda: w.lookup(KEYS, exactly(2))) for _ in range(6)]
     for thread in threads:
         thread.start()
-    begun = time.monotonic()
-    assert w.lookup(KEYS) == (9, [9] * len(KEYS))
-    assert time.monotonic() - begun < 1
+    assert begun.wait(PATIENCE)
+    assert w.lookup(KEYS) == (9, [9] * len(KEYS)), "the latest is there meanwhile"
+    go_on.set()
     for thread in threads:
         thread.join()
     assert loaded == [2, 2], "each partition once"
@@ -648,7 +657,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make):
     waiter = threading.Thread(target=lambda: found.append(read.await_completed(w.run, 1, 10.0)))
     waiter.start()
     w.complete()
-    waiter.join(5)
+    waiter.join(PATIENCE)
     assert found == [2]
 
 
@@ -692,7 +701,7 @@ def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkey
     assert 1 <= len(asked) <= 2 + (time.monotonic() - begun) / 0.1
     w.c.deactivate_instances(w.run)
     for waiter in waiters:
-        waiter.join(10)
+        waiter.join(PATIENCE)
     assert ends == [RetiredRunError] * 10
     assert time.monotonic() - begun < 15
 

@@ -10,6 +10,7 @@ import pytest
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.limits import Crowd, RequestLimits, Turns
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import eventually
 
 
@@ -116,7 +117,7 @@ def test_one_after_the_other_until_patience_ends():
             with counting:
                 inside += 1
                 most.append(inside)
-            may_end.wait(10)
+            may_end.wait(PATIENCE)
             with counting:
                 inside -= 1
 
@@ -149,7 +150,7 @@ def test_one_who_stays_keeps_only_one_other_waiting():
 
     def stay() -> None:
         with crowd:
-            may_end.wait(10)
+            may_end.wait(PATIENCE)
 
     thread = threading.Thread(target=stay)
     thread.start()

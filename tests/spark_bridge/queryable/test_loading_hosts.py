@@ -18,6 +18,7 @@ from spark_bridge.queryable import background_loads
 from spark_bridge.queryable.background_loads import BackgroundLoads
 from spark_bridge.queryable.key_windows import KeyWindowIndex
 from spark_bridge.queryable.wire import At, Lookup, Scan
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.host_world import HostWorld, partitions_of, stored
 
 KEYS = range(40)
@@ -42,11 +43,11 @@ def running(work: Callable[[], object], over: threading.Event) -> Iterator[threa
         yield thread
     finally:
         over.set()
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
-def in_time(ask: Callable[[], Any], seconds: float = 3.0) -> Any:
+def in_time(ask: Callable[[], Any], seconds: float = PATIENCE / 2) -> Any:
     """What is answered or raised, without waiting for ever."""
     answers: list[Any] = []
 
@@ -67,9 +68,9 @@ def in_time(ask: Callable[[], Any], seconds: float = 3.0) -> Any:
 def loading_anew(state: Any) -> Iterator[None]:
     """Another version is being loaded into a partition, from storage that hangs."""
     begun, over = threading.Event(), threading.Event()
-    state._load = lambda lineage: (begun.set(), over.wait(20))
+    state._load = lambda lineage: (begun.set(), over.wait(PATIENCE))
     with running(lambda: state.load(Lineage(99)), over):
-        assert begun.wait(5)
+        assert begun.wait(PATIENCE)
         yield
 
 
@@ -120,7 +121,7 @@ def test_describing_a_host_that_loads_keeps_nobody_waiting(world: HostWorld) -> 
         assert thread.is_alive(), "it waits for the size of the partition"
         assert in_time(host.report) is not None
         assert in_time(host.heartbeat) is None
-    thread.join(5)
+    thread.join(PATIENCE)
     assert [i["version"] for i in described[0]["instances"]] == [6, 6]
     unloading = world.instance(0)
     unloading.state.close()
@@ -130,7 +131,7 @@ def test_describing_a_host_that_loads_keeps_nobody_waiting(world: HostWorld) -> 
 def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     copies = world.reads[0]._views._copies
     over, fill, filled = threading.Event(), copies._fill, list[Any]()
-    copies._fill = lambda *a: (over.wait(20), filled.append(a[-2:]), fill(*a))
+    copies._fill = lambda *a: (over.wait(PATIENCE), filled.append(a[-2:]), fill(*a))
     lookup = Lookup(world.run, "op", At("version", 1))
     copies._wait = 0.1
     for _ in range(2):
@@ -145,7 +146,7 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     assert isinstance(in_time(lambda: world.lookup(OF[0], At("version", 2))), HostUnavailableError)
     copies.drop(world.run)
     over.set()
-    until = time.monotonic() + 5
+    until = time.monotonic() + PATIENCE
     while any(world.hosts[0].scratch.glob("*")) and time.monotonic() < until:
         time.sleep(0.01)
     assert not any(world.hosts[0].scratch.glob("*")), "what was loaded for nobody is removed"
@@ -164,7 +165,7 @@ def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.Monk
 
     def load() -> int:
         calls.append(1)
-        over.wait(20)
+        over.wait(PATIENCE)
         if len(calls) == 2:
             raise ValueError("broken")
         return 7
@@ -174,7 +175,7 @@ def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.Monk
     for thread in threads:
         thread.start()
     # Each has taken its place and waits for the same load: one that had only taken its place might begin another.
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while len(waiting) < len(threads):
         time.sleep(0.001)
         assert time.monotonic() < deadline

@@ -43,6 +43,7 @@ from spark_bridge.queryable.router import StateRouter
 from spark_bridge.queryable.routing_table import RoutingTable, is_stable
 from spark_bridge.queryable.server import KvStateServer
 from spark_bridge.queryable.wire import At, KeyRows, Lookup, Scan
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, eventually
 from tests.spark_bridge.queryable.relays import Relay
@@ -68,7 +69,7 @@ def numbers(values: pa.BinaryArray) -> list[int | None]:
 
 @pytest.fixture
 def connections() -> Iterator[KvConnections]:
-    with KvConnections(TOKEN, timeout=5.0) as made:
+    with KvConnections(TOKEN, timeout=PATIENCE) as made:
         yield made
 
 
@@ -185,7 +186,7 @@ def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
 ) -> None:
     monkeypatch.setattr(router_module, "ANSWER_SECONDS", 0.05)
     hanging = MemoryReads()
-    hanging.pause = 0.5
+    hanging.pause = 2.0
     memory = Memory([hanging])
     router = StateRouter(connections)
     started = time.monotonic()
@@ -194,7 +195,7 @@ def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
             router.lookup_one(memory.location, FAMILY, stored([1])[0].as_py(), COMPLETED, soon())
         with pytest.raises(HostUnavailableError, match="in time"):
             router.lookup(memory.location, FAMILY, stored([1, 2]), COMPLETED, soon())
-        assert time.monotonic() - started < 0.4
+        assert time.monotonic() - started < 1.9
     finally:
         memory.close()
 
@@ -636,7 +637,7 @@ def test_threads_see_one_version_and_never_an_older_one(connections: KvConnectio
         for thread in (*threads, clock):
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
     finally:
         stop.set()
         clock.join()

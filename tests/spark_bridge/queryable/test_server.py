@@ -45,6 +45,7 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
     ROWS,
     SECRET,
@@ -334,12 +335,12 @@ def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
     def wrap_slowly(*args, **kwargs):
         wrapped = wrap(*args, **kwargs)
         is_wrapped.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(PATIENCE)
         return wrapped
 
     monkeypatch.setattr(context, "wrap_socket", wrap_slowly)
     with serving(MemoryReads(), tls=context) as (server, _), RawClient(server.server_address, token=None):
-        assert is_wrapped.wait(10)
+        assert is_wrapped.wait(PATIENCE)
         began = time.monotonic()
         stopping = threading.Thread(target=server.shutdown)
         stopping.start()
@@ -467,7 +468,7 @@ def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
         with client_of(server) as other:
             failed_with(other.ask(Count(SCAN))[0], "TooManyRequestsError")
             assert other.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
-            eventually(lambda: reads.open_iterators == 0, 2)
+            eventually(lambda: reads.open_iterators == 0)
             assert other.ask(Count(SCAN))[0] == Counted(7, 500_000)
         eventually(lambda: server.num_connections == 0)
 

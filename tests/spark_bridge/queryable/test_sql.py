@@ -27,6 +27,7 @@ from spark_bridge.queryable.pushdown import Pushed, as_json, push
 from spark_bridge.queryable.sql import running_states, sql
 from spark_bridge.queryable.sql_tables import RunningState, UnclearNameError, names_in, resolve
 from spark_bridge.queryable.wire import Comparison
+from tests.patience import PATIENCE
 
 UTC = datetime.timezone.utc
 
@@ -672,7 +673,7 @@ def test_statements_do_not_see_each_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert found == [[[(n,)]] * 5 for n in range(8)]
 
 

@@ -30,6 +30,7 @@ from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.queryable.wire import Describe
 from spark_bridge.task_client import Endpoints, TaskStore
 from tests.coordinator_actor.test_coordinator import World
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
 from tests.spark_bridge.test_host import make_host, reg, task
 
@@ -90,7 +91,7 @@ def flight_server(tls: TlsConf | None, root: Path) -> Iterator[str]:
 
 
 def ask_query(address: str, tls: TlsConf | None, token: str = SECRET) -> Any:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     connection = KvConnection(address, token, None if tls is None else tls.client_context(), deadline)
     connection.send(Describe(), b"", deadline)
     answer, _ = connection.receive(deadline)

@@ -22,6 +22,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable import watch as watching
 from spark_bridge.queryable.watch import StateChange
+from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.state_flows import Flow
 
@@ -180,7 +181,7 @@ def test_none_is_skipped_and_none_comes_twice_while_everything_dies(
         time.sleep(rng.random() * 0.05)
     while 12 not in model(history):
         batch()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     expected = model(history)
     assert got == {version: expected[version] for version in expected if version <= max(got)}
