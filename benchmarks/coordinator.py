@@ -33,6 +33,7 @@ from typing import Any, Protocol
 
 import psutil
 import pyarrow as pa
+from ray_cluster import own_ray
 from rich.console import Console
 from rich.table import Table
 
@@ -111,17 +112,21 @@ class InProcess:
 class InActor:
     """A named actor in the Ray cluster that this process has joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespace: str) -> None:
         import ray
 
         from coordinator_actor.actor import get_or_create_coordinator
 
-        self._get = ray.get
-        self._actor = get_or_create_coordinator("benchmark")
+        self._get, self._kill = ray.get, ray.kill
+        self._actor = get_or_create_coordinator(namespace)
         self._process = psutil.Process(self.call("describe")["pid"])
 
     def call(self, method: str, *args: Any) -> Any:
         return self._get(getattr(self._actor, method).remote(*args))
+
+    def end(self) -> None:
+        """Nobody needs it any more."""
+        self._kill(self._actor)
 
     def tick(self) -> None:
         """The actor does it by itself."""
@@ -140,25 +145,18 @@ def linked(in_actor: bool) -> Iterator[Link]:
     if not in_actor:
         yield InProcess()
         return
-    import ray
+    with own_ray(1), actor("benchmark") as link:
+        yield link
 
-    # A short path: Ray's sockets live below it.
-    ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
+
+@contextmanager
+def actor(namespace: str) -> Iterator[InActor]:
+    """A coordinator in the Ray cluster that this process has joined; it is gone afterwards."""
+    link = InActor(namespace)
     try:
-        ray.init(
-            address="local",
-            num_cpus=1,
-            namespace="benchmark",
-            log_to_driver=False,
-            logging_level="WARNING",
-            include_dashboard=False,
-            object_store_memory=100 * MIB,
-            _temp_dir=ray_dir,
-        )
-        yield InActor()
+        yield link
     finally:
-        ray.shutdown()
-        shutil.rmtree(ray_dir, ignore_errors=True)
+        link.end()
 
 
 @dataclass

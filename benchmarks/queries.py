@@ -137,10 +137,11 @@ def running_redis(keys: int) -> Iterator[int]:
         server.wait()
 
 
-def begun_clients(
+@contextmanager
+def clients(
     contestant: str, work: str, address: str, count: int, seconds: float, keys: int, pace: float | None = None
-) -> list[subprocess.Popen[str]]:
-    """So many client processes that have begun at once, when all of them were warm."""
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """So many client processes, warm, which take turns of so many seconds."""
     script = str(Path(__file__).with_name("query_clients.py"))
     extra = [] if pace is None else [str(pace)]
     processes = [
@@ -152,25 +153,36 @@ def begun_clients(
         )
         for seed in range(count)
     ]
-    for process in processes:
-        assert process.stdout is not None
-        process.stdout.readline()  # "ready", or nothing if it has failed
+    try:
+        for process in processes:
+            heard(process)  # "ready"
+        yield processes
+    finally:
+        for process in processes:
+            with suppress(BrokenPipeError):
+                process.communicate()  # no further line ends it
+
+
+def heard(client: subprocess.Popen[str]) -> str:
+    """The next line that it says. Raises ``RuntimeError`` if it has ended instead."""
+    assert client.stdout is not None
+    if line := client.stdout.readline():
+        return line
+    raise RuntimeError(f"A client ended with status {client.wait()}; see above. It was {client.args!r}.")
+
+
+def begin(processes: list[subprocess.Popen[str]]) -> None:
+    """Let all of them take a turn at once."""
     for process in processes:
         assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.write("begin\n")
-            process.stdin.flush()
-    return processes
+        process.stdin.write("begin\n")
+        process.stdin.flush()
 
 
-def clients(contestant: str, work: str, address: str, count: int, seconds: float, keys: int) -> Figures:
-    """So many client processes at once; keys a second of all, and latencies of the median and of the slowest client."""
-    found = []
-    for process in begun_clients(contestant, work, address, count, seconds, keys):
-        output, _ = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"A client of {contestant} failed; see above.")
-        found.append(json.loads(output))
+def turn(processes: list[subprocess.Popen[str]]) -> Figures:
+    """A turn of all at once: keys a second of all, and latencies of the median and of the slowest client."""
+    begin(processes)
+    found = [json.loads(heard(process)) for process in processes]
     return {
         "keys_per_second": sum(f["keys_per_second"] for f in found),
         "p50_ms": statistics.median(f["p50_ms"] for f in found),
@@ -234,9 +246,14 @@ def lookups(arguments: argparse.Namespace) -> None:
         for work in arguments.work:
             for count in arguments.clients:
                 turns: dict[str, list[Figures]] = {"ours": [], "redis": []}
-                for _ in range(arguments.rounds):
-                    for contestant, place in places.items():
-                        turns[contestant].append(clients(contestant, work, place, count, arguments.seconds, keys))
+                with ExitStack() as stack:
+                    begun = {
+                        name: stack.enter_context(clients(name, work, place, count, arguments.seconds, keys))
+                        for name, place in places.items()
+                    }
+                    for _ in range(arguments.rounds):
+                        for contestant, processes in begun.items():
+                            turns[contestant].append(turn(processes))
                 table.add_row(work, str(count), *compared(turns["ours"], turns["redis"]))
                 console.log(f"{work} with {count}: " + ", ".join(compared(turns["ours"], turns["redis"])))
         console.print(table)
@@ -286,9 +303,10 @@ def beside_stream(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.rounds):
             alone += batches(arguments.batches)
             expected = statistics.median(alone) * arguments.batches
-            (reader,) = begun_clients("ours", "single", address, 1, expected, keys, arguments.pace)
-            beside += batches(arguments.batches)
-            latencies.append(json.loads(reader.communicate()[0]))
+            with clients("ours", "single", address, 1, expected, keys, arguments.pace) as readers:
+                begin(readers)
+                beside += batches(arguments.batches)
+                latencies.append(json.loads(heard(readers[0])))
         without, with_them = statistics.median(alone), statistics.median(beside)
         console.print(
             f"A batch of {rows:,} keys: {without:.2f} s alone, {with_them:.2f} s beside {arguments.pace:.0f} lookups/s "

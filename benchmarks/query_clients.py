@@ -1,12 +1,12 @@
-"""One client process of ``queries.py``: reads at one contestant for some seconds, and prints what it has measured as JSON.
+"""One client process of ``queries.py``: reads at one contestant for some seconds a turn, and prints what it has measured as JSON.
 
     python benchmarks/query_clients.py CONTESTANT WORK ADDRESS SECONDS KEYS SEED [PER_SECOND]
 
 CONTESTANT is "ours" or "redis", WORK "single", "async" or "batched". ADDRESS is a host's query address, or Redis' port; our token
 is in STATESTORE_TOKEN. With PER_SECOND a client of single lookups asks so many a second instead of as many as it can.
 
-Once it is warm it says "ready" and waits for a line: clients that are to run at once begin at once, and none measures while another one still
-starts.
+Once it is warm it says "ready", and takes a turn for each line that it is given: clients that are to run at once begin at once, and none
+measures while another one still starts.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ def report(latencies: list[float], seconds: float, keys_each: int, cpu: float) -
     }
 
 
-def await_start() -> None:
-    """Say that this client is ready, and wait for the others."""
-    print("ready", flush=True)
-    sys.stdin.readline()
+def say(line: str) -> None:
+    """To the process that has started this one."""
+    print(line, flush=True)
 
 
-def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_second: float | None = None) -> Report:
-    """Call for some seconds, after a short time that does not count."""
+def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_second: float | None = None) -> None:
+    """Turns of some seconds of calls, behind a short time that does not count."""
     end = time.perf_counter() + WARM_UP
     while time.perf_counter() < end:
         call()
-    await_start()
-    latencies: list[float] = []
-    cpu, began = time.process_time(), time.perf_counter()
-    now = began
-    while now < began + seconds:
-        if per_second is not None:
-            time.sleep(max(0.0, began + len(latencies) / per_second - time.perf_counter()))
-        before = time.perf_counter()
-        call()
-        now = time.perf_counter()
-        latencies.append(now - before)
-    return report(latencies, now - began, keys_each, time.process_time() - cpu)
+    say("ready")
+    for _ in sys.stdin:
+        latencies: list[float] = []
+        cpu, began = time.process_time(), time.perf_counter()
+        now = began
+        while now < began + seconds:
+            if per_second is not None:
+                time.sleep(max(0.0, began + len(latencies) / per_second - time.perf_counter()))
+            before = time.perf_counter()
+            call()
+            now = time.perf_counter()
+            latencies.append(now - before)
+        say(json.dumps(report(latencies, now - began, keys_each, time.process_time() - cpu)))
 
 
-async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float, keys: int) -> Report:
+async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float, keys: int) -> None:
     """The same with so many calls in flight at once."""
 
     async def run(seconds: float) -> list[float]:
@@ -87,31 +87,34 @@ async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float,
         return latencies
 
     await run(WARM_UP)
-    await_start()
-    cpu, began = time.process_time(), time.perf_counter()
-    latencies = await run(seconds)
-    return report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)
+    say("ready")
+    while await asyncio.to_thread(sys.stdin.readline):
+        cpu, began = time.process_time(), time.perf_counter()
+        latencies = await run(seconds)
+        say(json.dumps(report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)))
 
 
-def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> Report:
+def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> None:
     """Reads of the state store."""
     from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
 
     if work == "async":
 
-        async def run() -> Report:
+        async def run() -> None:
             async with await AsyncQueryableStateClient.connect(address=address, direct=True) as client:
-                return await repeat_async(lambda user: client.get(OPERATOR, user), seconds, keys)
+                await repeat_async(lambda user: client.get(OPERATOR, user), seconds, keys)
 
-        return asyncio.run(run())
+        asyncio.run(run())
+        return
     with QueryableStateClient.connect(address=address, direct=True) as client:
         if work == "single":
-            return repeat(lambda: client.get(OPERATOR, rng.randrange(keys)), seconds, 1, per_second)
-        numbers = np.random.default_rng(rng.randrange(1 << 30))
-        return repeat(lambda: client.get_many(OPERATOR, numbers.integers(0, keys, BATCH)), seconds, BATCH)
+            repeat(lambda: client.get(OPERATOR, rng.randrange(keys)), seconds, 1, per_second)
+        else:
+            numbers = np.random.default_rng(rng.randrange(1 << 30))
+            repeat(lambda: client.get_many(OPERATOR, numbers.integers(0, keys, BATCH)), seconds, BATCH)
 
 
-def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -> Report:
+def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -> None:
     """The same of Redis, by redis-py with hiredis, its values unpacked by msgpack."""
     import msgpack
     import redis as redis_py
@@ -120,25 +123,27 @@ def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -
     unpack = msgpack.unpackb
     if work == "async":
 
-        async def run() -> Report:
+        async def run() -> None:
             async with redis_asyncio.Redis(port=port, max_connections=IN_FLIGHT) as client:
 
                 async def call(user: int) -> object:
                     return unpack(await client.get(redis_key(user)))
 
-                return await repeat_async(call, seconds, keys)
+                await repeat_async(call, seconds, keys)
 
-        return asyncio.run(run())
+        asyncio.run(run())
+        return
     client = redis_py.Redis(port=port)
     if work == "single":
-        return repeat(lambda: unpack(client.get(redis_key(rng.randrange(keys)))), seconds, 1)
+        repeat(lambda: unpack(client.get(redis_key(rng.randrange(keys)))), seconds, 1)
+        return
     numbers = np.random.default_rng(rng.randrange(1 << 30))
 
     def batched() -> object:
         asked = [redis_key(user) for user in numbers.integers(0, keys, BATCH).tolist()]
         return [unpack(value) for value in client.mget(asked)]
 
-    return repeat(batched, seconds, BATCH)
+    repeat(batched, seconds, BATCH)
 
 
 def main() -> None:
@@ -146,11 +151,10 @@ def main() -> None:
     contestant, work, address, seconds, keys, seed = sys.argv[1:7]
     rng = random.Random(int(seed))
     if contestant == "redis":
-        found = redis(work, int(address), float(seconds), int(keys), rng)
+        redis(work, int(address), float(seconds), int(keys), rng)
     else:
         per_second = float(sys.argv[7]) if len(sys.argv) > 7 else None
-        found = ours(work, address, float(seconds), int(keys), rng, per_second)
-    print(json.dumps(found), flush=True)
+        ours(work, address, float(seconds), int(keys), rng, per_second)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import argparse
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ RECORDS = "answers to the messages of a checkpoint"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Messages of callers first, then the cluster; in one Ray cluster each."""
-    import coordinator
+    """Messages of callers first, then the cluster, each with a coordinator of its own in one Ray cluster."""
+    from ray_cluster import own_ray
 
     measured = Measured(
         {
@@ -32,12 +34,11 @@ def run(size: Size, steps: Steps) -> Measured:
         }
     )
     steps.expect(len(size["callers"]) * size["turns"] * 2 + size["rounds"])
-    with coordinator.linked(True) as link:
-        for callers, turns in _messages(link, size, steps).items():
+    with own_ray(1):
+        for callers, turns in _messages(size, steps).items():
             name = f"messages, {callers} caller{'s' if callers > 1 else ''}"
             measured.cases.append(Case(name, "messages/s", turns, more_is_better=True))
-    for case in _simulation(size, steps):
-        measured.cases.append(case)
+        measured.cases += _simulation(size, steps)
     measured.notes += [
         "Callers are threads of one process, each with one message under way; every answer is checked. The coordinator has a query "
         f"with {size['partitions']:,} partitions on {size['hosts']} hosts registered.",
@@ -62,7 +63,7 @@ def _options(size: Size) -> argparse.Namespace:
     )
 
 
-def _messages(link: Any, size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]]]:
+def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]]]:
     """Messages a second of so many callers at once, in turns."""
     import coordinator
     import ray
@@ -79,9 +80,8 @@ def _messages(link: Any, size: Size, steps: Steps) -> dict[int, dict[str, list[l
             """Nothing."""
 
     empty = ray.remote(num_cpus=0, max_concurrency=64)(Empty).remote()
-    root = Path(tempfile.mkdtemp(prefix="coordinator-"))
     found: dict[int, dict[str, list[list[float]]]] = {}
-    try:
+    with _directory() as root, coordinator.actor("messages") as link:
         cluster = coordinator.Cluster(link, root, _options(size), map)
         cluster.start()
         hosts = [host.name for host in cluster.hosts]
@@ -106,9 +106,18 @@ def _messages(link: Any, size: Size, steps: Steps) -> dict[int, dict[str, list[l
                         _calls(pool, callers, contestants[name], 0.2)
                         found[callers][name].append([_calls(pool, callers, contestants[name], size["turn_seconds"])])
                         steps.advance()
+    return found
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    """In memory if that can be: what is measured is the coordinator."""
+    fast = Path("/dev/shm")
+    root = Path(tempfile.mkdtemp(prefix="coordinator-", dir=fast if fast.is_dir() else None))
+    try:
+        yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    return found
 
 
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:
@@ -134,20 +143,15 @@ def _simulation(size: Size, steps: Steps) -> list[Case]:
     cpu, memory, answers, located = [], [], [], []
     for i in range(size["rounds"]):
         steps.now(f"playing a cluster, round {i + 1} of {size['rounds']}")
-        fast = Path("/dev/shm")
-        root = Path(tempfile.mkdtemp(prefix="coordinator-", dir=fast if fast.is_dir() else None))
-        try:
-            with coordinator.linked(True) as link, ThreadPoolExecutor(4) as pool:
-                options = _options(size)
-                cluster = coordinator.Cluster(link, root, options, pool.map)
-                cluster.start()
-                played = coordinator.play(cluster, link, options)
-                cpu.append([played.cpu / len(played.checkpoints) / options.interval])
-                memory.append([played.peak_memory / MIB])
-                answers.append([seconds * 1e3 for seconds in played.checkpoints])
-                located.append([coordinator.locate(cluster, link)[1] * 1e3])
-        finally:
-            shutil.rmtree(root, ignore_errors=True)
+        with _directory() as root, coordinator.actor(f"round-{i}") as link, ThreadPoolExecutor(4) as pool:
+            options = _options(size)
+            cluster = coordinator.Cluster(link, root, options, pool.map)
+            cluster.start()
+            played = coordinator.play(cluster, link, options)
+            cpu.append([played.cpu / len(played.checkpoints) / options.interval])
+            memory.append([played.peak_memory / MIB])
+            answers.append([seconds * 1e3 for seconds in played.checkpoints])
+            located.append([coordinator.locate(cluster, link)[1] * 1e3])
         steps.advance()
     return [
         Case(CPU, "cores", {OURS: cpu}),

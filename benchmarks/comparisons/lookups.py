@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import ExitStack
 
 from suite.comparison import Comparison, Measured
 from suite.model import Case, Contestant, Size
@@ -47,11 +48,16 @@ def run(size: Size, steps: Steps) -> Measured:
             for count in size["clients"]:
                 found: dict[str, list[queries.Figures]] = {OURS: [], REDIS: []}
                 what = f"{WORK[work]}, {count} client{'s' if count > 1 else ''}"
-                for turn in range(turns):
-                    for name in (OURS, REDIS) if turn % 2 == 0 else (REDIS, OURS):
-                        steps.now(f"{what}: turn {turn + 1} of {turns}, {name}")
-                        found[name].append(queries.clients(name, work, places[name], count, size["seconds"], keys))
-                        steps.advance()
+                with ExitStack() as stack:
+                    begun = {
+                        name: stack.enter_context(queries.clients(name, work, place, count, size["seconds"], keys))
+                        for name, place in places.items()
+                    }
+                    for turn in range(turns):
+                        for name in (OURS, REDIS) if turn % 2 == 0 else (REDIS, OURS):
+                            steps.now(f"{what}: turn {turn + 1} of {turns}, {name}")
+                            found[name].append(queries.turn(begun[name]))
+                            steps.advance()
                 for figure, label in (
                     ("keys_per_second", what),
                     ("p50_ms", f"{what}, p50"),

@@ -159,7 +159,7 @@ COMPARISONS = (
         run=run,
         sizes={
             "full": {"keys": 1_000_000, "turns": 7, "quix": True},
-            "smoke": {"keys": 50_000, "turns": 7, "quix": False},
+            "smoke": {"keys": 50_000, "turns": 5, "quix": False},
         },
         minutes={"full": 15, "smoke": 6},
         picture="bars",
