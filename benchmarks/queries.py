@@ -175,8 +175,9 @@ def begin(processes: list[subprocess.Popen[str]]) -> None:
     """Let all of them take a turn at once."""
     for process in processes:
         assert process.stdin is not None
-        process.stdin.write("begin\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # ``heard`` says which one has ended
+            process.stdin.write("begin\n")
+            process.stdin.flush()
 
 
 def turn(processes: list[subprocess.Popen[str]]) -> Figures:

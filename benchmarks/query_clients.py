@@ -24,7 +24,8 @@ import numpy as np
 OPERATOR = "totals"
 BATCH = 1000
 IN_FLIGHT = 64
-WARM_UP = 0.5
+WARM_UP, AGAIN = 0.5, 0.1
+"""Seconds of calls that do not count: before the first turn, and at the beginning of each."""
 
 Report = dict[str, Any]
 
@@ -52,12 +53,17 @@ def say(line: str) -> None:
 
 
 def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_second: float | None = None) -> None:
-    """Turns of some seconds of calls, behind a short time that does not count."""
-    end = time.perf_counter() + WARM_UP
-    while time.perf_counter() < end:
-        call()
+    """Turns of some seconds of calls, each behind a short time that does not count."""
+
+    def warm_up(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            call()
+
+    warm_up(WARM_UP)
     say("ready")
     for _ in sys.stdin:
+        warm_up(AGAIN)
         latencies: list[float] = []
         cpu, began = time.process_time(), time.perf_counter()
         now = began
@@ -89,6 +95,7 @@ async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float,
     await run(WARM_UP)
     say("ready")
     while await asyncio.to_thread(sys.stdin.readline):
+        await run(AGAIN)
         cpu, began = time.process_time(), time.perf_counter()
         latencies = await run(seconds)
         say(json.dumps(report(latencies, time.perf_counter() - began, 1, time.process_time() - cpu)))

@@ -102,7 +102,7 @@ def s3_server() -> Iterator[S3Server]:
         yield S3Server(told["port"], account, process.stdin, process.stdout)
     finally:
         process.stdin.close()
-        process.wait(120)
+        process.wait(90)  # this file is run as a script too, without the tests package
         process.stdout.close()
 
 

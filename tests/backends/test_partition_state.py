@@ -22,7 +22,7 @@ from backends.exceptions import (
 from backends.manifest import ChangelogRef, Lineage
 from backends.sorted_pairs import SortedPairs
 from backends.storage import CheckpointStorage
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 DIRECTORY = "operators/op/1/0/default"
 CONF = StateStoreConf(fsync=False)
@@ -449,13 +449,13 @@ def test_reads_wait_while_a_version_is_loaded(tmp_path, storage, state, monkeypa
 
     def slow(ref):
         reading.set()
-        go.wait(PATIENCE)
+        go.wait(HANG)
         return real(ref)
 
     monkeypatch.setattr(storage, "read", slow)
     loader = threading.Thread(target=fresh.load, args=(lineage(chain),))
     loader.start()
-    reading.wait(PATIENCE)
+    assert reading.wait(PATIENCE)
     found = []
     reader = threading.Thread(target=lambda: found.append(everything(fresh, 6)))
     reader.start()
@@ -523,7 +523,7 @@ def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(stat
         if threading.current_thread().name == "slow":
             first = real(self, keys[:1], column_family, **keep)
             inside.set()
-            go.wait(PATIENCE)
+            go.wait(HANG)
             return pa.concat_arrays([first, real(self, keys[1:], column_family, **keep)])
         return real(self, keys, column_family, **keep)
 

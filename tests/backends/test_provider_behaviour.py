@@ -82,7 +82,7 @@ from backends.exceptions import (
 )
 from backends.local_files import LocalFiles
 from backends.overlay import successor
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 from .third_provider import ThirdStateStoreProvider
 
@@ -1227,7 +1227,7 @@ def test_commits_and_reads_go_on_while_a_snapshot_is_uploaded(open_provider, loc
     uploading, go = threading.Event(), threading.Event()
     monkeypatch.setattr(
         "backends.fault_points._hook",
-        lambda p: (uploading.set(), go.wait(PATIENCE)) if p == "snapshot:descriptor" else None,
+        lambda p: (uploading.set(), go.wait(HANG)) if p == "snapshot:descriptor" else None,
     )
     maintenance = threading.Thread(target=provider.do_maintenance)
     maintenance.start()
@@ -1235,6 +1235,7 @@ def test_commits_and_reads_go_on_while_a_snapshot_is_uploaded(open_provider, loc
     for version in range(3, 9):
         commit(provider, version, a=str(version))
         assert content(provider.get_read_store(version + 1)) == {"a": str(version)}
+    assert maintenance.is_alive()
     go.set()
     maintenance.join(PATIENCE)
     provider.do_maintenance()

@@ -15,7 +15,7 @@ from backends.changelog import Changes
 from backends.conf import StateStoreConf
 from backends.engine import LocalState
 from backends.exceptions import StoreClosedError
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 
 def test_closing_waits_for_the_batch_that_is_being_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_closing_waits_for_the_batch_that_is_being_read(tmp_path: Path, monkeypa
 
     def slow(self: Any) -> None:
         reading.set()
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(HANG)
         check(self)
 
     monkeypatch.setattr(rocksdb.Scan, "_check_end", slow)

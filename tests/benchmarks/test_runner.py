@@ -30,7 +30,7 @@ def test_a_child_has_a_status() -> None:
 
 
 def gone(pid: int) -> bool:
-    end = time.monotonic() + 50
+    end = time.monotonic() + 50  # it would sleep for 100 s
     while time.monotonic() < end:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True

@@ -63,7 +63,7 @@ from coordinator_actor.exceptions import (
     error_from,
 )
 from coordinator_actor.job_status import JobStatus
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)
 
@@ -467,7 +467,7 @@ class Hanging:
     def __call__(self, completed: CompletedCheckpoint) -> None:
         self.seen.append(completed)
         self.begun.set()
-        assert self.go_on.wait(PATIENCE)
+        assert self.go_on.wait(HANG)
         if self.failure is not None:
             raise self.failure
 

@@ -20,7 +20,7 @@ from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from coordinator_actor.snapshot_lag import SnapshotLagConf
 from spark_bridge.protocol import TaskIdentity
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 from .test_coordinator import World
 from .test_savepoints import Stream
@@ -456,7 +456,7 @@ def test_looking_does_not_wait_for_a_run_that_is_busy(tmp_path):
     def hold() -> None:
         with run.lock:
             at.set()
-            go.wait(PATIENCE)
+            go.wait(HANG)
 
     holder, looking = threading.Thread(target=hold), threading.Thread(target=c.expire)
     holder.start()

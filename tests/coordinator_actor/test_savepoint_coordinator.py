@@ -51,7 +51,7 @@ from coordinator_actor.exceptions import (
 from coordinator_actor.job_status import JobStatus
 from coordinator_actor.savepoint_coordinator import SavepointCoordinator
 from tests.coordinator_actor.test_checkpoint_coordinator import World
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 A, B = ("op", 0), ("op", 1)
 
@@ -342,7 +342,7 @@ def test_once_it_is_being_stored_a_savepoint_cannot_be_cancelled(world: World) -
     class Slow(Store):
         def store(self, completed: CompletedCheckpoint) -> str:
             begun.set()
-            assert go_on.wait(PATIENCE)
+            assert go_on.wait(HANG)
             return super().store(completed)
 
     coord = savepoints(world, Slow(), [A], timeout=10)

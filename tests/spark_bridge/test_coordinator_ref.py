@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 from backends import StateStoreId, StateStoreProviderId
 from coordinator_actor import StateStoreCoordinatorRef, reference
 from coordinator_actor.exceptions import CoordinatorStoppedError
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 needs_spark = pytest.mark.spark
 
@@ -65,7 +65,7 @@ class Recorded:
 
     def __call__(self, method: str, args: dict[str, Any]) -> Any:
         self.sent.append((method, args))
-        assert self.may_answer.wait(PATIENCE)
+        assert self.may_answer.wait(HANG)
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer

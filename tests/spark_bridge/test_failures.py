@@ -315,7 +315,8 @@ def test_union_behind_the_operator_is_a_clear_error_and_loses_no_state(
 def test_killed_processes_leave_the_cluster_in_order(spark: Any) -> None:
     """After all the killing above: the same two hosts, one coordinator, nothing loaded for stopped queries."""
     cluster = current_cluster()
-    wait_until(lambda: all(not h["instances"] for h in cluster.describe_hosts()))
+    # Within less than the lease of a run, which would end it too.
+    wait_until(lambda: all(not h["instances"] for h in cluster.describe_hosts()), timeout=50)
     names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "statestore"]
     assert sorted(n for n in names if n.startswith("StateStore")) == sorted(
         [

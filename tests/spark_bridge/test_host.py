@@ -28,7 +28,7 @@ from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import Host
 from spark_bridge.protocol import TaskIdentity
 from tests.coordinator_actor.test_coordinator import SCHEMA, World
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 
 class Port:
@@ -512,7 +512,7 @@ def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
     def slow(path):
         if path.startswith("manifests/"):
             at.set()
-            go.wait(PATIENCE)
+            go.wait(HANG)
 
     w.put_hook = slow
     t = threading.Thread(target=lambda: run_task([h], 1, 1))
@@ -520,7 +520,7 @@ def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
     at.wait()
     beat = threading.Thread(target=h.heartbeat)
     beat.start()
-    beat.join(20)
+    beat.join(PATIENCE)
     stuck = beat.is_alive()
     go.set()
     t.join()
@@ -544,7 +544,7 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
     def slow(path):
         if path.startswith("manifests/"):
             at.set()
-            go.wait(PATIENCE)
+            go.wait(HANG)
 
     w.put_hook = slow
     t = threading.Thread(target=lambda: run_task([h], 1, 1))
@@ -648,14 +648,14 @@ def two_queries(tmp_path):
     tA, tX = TaskIdentity("run1", "op", 0, 0, "a", "i"), TaskIdentity("runX", "op", 0, 0, "b", "j")
     h.open(tA)
     h.open(tX)
-    c2 = w.coordinator(0)  # restarted; the storage of the first query hangs (retries last 60 s)
+    c2 = w.coordinator(0)  # restarted; the storage of the first query hangs
     go, at = threading.Event(), threading.Event()
     orig = w.storage
 
     def storage(loc, o):
         if "/ck2" not in loc:
             at.set()
-            go.wait(PATIENCE)
+            go.wait(HANG)
         return orig(loc, o)
 
     c2._open_storage = storage
@@ -671,6 +671,7 @@ def test_a_commit_does_not_wait_for_the_report_of_another_query(tmp_path):
     at.wait()
     try:
         h.commit(tX, ch(b"z"), {})  # opened before the restart
+        assert t.is_alive()
     finally:
         go.set()
         t.join()

@@ -24,7 +24,7 @@ from coordinator_actor import savepoint_export
 from coordinator_actor.messages import HostInfo, OperatorSpec, QueryRegistration, SavepointExported, SavepointOrder
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.savepoint_exports import SHARE_OF_A_CORE, SavepointExports
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 G, N = 16, 2
 WAIT = PATIENCE
@@ -80,7 +80,7 @@ class Exporting:
             return None
 
         def when_let() -> Iterator[pa.RecordBatch]:
-            assert self.gate.wait(WAIT)
+            assert self.gate.wait(HANG)
             yield from rows(partition)
 
         self.pinned.append(partition)
@@ -90,7 +90,7 @@ class Exporting:
         with self.changed:
             self.scanned.append((order.run_id, order.checkpoint_id, partition))
         self.at_gate.set()
-        assert self.gate.wait(WAIT)
+        assert self.gate.wait(HANG)
         if self.scan_error is not None:
             raise self.scan_error
         return {"default": rows(partition)}, lambda: self.closed.append(partition)

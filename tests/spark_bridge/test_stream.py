@@ -24,6 +24,7 @@ from spark_bridge import QueryableStateClient, aggregate, state_task
 from spark_bridge import functions as S
 from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError, UnknownOperatorError
 from spark_bridge.session import current_cluster
+from tests.patience import PATIENCE
 
 from .conftest import Stream, settle, wait_until
 
@@ -115,7 +116,7 @@ def test_a_process_without_ray_reads_by_address_and_token(stream: Stream, client
     address = cluster.query_addresses()[0]
     with QueryableStateClient.connect(address=address, token=cluster.token) as outside:
         assert outside.get("outside", 5) == {"n": 1}
-    stranger = QueryableStateClient.connect(address=address, token="wrong", timeout=2)
+    stranger = QueryableStateClient.connect(address=address, token="wrong", timeout=PATIENCE)
     with stranger, pytest.raises(Exception, match="token"):
         stranger.get("outside", 5)
 
@@ -217,7 +218,7 @@ def test_a_stopped_query_is_unloaded_and_no_longer_answers(stream: Stream, clien
     def held() -> bool:
         return any(i["run_id"] == run_id for h in current_cluster().describe_hosts() for i in h["instances"])
 
-    wait_until(lambda: not held())
+    wait_until(lambda: not held(), timeout=50)  # less than the lease of a run, which would end it too
     with pytest.raises(QueryEndedError, match="gone"):
         client.get("gone", 1)
 

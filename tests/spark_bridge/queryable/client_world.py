@@ -29,6 +29,7 @@ from spark_bridge.queryable.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.host_reads import HostReads
 from spark_bridge.queryable.limits import RequestLimits
 from tests.coordinator_actor.test_coordinator import World
+from tests.patience import PATIENCE
 from tests.spark_bridge.state_flows import Query
 
 TOKEN = "the-cluster's"
@@ -175,7 +176,7 @@ class Cluster:
         self.c.maintain()
 
     def client(
-        self, *, direct: bool = False, timeout: float = 20.0, hosts: tuple[int, ...] = (0,), **changes: Any
+        self, *, direct: bool = False, timeout: float = PATIENCE, hosts: tuple[int, ...] = (0,), **changes: Any
     ) -> Any:
         """A client outside, of the proxies of some hosts."""
         address = [self.hosts[i].address for i in hosts]
@@ -198,7 +199,7 @@ def served(query: Query, limits: RequestLimits | None = None) -> Iterator[Querya
     query.host.info = msgspec.structs.replace(query.host.info, query_address=proxy.server_address)
     query.host.register()
     query.host.heartbeat()
-    client = QueryableStateClient.connect(address=proxy.server_address, token=TOKEN, timeout=10)
+    client = QueryableStateClient.connect(address=proxy.server_address, token=TOKEN, timeout=PATIENCE)
     try:
         yield client
     finally:

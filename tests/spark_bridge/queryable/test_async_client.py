@@ -22,7 +22,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable import watch as watching
 from spark_bridge.queryable.async_client import AsyncQueryableStateClient
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
 from tests.spark_bridge.state_flows import Flow
 
@@ -42,9 +42,9 @@ def run(
     cluster: Cluster, what: Callable[[AsyncQueryableStateClient], Coroutine[Any, Any, None]], **arguments: Any
 ) -> None:
     async def main() -> None:
-        given = {"address": cluster.hosts[0].address, "token": TOKEN, "direct": True, "timeout": 10, **arguments}
+        given = {"address": cluster.hosts[0].address, "token": TOKEN, "direct": True, "timeout": PATIENCE, **arguments}
         async with await AsyncQueryableStateClient.connect(**given) as client:
-            await asyncio.wait_for(what(client), PATIENCE)
+            await asyncio.wait_for(what(client), HANG)
 
     asyncio.run(main())
 
@@ -173,13 +173,13 @@ def test_a_batch_that_hangs_does_not_hold_up_the_next(filled: Cluster) -> None:
 
         def hanging(operator: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
             if 13 in keys:
-                stuck.wait(PATIENCE)
+                stuck.wait(HANG)
             return get_each(operator, keys, *args, **kwargs)
 
         client._client.get_each = hanging  # type: ignore[method-assign]
         unlucky = asyncio.ensure_future(client.get("totals", 13))
         await asyncio.sleep(0.01)
-        assert (await asyncio.wait_for(client.get("totals", 14), PATIENCE / 2))["n"] == 14
+        assert (await asyncio.wait_for(client.get("totals", 14), PATIENCE))["n"] == 14
         assert not unlucky.done()
         stuck.set()
         assert (await unlucky)["n"] == 13
@@ -206,7 +206,7 @@ def test_each_waits_for_its_own_time(filled: Cluster) -> None:
 
         def hanging(*args: Any, **kwargs: Any) -> Any:
             assert kwargs["timeout"] > 15
-            stuck.wait(PATIENCE)
+            stuck.wait(HANG)
             return get_each(*args, **kwargs)
 
         client._client.get_each = hanging  # type: ignore[method-assign]

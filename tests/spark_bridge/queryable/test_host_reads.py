@@ -26,7 +26,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable import host_reads, scans, version_copies
 from spark_bridge.queryable.wire import At, Comparison, Lookup, Scan
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 
 KEYS = range(40)
@@ -148,7 +148,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
     go_on = threading.Event()
 
     def silent(*args: str) -> Any:
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(HANG)
         return w.c.completed(*args)
 
     w.port.completed = silent
@@ -232,7 +232,7 @@ def test_reads_wait_for_no_commit_and_no_commit_for_them(make):
     def slow(path: str) -> None:
         if path.endswith(".changelog"):
             reading.set()
-            release.wait(PATIENCE)
+            release.wait(HANG)
 
     w.complete()
     w.world.put_hook = slow
@@ -242,6 +242,7 @@ def test_reads_wait_for_no_commit_and_no_commit_for_them(make):
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
     assert w.scan() == (2, filled(2))
     answer = w.reads[0].scan(Scan(w.run, "op"))
+    assert writer.is_alive(), "no read has waited for it"
     release.set()
     writer.join(PATIENCE)
     assert not writer.is_alive(), "a scan that nobody goes on with holds up nobody"
@@ -418,7 +419,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     def filled_late(*args: Any) -> Any:
         loaded.append(args[-1])
         begun.set()
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(HANG)
         return fill(*args)
 
     monkeypatch.setattr(copies, "_fill", filled_late)
@@ -643,7 +644,8 @@ def test_what_is_no_key_is_refused(make):
 # -- waiting, and what there is ------------------------------------------------------------------
 
 
-def test_who_waits_for_a_version_is_woken_by_it(make):
+def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
+    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", HANG)
     w = make()
     read = w.reads[0]
     assert read.await_completed(w.run, -1, 0.0) == 0
@@ -654,7 +656,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make):
     assert time.monotonic() - begun < 2
     w.write(filled(2))
     found: list[int] = []
-    waiter = threading.Thread(target=lambda: found.append(read.await_completed(w.run, 1, 10.0)))
+    waiter = threading.Thread(target=lambda: found.append(read.await_completed(w.run, 1, HANG)))
     waiter.start()
     w.complete()
     waiter.join(PATIENCE)

@@ -36,7 +36,7 @@ from spark_bridge.queryable.wire import (
     decode_request,
     pack_bytes,
 )
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
 from tests.spark_bridge.queryable.memory_reads import (
     ROWS,
@@ -250,7 +250,7 @@ def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
 
     def slowly(*args: Any) -> None:
         loading.set()
-        assert go_on.wait(PATIENCE)
+        assert go_on.wait(HANG)
         fill(*args)
 
     monkeypatch.setattr(version_copies.VersionCopies, "_fill", slowly)

@@ -45,7 +45,7 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
     ROWS,
     SECRET,
@@ -335,7 +335,7 @@ def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
     def wrap_slowly(*args, **kwargs):
         wrapped = wrap(*args, **kwargs)
         is_wrapped.set()
-        assert may_go_on.wait(PATIENCE)
+        assert may_go_on.wait(HANG)
         return wrapped
 
     monkeypatch.setattr(context, "wrap_socket", wrap_slowly)
@@ -462,7 +462,10 @@ def test_a_client_that_leaves_within_a_scan_releases_it():
 def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
     monkeypatch.setattr("spark_bridge.queryable.framed_socket.SEND_TICK_SECONDS", 0.05)
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
-    with serving(reads, max_scans=1, scan_seconds=0.3, wait_seconds=0.05) as (server, _), client_of(server) as client:
+    with (
+        serving(reads, max_scans=1, scan_seconds=0.5, wait_seconds=0.05, transfer_seconds=HANG) as (server, _),
+        client_of(server) as client,
+    ):
         client.say(SCAN)
         eventually(lambda: reads.open_iterators == 1)
         with client_of(server) as other:
