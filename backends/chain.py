@@ -154,31 +154,39 @@ def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_grou
 def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition: int, key_groups: int) -> str:
     """Says all that the state follows from: the changelogs of the earlier layout, and the new one."""
     heads = xxhash.xxh3_128()
-    for p in _sources(below, layout, partition, key_groups):
+    for p in _sources(below, partition_range(partition, layout.num_partitions, key_groups), key_groups):
         # Of an initial state, partitions without rows are not there.
         if p in below.partitions:
             heads.update(below.partitions.head(p).encode() + b"\n")
     return f"{layout.directory(partition)}/{version}-{heads.hexdigest()}.rescaled-{layout.backend}"
 
 
-def _sources(below: OperatorEntry, layout: Layout, partition: int, key_groups: int) -> range:
-    """The partitions of an earlier layout that have key groups of a partition."""
-    first, end = partition_range(partition, layout.num_partitions, key_groups)
+def _sources(below: OperatorEntry, groups: tuple[int, int], key_groups: int) -> range:
+    """The partitions of an earlier layout that have some of these key groups: the first one, and the one behind the last."""
+    first, end = groups
     n = below.num_partitions
     return range(partition_of(first, key_groups, n), partition_of(end - 1, key_groups, n) + 1)
 
 
-def lineage(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> Lineage:
+def lineage(
+    chain: Chain,
+    version: int,
+    layout: Layout,
+    partition: int,
+    key_groups: int = 0,
+    wanted: tuple[int, int] | None = None,
+) -> Lineage:
     """The files that make a partition's state at a version of the chain.
 
     Where the layout of the chain is an earlier one, they are those of its partitions that have some of
-    the key groups, of which there are ``key_groups``.
+    the key groups, of which there are ``key_groups``. Of a partition that is only a source of another one, the key groups that
+    the other one has are ``wanted``: what lies below an earlier change of the layout is not taken over beyond them.
     """
     held = segments(chain, layout.operator, version)
     own = held.pop(0) if held and held[0].layout == layout else None
     rescaled = None
     if held:
-        rescaled = _rescaled(chain, held[0].last, layout, partition, key_groups)
+        rescaled = _rescaled(chain, held[0].last, layout, partition, key_groups, wanted)
     if own is None:
         return Lineage(version, rescaled=rescaled)
     logs = []
@@ -190,13 +198,17 @@ def lineage(chain: Chain, version: int, layout: Layout, partition: int, key_grou
     return Lineage(version, tuple(logs), fitting, rescaled)
 
 
-def _rescaled(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int) -> Rescaled:
+def _rescaled(
+    chain: Chain, version: int, layout: Layout, partition: int, key_groups: int, wanted: tuple[int, int] | None
+) -> Rescaled:
     below = chain[version].operators[layout.operator]
     earlier = layout_of(layout.operator, below)
     first, end = partition_range(partition, layout.num_partitions, key_groups)
+    if wanted is not None:
+        first, end = max(first, wanted[0]), min(end, wanted[1])
     sources = tuple(
-        Source(earlier.directory(p), earlier.backend, lineage(chain, version, earlier, p, key_groups))
-        for p in _sources(below, layout, partition, key_groups)
+        Source(earlier.directory(p), earlier.backend, lineage(chain, version, earlier, p, key_groups, (first, end)))
+        for p in _sources(below, (first, end), key_groups)
     )
     head = _rescaled_head(below, version, layout, partition, key_groups)
     return Rescaled(version, head, first.to_bytes(2, "big"), end.to_bytes(2, "big") if end < 1 << 16 else None, sources)

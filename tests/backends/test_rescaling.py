@@ -298,6 +298,36 @@ def test_the_sources_are_those_that_have_some_of_the_key_groups_and_no_others(qu
             assert (rescaled.start, rescaled.end) == (key(first), key(end))
 
 
+@pytest.mark.parametrize("counts", [(3, 16), (2, 1), (G, 5), (1, 7)], ids=str)
+@backends
+def test_sources_of_sources_give_only_the_key_groups_that_are_wanted_in_the_end(query, backend, counts):
+    """Two changes in a row, before the first new partitions have snapshots."""
+    middle, n = counts
+    q = query(4, backend).commit(everywhere(b"1", "x"))
+    q.rescale(middle, backend).commit({key(g): None for g in range(0, G, 3)}).commit(
+        {key(g): b"3" for g in range(0, G, 5)}
+    )
+    for p in range(n):
+        rescaled = q.lineage(p, layout=Layout("op", n, backend)).rescaled
+        assert rescaled is not None
+        first, end = partition_range(p, n, G)
+        groups = []
+        for source in rescaled.sources:
+            below = source.lineage.rescaled
+            assert below is not None and [ref.version for ref in source.lineage.changelogs] == [2, 3]
+            own = [g for g in range(first, end) if key(g) >= below.start and (below.end is None or key(g) < below.end)]
+            assert [s.directory for s in below.sources] == [
+                f"operators/op/4/{s}/default" for s in sorted({partition_of(g, G, 4) for g in own})
+            ]
+            assert (below.start, below.end) == (key(own[0]), key(own[-1] + 1))
+            groups += own
+        assert groups == list(range(first, end)), "all of them, and each once"
+    q.rescale(n, backend)
+    q.assert_held()
+    q.commit({key(1): b"4"})
+    q.assert_right()
+
+
 def test_the_last_of_65536_key_groups_has_no_end(query):
     q = query(4).commit({})
     ranges = [chains.lineage(q.chain, 1, Layout("op", 2, "file"), p, 1 << 16).rescaled for p in (0, 1)]
