@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections import defaultdict
@@ -186,14 +187,15 @@ def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: Qu
 
 def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Another driver, in a process of its own, on plain local Spark with its own Ray."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *args],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
-    )
+    with tempfile.TemporaryDirectory() as scratch:  # one that is killed removes nothing of its own
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code), *args],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+            env={**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": scratch},
+        )
 
 
 DRIVER = """

@@ -262,7 +262,8 @@ class Driver:
                 stdout=log,
                 stderr=log,
                 cwd=Path(__file__).parents[2],
-                env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+                # One that is killed removes nothing of its own.
+                env={**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": str(scratch)},
             )
 
     def wait_until_ready(self) -> QueryableStateClient:
