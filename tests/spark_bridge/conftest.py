@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -145,6 +146,16 @@ def wait_until(what: Callable[[], Any], timeout: float = PATIENCE, every: float 
             return answer
         time.sleep(every)
     raise AssertionError(f"not true within {timeout} s: {what}")
+
+
+def driver_environment(scratch: str | Path) -> dict[str, str]:
+    """Of a driver in a process of its own. One that is killed removes nothing, so it has its temporary files in ``scratch``."""
+    return {
+        **os.environ,
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_DIRS": str(scratch),
+        "JAVA_TOOL_OPTIONS": f"{os.environ['JAVA_TOOL_OPTIONS']} -Djava.io.tmpdir={scratch}",
+    }
 
 
 def remove_checkpoint(path: str | Path) -> None:

@@ -24,7 +24,7 @@ from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
 from tests.effort import effort
 
-from .conftest import Stream, settle, wait_until
+from .conftest import Stream, driver_environment, settle, wait_until
 
 pytestmark = pytest.mark.spark
 KEYS = 40
@@ -187,14 +187,14 @@ def test_coordinator_and_hosts_killed_between_batches(totals: Totals, client: Qu
 
 def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Another driver, in a process of its own, on plain local Spark with its own Ray."""
-    with tempfile.TemporaryDirectory() as scratch:  # one that is killed removes nothing of its own
+    with tempfile.TemporaryDirectory() as scratch:
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code), *args],
             capture_output=True,
             text=True,
             timeout=180,
             check=False,
-            env={**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": scratch},
+            env=driver_environment(scratch),
         )
 
 

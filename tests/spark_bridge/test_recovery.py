@@ -25,7 +25,7 @@ from spark_bridge import QueryableStateClient
 from spark_bridge.session import current_cluster
 from tests.patience import PATIENCE
 
-from .conftest import Stream, settle, wait_until
+from .conftest import Stream, driver_environment, settle, wait_until
 from .test_savepoint import SCHEMA, Flow, MapInArrow, Sink, progressed, start
 
 pytestmark = pytest.mark.spark
@@ -262,8 +262,7 @@ class Driver:
                 stdout=log,
                 stderr=log,
                 cwd=Path(__file__).parents[2],
-                # One that is killed removes nothing of its own.
-                env={**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_DIRS": str(scratch)},
+                env=driver_environment(scratch),
             )
 
     def wait_until_ready(self) -> QueryableStateClient:
