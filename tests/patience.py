@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PATIENCE = 90.0
+PATIENCE = 120.0
 """Seconds to wait for what must happen. No bound on the product: the wait ends with what it is for, and a shared machine may stand still for ten."""
 
 HANG = 300.0

@@ -272,13 +272,13 @@ class Driver:
             assert self.process.poll() is None, self._log.read_text()[-3000:]
             return self._ready.exists()
 
-        wait_until(ready)
+        wait_until(ready, timeout=2 * PATIENCE)  # Ray and Spark are to be started
         said = json.loads(self._ready.read_text())
         return QueryableStateClient.connect(address=said["address"], token=said["token"])
 
     def wait_for_death(self) -> None:
         """Wait until its sink has killed it."""
-        assert self.process.wait(PATIENCE) == -signal.SIGKILL, self._log.read_text()[-3000:]
+        assert self.process.wait(2 * PATIENCE) == -signal.SIGKILL, self._log.read_text()[-3000:]
 
     def end(self) -> None:
         """Have it stop its query and its session."""
@@ -380,9 +380,8 @@ def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStat
             return len(now["hosts"]), len(now["queries"])
 
         assert len(actors) == 3
-        wait_until(
-            lambda: leases_of() == (2, 1)
-        )  # a machine that stands still for longer than a lease loses them for a moment
+        # A machine that stands still for longer than a lease loses them for a moment.
+        wait_until(lambda: leases_of() == (2, 1))
         driver.kill()
 
     def no_leases() -> bool:
