@@ -140,6 +140,17 @@ class InActor:
 
 
 @contextmanager
+def directory() -> Iterator[Path]:
+    """For a checkpoint location; in memory if that can be, for what is measured is the coordinator."""
+    memory = Path("/dev/shm")
+    root = Path(tempfile.mkdtemp(prefix="coordinator-", dir=memory if memory.is_dir() else None))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@contextmanager
 def linked(in_actor: bool) -> Iterator[Link]:
     """A coordinator, and what it needs; all of it is gone afterwards."""
     if not in_actor:
@@ -456,20 +467,15 @@ def main() -> int:
     parser.add_argument("--retain", type=int, default=100, help="versions kept before the completed one")
     parser.add_argument("--threads", type=int, default=4, help="that send messages to the actor")
     options = parser.parse_args()
-    memory = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(prefix="coordinator-", dir=memory if memory.is_dir() else None))
-    try:
-        with linked(options.actor) as link, ThreadPoolExecutor(options.threads) as pool:
-            cluster = Cluster(link, root, options, pool.map if options.actor else map)
-            cluster.start()
-            measured = play(cluster, link, options)
-            operator = next(iter(cluster.sizes))
-            oracle = best_of(5, lambda: link.call("locate", operator))
-            located = locate(cluster, link)
-            where = "a Ray actor" if options.actor else "in this process"
-            return 0 if show(cluster, measured, located, oracle, options.interval, where) else 1
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with directory() as root, linked(options.actor) as link, ThreadPoolExecutor(options.threads) as pool:
+        cluster = Cluster(link, root, options, pool.map if options.actor else map)
+        cluster.start()
+        measured = play(cluster, link, options)
+        operator = next(iter(cluster.sizes))
+        oracle = best_of(5, lambda: link.call("locate", operator))
+        located = locate(cluster, link)
+        where = "a Ray actor" if options.actor else "in this process"
+        return 0 if show(cluster, measured, located, oracle, options.interval, where) else 1
 
 
 if __name__ == "__main__":

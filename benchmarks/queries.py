@@ -141,7 +141,7 @@ def running_redis(keys: int) -> Iterator[int]:
 def clients(
     contestant: str, work: str, address: str, count: int, seconds: float, keys: int, pace: float | None = None
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """So many client processes, warm, which take turns of so many seconds."""
+    """So many client processes, warm, which take turns of so many seconds. Raises ``RuntimeError`` if one fails."""
     script = str(Path(__file__).with_name("query_clients.py"))
     extra = [] if pace is None else [str(pace)]
     processes = [
@@ -161,6 +161,8 @@ def clients(
         for process in processes:
             with suppress(BrokenPipeError):
                 process.communicate()  # no further line ends it
+    if failed := [process.args for process in processes if process.returncode]:
+        raise RuntimeError(f"{len(failed)} clients failed in the end; see above. The first was {failed[0]!r}.")
 
 
 def heard(client: subprocess.Popen[str]) -> str:

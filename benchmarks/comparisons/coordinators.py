@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from suite.comparison import Comparison, Measured
@@ -81,7 +76,7 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
 
     empty = ray.remote(num_cpus=0, max_concurrency=64)(Empty).remote()
     found: dict[int, dict[str, list[list[float]]]] = {}
-    with _directory() as root, coordinator.actor("messages") as link:
+    with coordinator.directory() as root, coordinator.actor("messages") as link:
         cluster = coordinator.Cluster(link, root, _options(size), map)
         cluster.start()
         hosts = [host.name for host in cluster.hosts]
@@ -109,17 +104,6 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
     return found
 
 
-@contextmanager
-def _directory() -> Iterator[Path]:
-    """In memory if that can be: what is measured is the coordinator."""
-    fast = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(prefix="coordinator-", dir=fast if fast.is_dir() else None))
-    try:
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-
-
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:
     """Calls a second of all callers."""
     end = time.perf_counter() + seconds
@@ -143,7 +127,7 @@ def _simulation(size: Size, steps: Steps) -> list[Case]:
     cpu, memory, answers, located = [], [], [], []
     for i in range(size["rounds"]):
         steps.now(f"playing a cluster, round {i + 1} of {size['rounds']}")
-        with _directory() as root, coordinator.actor(f"round-{i}") as link, ThreadPoolExecutor(4) as pool:
+        with coordinator.directory() as root, coordinator.actor(f"round-{i}") as link, ThreadPoolExecutor(4) as pool:
             options = _options(size)
             cluster = coordinator.Cluster(link, root, options, pool.map)
             cluster.start()
