@@ -82,8 +82,8 @@ class StateCluster:
         for answer in ready:
             try:
                 said.append(ray.get(answer))
-            except RayError:
-                log.warning("A state store host does not answer", exc_info=True)
+            except RayError as error:
+                log.warning("State store host %d does not answer now: %s", answers.index(answer), error)
         return said
 
     @staticmethod
