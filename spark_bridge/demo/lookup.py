@@ -24,13 +24,16 @@ from spark_bridge.session import NAMESPACE
 
 log = logging.getLogger(__name__)
 
+ANSWER_TIMEOUT_S = 120.0
+"""The demo kills a host, and a slow machine takes long to start another."""
+
 
 def look_up(options: LookupOptions, events: EventPipe) -> None:
     """Ask for one aircraft after the other, until this process is ended."""
     aircraft = pd.read_csv(find_flights_csv(), usecols=[KEY])[KEY].dropna().unique().tolist()
     ray.init(address=options.ray_address, namespace=NAMESPACE, log_to_driver=False)
     try:
-        with QueryableStateClient.connect() as client:
+        with QueryableStateClient.connect(timeout=ANSWER_TIMEOUT_S) as client:
             while True:
                 key = random.choice(aircraft)
                 started = time.perf_counter()

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 UNKNOWN_KEYS = ["N00000", "", "no such aircraft", "n14228"]
 POLL_SECONDS = 0.05
 BATCH_TIMEOUT_S = 120.0
-COMPLETION_TIMEOUT_S = 30.0
+COMPLETION_TIMEOUT_S = 120.0
 MIB = 1 << 20
 
 
@@ -246,9 +247,11 @@ def wait_until_completed(version: int) -> None:
     cluster = current_cluster()
     deadline = time.monotonic() + COMPLETION_TIMEOUT_S
     while True:
-        held = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
+        held: list[int] | None = None
+        with suppress(ray.exceptions.RayError):  # a host that was killed is being restarted
+            held = [i["version"] for host in cluster.describe_hosts() for i in host["instances"]]
         completed = cluster.coordinator.locate(OPERATOR).completed_version
-        if completed == version and all(v == version for v in held):
+        if completed == version and held is not None and all(v == version for v in held):
             return
         if time.monotonic() > deadline:
             raise DemoError(

@@ -19,10 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.patience import HANG, PATIENCE
 
 OPERATOR = "balances"
 ACCOUNTS = 60
@@ -101,11 +103,11 @@ class Teller:
         if self._random.random() < 0.9:
             accounts = list(range(ACCOUNTS))
             self._random.shuffle(accounts)
-            found = client.get_many(OPERATOR, accounts, timeout=60)
+            found = client.get_many(OPERATOR, accounts, timeout=PATIENCE)
             rows = zip(found.column("account").to_pylist(), found.column("balance").to_pylist(), strict=True)
             self.check({account: balance for account, balance in rows if balance is not None})
         else:
-            with client.scan(OPERATOR, timeout=60) as scan:
+            with client.scan(OPERATOR, timeout=PATIENCE) as scan:
                 rows = [row for batch in scan for row in batch.to_pylist()]
             assert len({row["account"] for row in rows}) == len(rows), "an account came twice"
             self.check({row["account"]: row["balance"] for row in rows})
@@ -144,7 +146,7 @@ def tellers(directory: Path, seeds: list[int], ray_address: str) -> Iterator[lis
         (directory / "stop").touch()
         for process in processes:
             try:
-                process.wait(60)
+                process.wait(HANG)
             except subprocess.TimeoutExpired:
                 process.kill()
 
@@ -195,9 +197,8 @@ def run_bank(
 ) -> tuple[int, dict[str, int], int]:
     """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows, versions seen.
 
-    Blows come every ``pause`` seconds. Without ``at_least`` so many answers, and so high a version seen, it does not end: where blows come
-    faster than what they have hit recovers it goes on, up to four times as long, and they come twice as slowly each time no version has got
-    through.
+    Blows come every ``pause`` seconds. Without ``at_least`` so many answers, and so high a version seen, it goes on without blows, which may
+    come faster than what they have hit recovers.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with what a teller has found.
     """
@@ -206,6 +207,7 @@ def run_bank(
 
     from spark_bridge import aggregate
     from spark_bridge import functions as S
+    from spark_bridge.exceptions import HostUnavailableError
 
     bank, chaos = Bank(directory, seed), Chaos(seed)
 
@@ -216,39 +218,36 @@ def run_bank(
     stream.add(bank.next_batch())
     query = start()
     query.processAllAvailable()
-    end = time.monotonic() + seconds
+    end = time.monotonic() + HANG
     address = ray.get_runtime_context().gcs_address
     with tellers(directory, [seed * 100 + i for i in range(TELLERS)], address) as processes:
         # A client that has never had an answer is told at once that a query is not there.
         while len(list(directory.glob("answers-*"))) < TELLERS and all(p.poll() is None for p in processes):
             assert time.monotonic() < end, "the tellers could not begin"
             time.sleep(0.1)
-        begun, next_blow, wait, seen = time.monotonic(), 0.0, pause, 0
+        begun, next_blow = time.monotonic(), 0.0
         while all(p.poll() is None for p in processes):  # a teller ends by itself only if an answer was wrong
             lasting = time.monotonic() - begun
             answered, newest = answers_so_far(directory)
             is_enough = answered >= at_least[0] and newest >= at_least[1]
-            if (is_enough and (answered >= answers or lasting > seconds)) or lasting > 4 * seconds:
+            if is_enough and (answered >= answers or lasting > seconds):
                 break
+            assert lasting < seconds + HANG, f"only {answered} answers and version {newest} after {lasting:.0f} s"
             assert query.exception() is None, query.exception()
             stream.add(bank.next_batch())
             time.sleep(chaos.random.uniform(0.05, 0.5))
-            if time.monotonic() < next_blow:
+            if time.monotonic() < next_blow or lasting > seconds:
                 continue
-            is_stuck = lasting > seconds and newest == seen
-            wait, seen = min(2 * wait, 16 * pause) if is_stuck else pause, newest
-            next_blow = time.monotonic() + wait
             kind = chaos.choose()
             if kind == "query":
                 query.stop()
                 query = start()
             elif kind != "nothing":
-                try:
+                with suppress(RayError, HostUnavailableError, ProcessLookupError):  # it has just died by another blow
                     chaos.strike(kind)
-                except (RayError, ProcessLookupError):
-                    continue  # it has just died by another blow
+            next_blow = time.monotonic() + pause
         (directory / "stop").touch()
-        verdicts = [p.communicate(timeout=90)[1] for p in processes]
+        verdicts = [p.communicate(timeout=HANG)[1] for p in processes]
     query.stop()
     for process, verdict in zip(processes, verdicts, strict=True):
         assert process.returncode == 0, verdict[-3000:]
@@ -275,7 +274,7 @@ def main() -> None:
     from .conftest import Stream
 
     spark = init_spark(
-        "bank", num_executors=2, executor_cores=1, configs={"spark.sql.shuffle.partitions": "4"}, recovery_timeout=40
+        "bank", num_executors=2, executor_cores=1, configs={"spark.sql.shuffle.partitions": "4"}, recovery_timeout=HANG
     )
     try:
         with tempfile.TemporaryDirectory(prefix="bank-") as root:

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from ray.exceptions import RayError
 
 from backends import StateStoreConf
 from backends.schema import from_spark_type
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 # Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times. Cold
 # code takes more stack as well, which a regular expression within Spark 4.2 has once run out of.
@@ -59,8 +58,9 @@ def spark() -> Iterator[SparkSession]:
             "spark.ui.enabled": "false",
             "spark.task.maxFailures": "4",
             "spark.log.level": "ERROR",
+            "spark.python.authenticate.socketTimeout": f"{HANG:.0f}s",  # PySpark waits 15 s for itself
         },
-        recovery_timeout=40,
+        recovery_timeout=HANG,
         # Little and often, so that every test has snapshots and removals going on beside it.
         conf=StateStoreConf(deltas_per_snapshot=2, maintenance_interval=0.5, min_versions_to_retain=3),
     )
@@ -169,6 +169,16 @@ def remove_checkpoint(path: str | Path) -> None:
     shutil.rmtree(aside)
 
 
+def held_instances() -> list[dict[str, Any]] | None:
+    """What all hosts of the session hold; None while one of them, which a test has killed, is being restarted."""
+    from spark_bridge.session import current_cluster
+
+    try:
+        return [i for h in current_cluster().describe_hosts() for i in h["instances"]]
+    except RayError:
+        return None
+
+
 def settle(query: Any) -> None:
     """Process all there is, and wait until hosts have heard that Spark has committed it.
 
@@ -182,13 +192,11 @@ def settle(query: Any) -> None:
     deadline = time.monotonic() + PATIENCE
     while True:
         run = next(q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id)
-        held, described = [], False
-        with suppress(RayError):  # a host that the test has killed is being restarted
-            held = [i for h in cluster.describe_hosts() for i in h["instances"] if i["run_id"] == run_id]
-            described = True
+        held = held_instances()
         commits = Path(run["checkpoint_location"].removeprefix("file:"), "commits")
         wanted = max((int(p.name) for p in commits.glob("[0-9]*")), default=-1) + 1
-        if described and run["completed_version"] == wanted and all(i["version"] == wanted for i in held):
+        is_completed = run["completed_version"] == wanted
+        if is_completed and held is not None and all(i["version"] == wanted for i in held if i["run_id"] == run_id):
             return
         assert time.monotonic() < deadline, (
             f"Spark is at version {wanted}, the coordinator says {run}, hosts hold {held}"

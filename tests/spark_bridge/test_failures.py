@@ -23,8 +23,9 @@ from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
 from tests.effort import effort
+from tests.patience import HANG
 
-from .conftest import Stream, driver_environment, settle, wait_until
+from .conftest import Stream, driver_environment, held_instances, settle, wait_until
 
 pytestmark = pytest.mark.spark
 KEYS = 40
@@ -159,11 +160,17 @@ def test_state_processes_killed_mid_batch(totals: Totals, client: QueryableState
     totals.add()
     query = start(slow_frame(totals), totals.stream)
     query.processAllAvailable()
-    totals.add(2 * len(VICTIMS))
-    for victims, moment in zip(VICTIMS.values(), (*MOMENTS[turn:], *MOMENTS[:turn]), strict=True):
+
+    def next_batch_begins() -> bool:
+        """A batch has ended just now, and there is another."""
         done = query.lastProgress["batchId"]
-        wait_until(lambda done=done: query.lastProgress["batchId"] > done or query.exception())
-        assert query.lastProgress["batchId"] + 1 < totals.stream.files, "the stream was over too soon"
+        while totals.stream.files < done + 4:
+            totals.add()
+        wait_until(lambda: query.lastProgress["batchId"] > done or query.exception())
+        return query.lastProgress["batchId"] + 1 < totals.stream.files
+
+    for victims, moment in zip(VICTIMS.values(), (*MOMENTS[turn:], *MOMENTS[:turn]), strict=True):
+        wait_until(next_batch_begins)
         time.sleep(moment)
         for pid in victims():
             os.kill(pid, signal.SIGKILL)
@@ -192,7 +199,7 @@ def run_driver(code: str, *args: str) -> subprocess.CompletedProcess[str]:
             [sys.executable, "-c", textwrap.dedent(code), *args],
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=HANG,
             check=False,
             env=driver_environment(scratch),
         )
@@ -229,7 +236,7 @@ threading.Thread(target=strike, daemon=True).start()
 
 def sink(batch, n):
     batch.collect()
-    time.sleep(60 if n == kill_at else 0)
+    time.sleep(300 if n == kill_at else 0)
 
 query = totals.writeStream.option("checkpointLocation", str(root / "checkpoint")).foreachBatch(sink).start()
 query.processAllAvailable()
@@ -318,7 +325,7 @@ def test_killed_processes_leave_the_cluster_in_order(spark: Any) -> None:
     """After all the killing above: the same two hosts, one coordinator, nothing loaded for stopped queries."""
     cluster = current_cluster()
     # Within less than the lease of a run, which would end it too.
-    wait_until(lambda: all(not h["instances"] for h in cluster.describe_hosts()), timeout=50)
+    wait_until(lambda: held_instances() == [], timeout=50)
     names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "statestore"]
     assert sorted(n for n in names if n.startswith("StateStore")) == sorted(
         [

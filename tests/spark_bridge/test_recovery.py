@@ -69,6 +69,11 @@ def host_pids() -> list[int]:
     return [int(h["pid"]) for h in current_cluster().describe_hosts()]
 
 
+def wait_until_all_answer() -> None:
+    """No host is being restarted any more."""
+    wait_until(lambda: len(current_cluster().addresses()) == len(current_cluster().hosts))
+
+
 def worker_pids(directory: Path) -> list[int]:
     """The PySpark workers that have left a note and live."""
     return [int(p.name) for p in sorted((directory / "pids").iterdir()) if is_worker(int(p.name))]
@@ -139,21 +144,19 @@ def test_kills_at_random_change_nothing(
     """One kind of process after the other, in an order of the seed's own, at moments of its own."""
     killer = Killer(seed, tmp_path)
     strikes = killer.random.sample(Killer.KINDS, len(Killer.KINDS))
-    flow.add(len(strikes) + 2)
+    flow.add(2)
     sink = Sink()
     slow = noted(tmp_path, 0.15)
     query = start(flow.frame(*PARTITIONS, before=slow, between=slow), flow.stream.checkpoint, sink)
     progressed(query, 0)
-    struck = []
     for kind in strikes:
         before = int(query.lastProgress["batchId"])
-        if before + 1 < flow.batch_of[-1]:
-            killer.strike(kind)
-            struck.append(kind)
-            progressed(query, before + 1)
-            wait_until(lambda: len(current_cluster().addresses()) == len(current_cluster().hosts))
+        while flow.batch_of[-1] < before + 3:  # enough for the second in which it strikes
+            flow.add()
+        killer.strike(kind)
+        progressed(query, before + 1)
+        wait_until_all_answer()
     settle(query)
-    assert len(struck) >= 4, f"the stream was over too soon: {struck} of {strikes}"
     assert sorted(set(sink.seen)) == list(range(flow.batch_of[-1] + 1))
     flow.check(client, query)
     assert failed_tasks(spark, query) <= killer.failures_allowed
@@ -169,6 +172,7 @@ def test_no_task_fails_when_state_processes_die(
     query = start(flow.frame(*PARTITIONS, before=slow, between=slow), flow.stream.checkpoint, Sink())
     for batch, kind in enumerate(("coordinator", "host", "state processes")):
         progressed(query, batch)
+        wait_until_all_answer()
         killer.strike(kind)
     settle(query)
     flow.check(client, query)
@@ -367,7 +371,7 @@ def actors_of(namespace: str) -> list[str]:
 def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     """Its hosts go with it, its leases run out, and the coordinator that nobody needs any more ends."""
     namespace = "left-behind"
-    leases = {"host_timeout": 2.0, "driver_timeout": 3.0, "idle_timeout": 5.0}
+    leases = {"host_timeout": 2.0, "driver_timeout": 3.0, "idle_timeout": 20.0}
     flow.add(2)
     with Driver(flow.stream, tmp_path, ray="same", namespace=namespace, coordinator_conf=leases) as driver:
         driver.wait_until_ready().close()

@@ -178,5 +178,10 @@ def test_rebalancing_on_demand_disturbs_nothing(flow: Flow, client: QueryableSta
     settle(query)
     flow.check(client, query)
     assert sink.seen == list(range(6))
-    wait_until(lambda: sum(owners(query).values()) == 6)
-    assert max(owners(query).values()) - min(owners(query).values()) <= 1, owners(query)
+
+    def is_balanced() -> bool:
+        rebalance()  # once more: a machine that stands still loses its hosts' leases for a moment, and their shares with them
+        held = owners(query).values()
+        return sum(held) == 6 and max(held) - min(held) <= 1
+
+    wait_until(is_balanced)

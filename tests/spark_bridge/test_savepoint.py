@@ -41,7 +41,7 @@ from spark_bridge import (
 )
 from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 
 from .conftest import Stream, remove_checkpoint, settle, wait_until
 
@@ -476,13 +476,20 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
 ) -> None:
     # The query is stopped only that late: time enough for batches that nothing holds.
     monkeypatch.setattr("spark_bridge.savepoints.POLL_SECONDS", 4.0)
-    flow.add(7)
+    flow.add(2)
     sink = Sink(0.15)
     query = start(flow.frame(), flow.stream.checkpoint, sink)
     progressed(query, 1)
     with ThreadPoolExecutor(1) as another_thread:
-        future = another_thread.submit(trigger_savepoint, query, str(tmp_path / "sp"), stop=True).result(PATIENCE)
-    path = future.result(PATIENCE)
+        triggered = another_thread.submit(trigger_savepoint, query, str(tmp_path / "sp"), stop=True)
+
+        def is_made_of_a_stream_that_goes_on() -> bool:
+            while flow.batch_of[-1] < len(sink.seen) + 3:
+                flow.add()
+            return triggered.done() and triggered.result().done()
+
+        wait_until(is_made_of_a_stream_that_goes_on)
+    path = triggered.result().result()
     assert not query.isActive
     # Spark cancels the held batch's job before it interrupts its thread: a sink in Python may see that first, and raise.
     error = query.exception()
@@ -490,7 +497,7 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
     batch = check_savepoint(flow, path)
     time.sleep(0.5)
     assert sink.seen == list(range(batch + 1))
-    assert batch < 6, "the stream was over before the savepoint: nothing was stopped"
+    assert batch < flow.batch_of[-1], "the stream was over before the savepoint: nothing was stopped"
     # Both go on behind it: the restored one, and the checkpoint itself.
     restore_savepoint(path, str(tmp_path / "ck"))
     go_on_from(flow, client, str(tmp_path / "ck"), batch, 3, 2, "rocksdb")
@@ -545,7 +552,7 @@ def test_a_savepoint_while_processes_die(
     future = trigger_savepoint(query, str(tmp_path / "sp"))
     for pid in doomed:
         os.kill(pid, signal.SIGKILL)
-    error = future.exception(timeout=90)
+    error = future.exception(HANG)
     settle(query)
     flow.check(client, query)
     if error is None:

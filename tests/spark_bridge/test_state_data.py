@@ -22,6 +22,7 @@ from spark_bridge import (
     transform_with_state,
 )
 from spark_bridge import functions as S
+from tests.patience import HANG
 
 from .conftest import Stream, settle, wait_until
 
@@ -121,7 +122,7 @@ def test_the_state_of_a_query_can_be_read_at_every_version_and_so_can_its_change
             model.batch(batch_rows(i))
 
     feed(0, 3)
-    assert start(2).awaitTermination(60)
+    assert start(2).awaitTermination(HANG)
     newest = state_metadata(spark, stream.checkpoint).first().maxVersion
     assert newest >= 3
     df = read_state(spark, stream.checkpoint, "totals", "values")
@@ -136,7 +137,7 @@ def test_the_state_of_a_query_can_be_read_at_every_version_and_so_can_its_change
     assert rows_of(read_state(spark, stream.checkpoint, "seen")) == model.at[3]["count"]
 
     feed(3, 5)
-    assert start(3).awaitTermination(60)  # another layout
+    assert start(3).awaitTermination(HANG)  # another layout
     collected = read_state(spark, stream.checkpoint, "totals", "values", flatten=False)
     assert collected.rdd.getNumPartitions() == 3
     assert {r.k: sorted(e.v for e in r.list_value) for r in collected.collect()} == {
@@ -176,7 +177,7 @@ def test_readers_come_along_with_a_stream_and_its_retention(
     def oldest() -> int:
         return int(state_metadata(spark, stream.checkpoint).first().minVersion)
 
-    wait_until(lambda: oldest() > 1 or stream.add(batch_rows(1)) or settle(query))
+    wait_until(lambda: oldest() > 1 or stream.add(batch_rows(1)) or settle(query), timeout=HANG)
 
     def is_gone() -> bool:
         """A version above may still begin with its files."""
@@ -189,7 +190,7 @@ def test_readers_come_along_with_a_stream_and_its_retention(
         settle(query)
         return False
 
-    wait_until(is_gone)
+    wait_until(is_gone, timeout=HANG)
     with pytest.raises(VersionNotFoundError, match=r"Version 1 .* there are the versions"):
         read_state(spark, stream.checkpoint, "counts", version=1)
 

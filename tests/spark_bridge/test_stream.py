@@ -26,7 +26,7 @@ from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError,
 from spark_bridge.session import current_cluster
 from tests.patience import PATIENCE
 
-from .conftest import Stream, settle, wait_until
+from .conftest import Stream, held_instances, settle, wait_until
 
 pytestmark = pytest.mark.spark
 
@@ -207,18 +207,17 @@ def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: Q
 
 
 def test_a_stopped_query_is_unloaded_and_no_longer_answers(stream: Stream, client: QueryableStateClient) -> None:
-    from spark_bridge.session import current_cluster
-
     stream.add([(1, 1.0)])
     query = start(aggregate(stream.read(), by="k", operator="gone", n=S.count()), stream)
     settle(query)
     run_id = str(query.runId)
     query.stop()
 
-    def held() -> bool:
-        return any(i["run_id"] == run_id for h in current_cluster().describe_hosts() for i in h["instances"])
+    def is_unloaded() -> bool:
+        held = held_instances()
+        return held is not None and all(i["run_id"] != run_id for i in held)
 
-    wait_until(lambda: not held(), timeout=50)  # less than the lease of a run, which would end it too
+    wait_until(is_unloaded, timeout=50)  # less than the lease of a run, which would end it too
     with pytest.raises(QueryEndedError, match="gone"):
         client.get("gone", 1)
 

@@ -26,6 +26,7 @@ from spark_bridge import (
     transform_with_state_in_pandas,
 )
 from spark_bridge import functions as S
+from tests.patience import HANG
 
 from .conftest import Stream, wait_until
 from .processors import (
@@ -337,7 +338,7 @@ def test_available_now_keeps_its_batches_and_ends(make_stream: Callable[..., Str
         .foreachBatch(lambda batch, _: found.append(batch.count()))
         .start()
     )
-    assert query.awaitTermination(60)
+    assert query.awaitTermination(HANG)
     assert [n for n in found if n] == [1, 1, 1]
 
 
