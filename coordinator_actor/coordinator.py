@@ -233,10 +233,18 @@ class Coordinator:
             self._end(run, "its session has ended")
         return others
 
-    def expire(self) -> None:
-        """Drop hosts and runs whose lease has run out."""
+    def expire(self, stood_still: float = 0.0) -> None:
+        """Drop hosts and runs whose lease has run out.
+
+        Leases do not run while the coordinator itself has ``stood_still``, so many seconds since the last time: heartbeats of then may wait
+        to be heard, or their senders have stood still with it.
+        """
         now = self._clock()
         with self._lock:
+            self._hosts.prolong(stood_still, now)
+            for run in self._runs.values():
+                run.driver_seen = min(now, run.driver_seen + stood_still)
+            self._last_needed = min(now, self._last_needed + stood_still)
             for host_id in self._hosts.expire(now - self._conf.host_timeout):
                 log.warning(
                     "Host %s has not been heard of for %.0f s; its partitions move", host_id, self._conf.host_timeout

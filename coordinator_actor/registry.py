@@ -90,6 +90,11 @@ class HostRegistry:
         """The live hosts of a session, in a fixed order."""
         return list(self.nodes_of_session(session_id))
 
+    def prolong(self, seconds: float, now: float) -> None:
+        """All leases run so much longer."""
+        for lease in self.leases.values():
+            lease.seen = min(now, lease.seen + seconds)
+
     def expire(self, before: float) -> list[str]:
         """Drop the hosts last heard of before that moment."""
         lost = [h for h, lease in self.leases.items() if lease.seen < before]

@@ -525,6 +525,24 @@ def test_leases_end(world: World, started: Coordinator) -> None:
     assert started.is_idle()
 
 
+def test_leases_do_not_run_while_the_coordinator_stands_still(world: World, started: Coordinator) -> None:
+    world.now += 6
+    started.heartbeat_host("h0", "a")
+    world.now += 100
+    started.expire(stood_still=99)
+    assert [h["host_id"] for h in started.describe()["hosts"]] == ["h0", "h1"] and started.describe()["queries"]
+    assert all(h["seconds_since_heartbeat"] >= 0 for h in started.describe()["hosts"])
+    world.now += 4
+    started.expire()  # h1 has not been heard of for 11 s of the coordinator's
+    assert [h["host_id"] for h in started.describe()["hosts"]] == ["h0"]
+    world.now += 49
+    started.expire()
+    assert started.describe()["queries"]
+    world.now += 1
+    started.expire()
+    assert not started.describe()["queries"] and not started.is_idle()
+
+
 def test_assignment_without_hosts_left_over() -> None:
     assert assign(["a", "b"], ["h"], {"a": "gone"}) == {"a": "h", "b": "h"}
 
