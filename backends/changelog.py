@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import pyarrow as pa
 
+from backends.decoders import json_decoder
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
 from backends.sorted_pairs import SortedPairs, is_strictly_sorted
 
@@ -128,8 +129,8 @@ def read_changelog_meta(data: bytes, name: str = "the changelog") -> ChangelogMe
 def _read_meta(schema: pa.Schema, name: str) -> tuple[ChangelogMeta, list[str]]:
     metadata = schema.metadata or {}
     try:
-        meta = msgspec.json.decode(metadata[_META], type=ChangelogMeta)
-        names = msgspec.json.decode(metadata[_FAMILIES], type=list[str])
+        meta = json_decoder(ChangelogMeta).decode(metadata[_META])
+        names = json_decoder(list[str]).decode(metadata[_FAMILIES])
     except (KeyError, msgspec.MsgspecError) as error:
         raise DamagedFileError(f"{name} is no changelog, or is damaged: {error!r}") from error
     if meta.format_version != FORMAT_VERSION:

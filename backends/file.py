@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.conf import StateStoreConf
+from backends.decoders import json_decoder
 from backends.engine import LocalState
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.provider import LocalStateStoreProvider
@@ -139,7 +140,7 @@ class SortedMapEngine:
         """Read what ``capture`` wrote."""
         self.clear()
         try:
-            index = msgspec.json.decode((directory / _INDEX).read_bytes(), type=_Index)
+            index = json_decoder(_Index).decode((directory / _INDEX).read_bytes())
             parts: dict[str, list[SortedPairs]] = {family: [] for family in index.column_families}
             for part in index.parts:
                 with pa.ipc.open_file(pa.py_buffer((directory / part.name).read_bytes())) as reader:

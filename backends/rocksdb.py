@@ -37,6 +37,7 @@ from rocksdict import (
 from backends import fault_points
 from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
 from backends.conf import StateStoreConf
+from backends.decoders import json_decoder
 from backends.engine import LocalState
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.provider import LocalStateStoreProvider
@@ -165,7 +166,7 @@ class LocalRocksDB:
             if META_FAMILY not in names:
                 self._create(META_FAMILY)
             stored = self._families[META_FAMILY].db.get(_META_KEY)
-            self.state = LocalState() if stored is None else msgspec.json.decode(stored, type=LocalState)
+            self.state = LocalState() if stored is None else json_decoder(LocalState).decode(stored)
         except Exception as error:  # rocksdict raises plain Exception
             self._let_go()
             if "lock hold" in str(error) or "While lock file" in str(error):

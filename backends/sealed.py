@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from backends.decoders import convert, json_decoder
 from backends.exceptions import DamagedFileError
 from backends.partition_entries import PartitionEntries, StoredEntries
 from backends.storage import digest
@@ -32,7 +33,7 @@ def unseal(data: bytes, kind: type[T], name: str) -> T:
             f"{written[:40].decode(errors='replace')!r}. Restore it from a copy."
         )
     try:
-        return msgspec.json.decode(content, type=kind, dec_hook=_decode)
+        return json_decoder(kind, _decode).decode(content)
     except msgspec.MsgspecError as error:
         raise DamagedFileError(f"{name} is no {kind.__name__} that this release can read: {error}") from error
 
@@ -45,5 +46,5 @@ def _encode(value: object) -> object:
 
 def _decode(kind: type[Any], value: Any) -> Any:
     if kind is PartitionEntries:
-        return PartitionEntries(msgspec.convert(value, StoredEntries, str_keys=True))
+        return PartitionEntries(convert(value, StoredEntries, str_keys=True))
     raise NotImplementedError(f"A {kind.__name__} cannot be read")

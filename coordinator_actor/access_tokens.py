@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from backends.decoders import json_decoder
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 
 PREFIX = "ssr1"
@@ -80,7 +81,7 @@ class AccessTokens:
         self._clock = clock
         self._lock = threading.Lock()
         saved = store.load()
-        tokens = [] if saved is None else msgspec.json.decode(saved, type=list[IssuedToken])
+        tokens = [] if saved is None else json_decoder(list[IssuedToken]).decode(saved)
         self._tokens = {token.id: token for token in tokens}
         self._revoked = _revoked(tokens)
 

@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from backends.decoders import convert, json_decoder
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, StorageError
 from backends.manifest import FORMAT_VERSION
 from backends.sealed import seal, unseal
@@ -436,7 +437,7 @@ class _CheckpointFiles:
         name = self._storage.full_location(path)
         record = unseal(self._storage.get(path), StoredCheckpoint, name)
         try:
-            states = {(o, p): msgspec.convert(state, self._state_type) for o, p, state in record.states}
+            states = {(o, p): convert(state, self._state_type) for o, p, state in record.states}
         except msgspec.ValidationError as error:
             raise DamagedFileError(f"{name} has a state that is no {self._state_type}: {error}") from error
         return CompletedCheckpoint(
@@ -555,7 +556,7 @@ class FileCheckpointStore(_CheckpointFiles):
 
     def _as_read(self, completed: CompletedCheckpoint) -> dict[TaskKey, Any]:
         return {
-            key: msgspec.convert(msgspec.json.decode(msgspec.json.encode(state)), self._state_type)
+            key: convert(json_decoder(Any).decode(msgspec.json.encode(state)), self._state_type)
             for key, state in completed.states.items()
         }
 

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from backends import chain
 from backends.chain import Layout
+from backends.decoders import json_decoder
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
 from backends.manifest import FORMAT_VERSION, Manifest
 from backends.sealed import seal, unseal
@@ -293,7 +294,7 @@ class SparkCommits:
         path = f"offsets/{batch_id}"
         lines = self._storage.get(path).split(b"\n")
         try:
-            return msgspec.json.decode(lines[1], type=_OffsetSeqMetadata)
+            return json_decoder(_OffsetSeqMetadata).decode(lines[1])
         except (IndexError, msgspec.MsgspecError) as error:
             where = self._storage.full_location(path)
             raise DamagedFileError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from backends.decoders import convert
 from backends.ids import StateStoreProviderId
 from coordinator_actor.reference import Transport
 from spark_bridge.exceptions import HostUnavailableError, RequestError
@@ -62,7 +63,7 @@ def to_wire(args: dict[str, Any]) -> dict[str, Any]:
 def from_wire(provider_id: Any) -> StateStoreProviderId:
     """A provider id as JSON brought it. Raises ``RequestError``."""
     try:
-        return msgspec.convert(provider_id, StateStoreProviderId)
+        return convert(provider_id, StateStoreProviderId)
     except msgspec.ValidationError as error:
         raise RequestError(f"{provider_id!r} is no provider id: {error}") from error
 

@@ -10,6 +10,7 @@ import msgspec
 import pyarrow as pa
 from pyarrow import flight
 
+from backends.decoders import json_decoder
 from coordinator_actor.messages import Acknowledged, OperatorLocation
 from spark_bridge.errors_by_name import rebuilt_error
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError, TlsError
@@ -45,7 +46,7 @@ def error_from(error: flight.FlightError) -> Exception:
     """The error that the host raised, rebuilt by class name and message; else the Flight error as one of ours."""
     extra = getattr(error, "extra_info", None)
     if extra:
-        info = msgspec.json.decode(bytes(extra), type=ErrorInfo)
+        info = json_decoder(ErrorInfo).decode(bytes(extra))
         return rebuilt_error(info.error, info.message)
     said = str(error).split("\n", 1)[0]
     if isinstance(error, REFUSED):
@@ -80,7 +81,7 @@ class HostClient:
             raise error_from(error) from None
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
-        return msgspec.json.decode(results[0].body.to_pybytes(), type=answer)
+        return json_decoder(answer).decode(results[0].body.to_pybytes())
 
     def open(self, task: TaskIdentity) -> Opened:
         """Open a task's partition."""
@@ -113,7 +114,7 @@ class HostClient:
         values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
         if metadata is None:
             raise HostUnavailableError(f"{self.address} did not say what it has opened.")
-        opened: Opened = msgspec.json.decode(metadata, type=Opened)
+        opened = json_decoder(Opened).decode(metadata)
         return opened, values if opened.redirect is not None else self._of_all(values, keys)
 
     def _get(
@@ -187,8 +188,7 @@ class HostClient:
             raise HostUnavailableError(f"{self.address}: {error}") from None
         if answer is None:
             raise HostUnavailableError(f"{self.address} closed the commit without an answer.")
-        acknowledged: Acknowledged = msgspec.json.decode(answer.to_pybytes(), type=Acknowledged)
-        return acknowledged
+        return json_decoder(Acknowledged).decode(answer.to_pybytes())
 
     def close(self) -> None:
         """Close the connection."""

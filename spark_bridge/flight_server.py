@@ -16,6 +16,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from backends.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
+from backends.decoders import json_decoder
 from backends.exceptions import StateStoreError
 from backends.ids import check_name
 from backends.sorted_pairs import SortedPairs, to_bytes_list
@@ -181,7 +182,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
 def decoded(said: bytes, kind: Any) -> Any:
     """A command of type ``kind``. Raises ``RequestError`` if it is none."""
     try:
-        return msgspec.json.decode(said, type=kind)
+        return json_decoder(kind).decode(said)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as those of UTF-8 are
         raise RequestError(f"The request was malformed: {error}") from error
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from backends.changelog import DEFAULT_FAMILY, ChangelogMeta
 from backends.conf import StateStoreConf
+from backends.decoders import msgpack_decoder
 from backends.key_groups import partition_range
 from backends.operator_schema import OperatorSchema
 from backends.partition_entries import PartitionEntry
@@ -157,7 +158,7 @@ def make_initial_states(
             task = InitialStateTask(registration, spec, initial.keys, initial.logic, times, conf)
             made = initial.rows.mapInArrow(_function(task), RESULT).collect()
             entries[spec.name] = {
-                row["partition"]: msgspec.msgpack.decode(bytes(row["entry"]), type=PartitionEntry) for row in made
+                row["partition"]: msgpack_decoder(PartitionEntry).decode(bytes(row["entry"])) for row in made
             }
     return entries
 

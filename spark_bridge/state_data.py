@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pyarrow as pa
 
+from backends.decoders import msgpack_decoder
 from backends.schema import to_spark_type
 from coordinator_actor.state_reader import Piece, StatePlace, StateVersions, find_state
 from spark_bridge.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
@@ -124,7 +125,7 @@ class _Task:
         """The rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
-                yield from self.source.batches(msgspec.msgpack.decode(zlib.decompress(self.packed[number]), type=Piece))
+                yield from self.source.batches(msgpack_decoder(Piece).decode(zlib.decompress(self.packed[number])))
 
 
 def _named(task: _Task, name: str) -> Callable[[Any], Any]:

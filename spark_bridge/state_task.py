@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-import msgspec
 import pyarrow as pa
 
+from backends.decoders import json_decoder
 from backends.key_groups import key_groups, partition_of
 from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
 from spark_bridge.protocol import TaskIdentity
@@ -172,7 +172,7 @@ def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | 
     if not addresses or not token:
         return None
     return Endpoints(
-        addresses=tuple(msgspec.json.decode(addresses, type=list[str])),
+        addresses=tuple(json_decoder(list[str]).decode(addresses)),
         token=token,
         host_files=local_property(HOST_FILES) or "",
         timeout=float(local_property(TIMEOUT) or 60),

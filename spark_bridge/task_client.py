@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import pyarrow as pa
 
 from backends.changelog import DEFAULT_FAMILY
+from backends.decoders import json_decoder
 from backends.key_groups import partition_range
 from backends.operator_schema import OperatorSchema
 from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
@@ -56,7 +56,7 @@ def read_host_files(directory: Path) -> list[HostFile]:
     files = []
     for path in sorted(directory.glob("*.json")) if directory.is_dir() else []:
         try:
-            files.append(msgspec.json.decode(path.read_bytes(), type=HostFile))
+            files.append(json_decoder(HostFile).decode(path.read_bytes()))
         except FileNotFoundError:
             continue  # the host went away between the listing and the read
     return files

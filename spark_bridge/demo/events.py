@@ -7,6 +7,8 @@ import threading
 
 import msgspec
 
+from backends.decoders import json_decoder
+
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """What the stream process is to do. ``directory`` holds the flights and Spark's checkpoint."""
@@ -89,12 +91,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Event = Progress | Started | Batch | HostKilled | Lookup | Verified | Failed
 """Everything that a child may say."""
 
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-
 
 def decode_event(line: bytes) -> Event:
     """One line of a child's pipe. Raises msgspec.DecodeError for anything else."""
-    return _decoder.decode(line)
+    event: Event = json_decoder(Event).decode(line)
+    return event
 
 
 class EventPipe:

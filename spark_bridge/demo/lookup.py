@@ -11,10 +11,10 @@ import sys
 import time
 from typing import Any
 
-import msgspec
 import pandas as pd
 import ray
 
+from backends.decoders import json_decoder
 from spark_bridge import QueryableStateClient
 from spark_bridge.demo.events import EventPipe, Failed, Lookup, LookupOptions
 from spark_bridge.demo.expected import KEY
@@ -60,7 +60,7 @@ def describe_value(value: dict[str, Any] | None) -> str | None:
 def main() -> None:
     """Look up as the options on the command line say; exit 1 after telling what is wrong."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = msgspec.json.decode(sys.argv[1], type=LookupOptions)
+    options = json_decoder(LookupOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)
     end_with_parent()
     try:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pandas as pd
 import pyarrow as pa
 import ray
@@ -23,6 +22,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 from backends import StateStoreConf
+from backends.decoders import json_decoder
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo.events import (
@@ -280,7 +280,7 @@ def state_milliseconds(version: int) -> float | None:
 def main() -> None:
     """Run the stream as the options on the command line say; exit 1 after telling what is wrong."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = msgspec.json.decode(sys.argv[1], type=StreamOptions)
+    options = json_decoder(StreamOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)
     end_with_parent()
     ensure_java()

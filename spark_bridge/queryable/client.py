@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import pyarrow as pa
 
+from backends.decoders import json_decoder
 from spark_bridge.exceptions import (
     ConnectionClosedError,
     HostUnavailableError,
@@ -508,4 +508,4 @@ def check_limit(limit: int | None) -> None:
 
 
 def _decoded(reply: Reply, body: memoryview) -> Any:
-    return msgspec.json.decode(body) if isinstance(reply, Described) else reply
+    return json_decoder(Any).decode(body) if isinstance(reply, Described) else reply

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from backends.decoders import json_decoder
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from spark_bridge.exceptions import SparkBridgeError
@@ -99,7 +98,7 @@ class KvStateClientProxy(KvStateServer):
             except (SparkBridgeError, CoordinatorError, OSError) as error:
                 answers.append({"query_address": exchange.address, "failure": str(error)})
                 continue
-            answers.append(msgspec.json.decode(body) if type(reply) is Described else {})
+            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is Described else {})
         return answers
 
     def start(self) -> None:

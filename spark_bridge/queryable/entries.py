@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-import msgspec
-
+from backends.decoders import json_decoder
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import OperatorLocation, RunningOperator
@@ -73,7 +72,7 @@ class ProxyEntry:
         reply, body = self._connections.request(proxy, Locate(operator, query), deadline=deadline)
         if not isinstance(reply, Located):
             raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
-        location = msgspec.json.decode(body, type=OperatorLocation)
+        location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
         return location
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from backends.decoders import json_decoder
 from spark_bridge.exceptions import TlsError
 from spark_bridge.queryable.wire import Failure, frame
 
@@ -74,7 +75,7 @@ class TlsConf:
     @classmethod
     def from_json(cls, text: str) -> TlsConf:
         """The inverse of ``to_json``."""
-        return msgspec.json.decode(text, type=cls)
+        return json_decoder(cls).decode(text)
 
     def check(self) -> None:
         """Raise ``TlsError`` unless a host with these files and a client with them would accept each other.

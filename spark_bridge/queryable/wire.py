@@ -21,6 +21,7 @@ from msgspec import Struct
 
 from backends.changelog import DEFAULT_FAMILY
 from backends.columns import EVEN_ROWS, EVEN_WIDTH, MAX_BYTES, binary_content, even_array, even_rows, record
+from backends.decoders import msgpack_decoder
 from spark_bridge.exceptions import RequestError
 
 PROTOCOL = 1
@@ -234,8 +235,8 @@ class Failure(Struct, frozen=True, array_like=True, tag="failure"):
 Reply = Welcome | Located | Values | Batch | End | Counted | Described | Failure
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_request = msgpack_decoder(Request).decode
+decode_reply = msgpack_decoder(Reply).decode
 
 
 def frame(header: Request | Reply, body: bytes | bytearray | memoryview | pa.Buffer = b"") -> list[Any]:

@@ -1,0 +1,70 @@
+"""msgspec's decoders; what a type consists of is found out by one thread at a time.
+
+msgspec (0.22) finds that out when a type is decoded first, and keeps it with the type before all of it is there. Another thread that decodes
+the type meanwhile, or one that contains it, meets half of it, and the process ends with a segmentation fault. So everything that msgspec
+decodes is decoded by what these functions give; ruff refuses msgspec's own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+T = TypeVar("T")
+DecHook = Callable[[type[Any], Any], Any]
+
+_made: dict[tuple[Any, ...], Any] = {}
+_making = threading.Lock()
+
+
+@overload
+def json_decoder(kind: type[T], dec_hook: DecHook | None = None) -> msgspec.json.Decoder[T]: ...
+@overload
+def json_decoder(kind: Any, dec_hook: DecHook | None = None) -> msgspec.json.Decoder[Any]: ...
+def json_decoder(kind: Any, dec_hook: DecHook | None = None) -> msgspec.json.Decoder[Any]:
+    """The decoder of JSON to ``kind``: a type, or a union of types."""
+    made: msgspec.json.Decoder[Any] = _decoder(msgspec.json.Decoder, kind, dec_hook)
+    return made
+
+
+@overload
+def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]: ...
+@overload
+def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]: ...
+def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The decoder of MessagePack to ``kind``: a type, or a union of types."""
+    made: msgspec.msgpack.Decoder[Any] = _decoder(msgspec.msgpack.Decoder, kind, None)
+    return made
+
+
+@overload
+def convert(value: object, kind: type[T], *, str_keys: bool = False) -> T: ...
+@overload
+def convert(value: object, kind: Any, *, str_keys: bool = False) -> Any: ...
+def convert(value: object, kind: Any, *, str_keys: bool = False) -> Any:
+    """``msgspec.convert``: what has been decoded without a type, as ``kind``."""
+    msgpack_decoder(kind)
+    return msgspec.convert(value, kind, str_keys=str_keys)
+
+
+def _decoder(decoder: Any, kind: Any, dec_hook: DecHook | None) -> Any:
+    wanted = (decoder, kind, dec_hook)
+    made = _made.get(wanted)
+    if made is None:
+        with _making:
+            made = _made[wanted] = decoder(kind, dec_hook=dec_hook)
+    return made
+
+
+def _after_fork() -> None:
+    """A thread that is not in the new process may have held the lock."""
+    global _making
+    _making = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
