@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from tests.patience import HANG
+
 
 def run(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG)
 
 
 def test_pyarrow_does_not_import_pandas_any_more() -> None:

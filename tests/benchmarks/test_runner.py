@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,11 +17,13 @@ from rich.console import Console
 from suite import runner
 from suite.comparison import VENV, VENV42
 
+from tests.patience import HANG, PATIENCE
+
 QUIET = Console(quiet=True)
 PROVIDER = COMPARISONS["provider"]
 
 
-def call(code: str, seconds: float = 20.0) -> int:
+def call(code: str, seconds: float = PATIENCE) -> int:
     return runner.call([sys.executable, "-c", code], seconds, dict(os.environ))
 
 
@@ -30,34 +33,54 @@ def test_a_child_has_a_status() -> None:
 
 
 def gone(pid: int) -> bool:
-    end = time.monotonic() + 50  # it would sleep for 100 s
+    end = time.monotonic() + PATIENCE  # it would sleep for longer
     while time.monotonic() < end:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         time.sleep(0.05)
     return False
 
 
-FAMILY = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"], start_new_session=True)
-open({path!r}, "w").write(str(child.pid))
+FAMILY = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep({HANG})"], start_new_session=True)
+open({{path!r}}, "w").write(str(child.pid))
 """
 
 
 @pytest.mark.long
-def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
+def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pid"
+
+    def monotonic() -> float:
+        """No time passes before the child has started its own."""
+        return PATIENCE if path.exists() and path.read_text() else 0.0
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(runner, "LOOK_EVERY", 0.05)
     with pytest.raises(TimeoutError):
-        call(FAMILY.format(path=str(path)) + "time.sleep(100)", seconds=1.5)
+        call(FAMILY.format(path=str(path)) + f"time.sleep({HANG})", seconds=1.5)
     assert gone(int(path.read_text()))
 
 
 @pytest.mark.long
 def test_what_a_child_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LOOK_EVERY", 0.2)
-    path = tmp_path / "pid"
-    assert call(FAMILY.format(path=str(path)) + "time.sleep(1)") == 0
+    path, seen = tmp_path / "pid", tmp_path / "seen"
+    look = runner._descendants
+
+    def noting(pid: int) -> list[psutil.Process]:
+        found = look(pid)
+        if found:
+            seen.touch()
+        return found
+
+    monkeypatch.setattr(runner, "_descendants", noting)
+    until_seen = f"while not os.path.exists({str(seen)!r}): time.sleep(0.05)"
+    assert call(FAMILY.format(path=str(path)) + until_seen) == 0
     assert gone(int(path.read_text()))
 
 

@@ -44,7 +44,8 @@ def address() -> Iterator[str]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        settings = Settings.model_validate({"coordinator_name": COORDINATOR, "limits": {"max_body_bytes": 1000}})
+        limits = {"max_body_bytes": 1000, "timeout": PATIENCE}
+        settings = Settings.model_validate({"coordinator_name": COORDINATOR, "limits": limits})
         serve.run(build_app(settings), name="state", route_prefix="/state")
         serve.run(failing(), name="memory", route_prefix="/memory")
         yield f"http://127.0.0.1:{port}"
@@ -75,7 +76,7 @@ def coordinator(method: str, *args: object) -> Any:
     import ray
 
     actor = ray.get_actor(COORDINATOR, namespace="statestore")
-    return ray.get(getattr(actor, method).remote(*args), timeout=60)
+    return ray.get(getattr(actor, method).remote(*args), timeout=PATIENCE)
 
 
 def wait_until(holds: Any) -> None:
@@ -88,7 +89,7 @@ def wait_until(holds: Any) -> None:
 @pytest.mark.ray
 def test_the_application_on_serve(address: str) -> None:
     token = coordinator("issue_token", "browser")
-    with httpx.Client(base_url=f"{address}/state", auth=("", token), timeout=30) as http:
+    with httpx.Client(base_url=f"{address}/state", auth=("", token), timeout=PATIENCE) as http:
         wait_until(lambda: http.get("/v1/operators").status_code == 200)
         for path in ("/", "/openapi.json", "/v1/operators", "/nothing"):
             assert http.get(path, auth=("", "wrong")).status_code == 401
@@ -110,7 +111,8 @@ def test_the_application_on_serve(address: str) -> None:
 
 @pytest.mark.ray
 def test_a_scan_that_fails_is_cut_short_on_the_wire(address: str) -> None:
-    with httpx.Client(base_url=f"{address}/memory", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as http:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with httpx.Client(base_url=f"{address}/memory", headers=headers, timeout=PATIENCE) as http:
         received = b""
         with (
             pytest.raises(httpx.RemoteProtocolError),

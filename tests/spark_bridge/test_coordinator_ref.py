@@ -60,11 +60,13 @@ class Recorded:
 
     def __init__(self, answer: Any = None) -> None:
         self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.has_come = threading.Event()
         self.may_answer = threading.Event()
         self.answer = answer
 
     def __call__(self, method: str, args: dict[str, Any]) -> Any:
         self.sent.append((method, args))
+        self.has_come.set()
         assert self.may_answer.wait(HANG)
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -103,6 +105,7 @@ def test_a_deactivation_does_not_overtake_a_report() -> None:
     ref = ref_over(transport)
     with ThreadPoolExecutor(1) as pool:
         ref.report_active_instance(provider(0), "hostA", "e1")
+        assert transport.has_come.wait(PATIENCE)
         ended = pool.submit(ref.deactivate_instances, "run-ref")
         assert not wait([ended], timeout=0.3).done
         assert [method for method, _ in transport.sent] == ["report_active_instance"]
@@ -174,9 +177,9 @@ def test_every_message_from_a_plain_ray_task_and_actor(spark: SparkSession) -> N
         def talk(self, run: str) -> list[Any]:
             return converse(self.ref, run)
 
-    assert ray.get(in_ray_task.remote("run-ray-task"), timeout=120) == conversation("run-ray-task")
+    assert ray.get(in_ray_task.remote("run-ray-task"), timeout=PATIENCE) == conversation("run-ray-task")
     talker = InRayActor.remote()
-    assert ray.get(talker.talk.remote("run-ray-actor"), timeout=120) == conversation("run-ray-actor")
+    assert ray.get(talker.talk.remote("run-ray-actor"), timeout=PATIENCE) == conversation("run-ray-actor")
 
 
 @needs_spark
@@ -216,7 +219,7 @@ def test_references_made_anywhere_reach_the_same_coordinator(spark: SparkSession
         ref.report_active_instance(provider(8), "hostT", "e9", (provider(7),)).result(PATIENCE)
         yield ref.get_location(provider(7)), ref.get_location(provider(9))
 
-    assert ray.get(in_ray.remote(), timeout=60) == "executor_hostA_e1"
+    assert ray.get(in_ray.remote(), timeout=PATIENCE) == "executor_hostA_e1"
     seen = spark.sparkContext.parallelize([0], 1).mapPartitions(in_task).collect()
     assert seen == [("executor_hostA_e1", "executor_hostR_e7")]
     for ref in (driver, again, StateStoreCoordinatorRef.for_executor()):
@@ -229,7 +232,7 @@ def test_references_made_anywhere_reach_the_same_coordinator(spark: SparkSession
 def test_a_report_does_not_wait_for_a_coordinator_that_hangs(spark: SparkSession) -> None:
     ref = StateStoreCoordinatorRef.for_driver(name="paused")
     assert ref.get_location(provider(0)) is None
-    pid = ray.get(ray.get_actor("paused", namespace="statestore").describe.remote(), timeout=60)["pid"]
+    pid = ray.get(ray.get_actor("paused", namespace="statestore").describe.remote(), timeout=PATIENCE)["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
         answer = ref.report_active_instance(provider(0), "hostA", "e1")
@@ -242,10 +245,13 @@ def test_a_report_does_not_wait_for_a_coordinator_that_hangs(spark: SparkSession
 
 
 @needs_spark
-def test_messages_wait_for_a_coordinator_that_is_restarted(spark: SparkSession) -> None:
+def test_messages_wait_for_a_coordinator_that_is_restarted(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "RESTART_SECONDS", HANG)
     ref = StateStoreCoordinatorRef.for_driver(name="killed")
     for _ in range(3):
-        pid = ray.get(ray.get_actor("killed", namespace="statestore").describe.remote(), timeout=60)["pid"]
+        pid = ray.get(ray.get_actor("killed", namespace="statestore").describe.remote(), timeout=PATIENCE)["pid"]
         os.kill(pid, signal.SIGKILL)
         assert converse(ref, "run-killed") == conversation("run-killed")
     ref.stop()

@@ -11,8 +11,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -39,6 +40,8 @@ from spark_bridge.protocol import (
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.test_host import make_host, plan_spark, reg, run_task, task
+
+T = TypeVar("T")
 
 TOKEN = "right-token"
 ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(500, marks=pytest.mark.long)])
@@ -80,7 +83,7 @@ class Served:
 
     def still_answers(self) -> None:
         """A right request, on a connection of its own."""
-        client = HostClient(self.address, TOKEN, timeout=20)
+        client = HostClient(self.address, TOKEN, timeout=PATIENCE)
         keys = pa.array([b"k", b"nobody"])
         try:
             assert client.get_many(GetCommand("run1", "op", 0), keys).to_pylist() == [b"v", None]
@@ -183,9 +186,19 @@ def odd_batch(rng: random.Random, schema: pa.Schema) -> pa.RecordBatch:
     return pa.record_batch(columns, schema=schema)
 
 
-def options(rng: random.Random | None = None, timeout: float = 10.0) -> flight.FlightCallOptions:
+def options(rng: random.Random | None = None, timeout: float = PATIENCE) -> flight.FlightCallOptions:
     token = TOKEN if rng is None else rng.choice(["", "wrong", "right-token ", TOKEN[:-1], "x" * 5000])
     return flight.FlightCallOptions(timeout=timeout, headers=[(b"authorization", f"Bearer {token}".encode())])
+
+
+def in_time(begin: Callable[[], T]) -> T:
+    """A stream that has little time: another one if that was over before it was begun, for the machine may stand still."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return begin()
+        except flight.FlightTimedOutError:
+            assert time.monotonic() < until, "none of them was begun in time"
 
 
 def exchange(client: flight.FlightClient, rng: random.Random, given: flight.FlightCallOptions) -> None:
@@ -270,8 +283,7 @@ def test_whatever_is_called_is_answered_or_refused(served, call, rounds, caplog)
     before = served.figures()
     round_of(rounds)
     served.still_answers()
-    after = served.figures()
-    assert after[2] == 0 and after[0] <= before[0] + 1 and after[1] <= before[1] + 4, (before, after)
+    eventually_no_more_than(served, before)
     unexpected = [
         f"{r.getMessage()}: {r.exc_info and r.exc_info[1]!r}" for r in caplog.records if r.levelno >= logging.ERROR
     ]
@@ -305,7 +317,7 @@ def test_bytes_that_are_no_http2_end_a_connection(served, rounds):
     settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
     clients = []
     for _ in range(rounds):
-        client = socket.create_connection(("127.0.0.1", served.server.port), timeout=10)
+        client = socket.create_connection(("127.0.0.1", served.server.port), timeout=PATIENCE)
         noise = rng.randbytes(rng.choice([0, 1, 9, 100, 5000]))
         sent = rng.choice(
             [noise, preface + noise, preface + settings + noise, preface + settings + b"\x00\xff\xff" + noise]
@@ -328,21 +340,23 @@ def test_bytes_that_are_no_http2_end_a_connection(served, rounds):
 
 
 def test_streams_that_stay_half_open_end_with_their_clients(served):
+    def begun(client: flight.FlightClient, command: Any) -> tuple[Any, Any]:
+        descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        if command is COMMANDS[4]:
+            return client.do_put(descriptor, CHANGES_SCHEMA, options(timeout=0.5))
+        writer, reader = client.do_exchange(descriptor, options(timeout=0.5))
+        writer.begin(RANGES_SCHEMA if isinstance(command, ScanCommand) else KEYS_SCHEMA)
+        return writer, reader
+
     served.still_answers()
     before = served.figures()
     commits = served.host.describe()["commits"]
     for _ in range(10):
         client = flight.FlightClient(served.address, generic_options=[("grpc.use_local_subchannel_pool", 1)])
-        for command in COMMANDS[:3]:
-            writer, _reader = client.do_exchange(
-                flight.FlightDescriptor.for_command(msgspec.json.encode(command)), options(timeout=0.5)
-            )
-            writer.begin(RANGES_SCHEMA if isinstance(command, ScanCommand) else KEYS_SCHEMA)
-        writer, _ = client.do_put(
-            flight.FlightDescriptor.for_command(msgspec.json.encode(COMMANDS[4])), CHANGES_SCHEMA, options(timeout=0.5)
-        )
+        for command in (*COMMANDS[:3], COMMANDS[4]):
+            stream = in_time(partial(begun, client, command))
     served.still_answers()
-    del writer, _reader, _, client
+    del stream, client
     eventually_no_more_than(served, before)
     assert served.host.describe()["commits"] == commits
 
@@ -357,8 +371,14 @@ def test_changes_that_break_off_are_not_committed(served, ending):
     command = CommitCommand(task(1, 0), {}, OperatorFigures())
     part = pa.record_batch([pa.array([b"k"]), pa.array([b"part"])], schema=CHANGES_SCHEMA)
     descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
-    writer, reader = client.do_put(descriptor, CHANGES_SCHEMA, options(timeout=0.3 if "time" in ending else 20))
-    writer.write_with_metadata(part, b"default")
+
+    def begun() -> tuple[Any, Any]:
+        given = options(timeout=0.3 if "time" in ending else PATIENCE)
+        stream = client.do_put(descriptor, CHANGES_SCHEMA, given)
+        stream[0].write_with_metadata(part, b"default")
+        return stream
+
+    writer, reader = in_time(begun)
     match ending:
         case "the client closes":
             with pytest.raises(flight.FlightServerError, match="broke off"):
@@ -366,7 +386,8 @@ def test_changes_that_break_off_are_not_committed(served, ending):
         case "the client is gone":
             del writer, reader, client
         case "no time is left":
-            reader.read()  # until then
+            with contextlib.suppress(flight.FlightTimedOutError):
+                reader.read()  # until then
         case _:
 
             def changes() -> Iterator[tuple[str, pa.RecordBatch]]:

@@ -15,6 +15,7 @@ from spark_bridge import (
     state_operator_progress,
 )
 from spark_bridge import functions as S
+from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import wait_until
 
 pytestmark = pytest.mark.spark
@@ -28,7 +29,8 @@ class Told:
         self.batches += [(run_id, p) for p in progress]
 
 
-def test_progress_counts_keys_changes_and_partitions(make_stream: Any) -> None:
+def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_bridge.operator_progress.WAIT_SECONDS", PATIENCE)
     stream = make_stream("k long, v double")
     stream.add([(k, 1.0) for k in range(100)])
     told = Told()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from spark_bridge.staged_changes import StagedChanges
 from spark_bridge.state_task import StateTask, partitions_of
 from spark_bridge.task_client import Endpoints, TaskStore
 from tests.coordinator_actor.test_coordinator import World
+from tests.patience import PATIENCE
 from tests.spark_bridge.test_host import make_host, task
 from tests.spark_bridge.test_host_families import SCHEMA, binary, reg_of, spec, write_offsets
 
@@ -62,7 +64,7 @@ def start(world: World, served: list[Served], tmp_path: Path) -> Coordinator:
     return c
 
 
-def store(served: list[Served], batch: int, p: int = 0, timeout: float = 10.0, key_groups: int = 1024) -> TaskStore:
+def store(served: list[Served], batch: int, p: int = 0, timeout: float = PATIENCE, key_groups: int = 1024) -> TaskStore:
     made = TaskStore(task(batch, p), 2, key_groups, Endpoints(tuple(s.address for s in served), "token", "", timeout))
     made.open()
     return made
@@ -120,7 +122,8 @@ def calls_of(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def unopened(served: list[Served], batch: int, p: int = 0, key_groups: int = 1024) -> TaskStore:
-    return TaskStore(task(batch, p), 2, key_groups, Endpoints(tuple(s.address for s in served), "token", "", 10.0))
+    endpoints = Endpoints(tuple(s.address for s in served), "token", "", PATIENCE)
+    return TaskStore(task(batch, p), 2, key_groups, endpoints)
 
 
 def test_a_task_that_knows_its_owner_opens_with_its_first_get(
@@ -322,7 +325,7 @@ def test_a_scan_goes_on_where_a_host_has_died(
 
     monkeypatch.setattr(served[0].host, "scan", dying)
     successor = Served(world, c, "b", tmp_path)
-    again._endpoints = Endpoints((served[0].address, successor.address), "token", "", 10.0)
+    again._endpoints = Endpoints((served[0].address, successor.address), "token", "", PATIENCE)
     served.append(successor)
     ranges = [(b"\x00\x00000050", None), (b"", b"\x00\x00000020")]
     found = [k for b in again.scan(ranges, "a") for k in b.column(0).to_pylist()]
@@ -372,6 +375,14 @@ def test_a_scan_that_never_succeeds_gives_up_after_the_time_allowed(
         calls.append(command)
         raise HostUnavailableError("always")
 
+    # Calls take a thousandth of a second each: however slow the machine is, there is time for several.
+    now = [0.0]
+
+    def wait(seconds: float = 0.001) -> float:
+        now[0] += seconds
+        return now[0]
+
+    monkeypatch.setattr(task_client, "time", SimpleNamespace(monotonic=wait, sleep=wait))
     monkeypatch.setattr(served[0].host, "scan", failing)
     with pytest.raises(HostUnavailableError, match=r"within 1 s.*always"):
         list(store(served, 0, timeout=0.6).scan([(b"", None)], "a"))

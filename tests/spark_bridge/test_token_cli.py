@@ -22,6 +22,7 @@ from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.exceptions import InvalidTokenError
 from spark_bridge.cli import app
 from spark_bridge.token_cli import rendered, seconds_of
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import wait_until
 
 
@@ -65,21 +66,31 @@ def test_a_name_is_needed() -> None:
     assert CliRunner().invoke(app, ["token", "issue"]).exit_code == 2
 
 
+# The program as it is installed, but for how long it waits for the coordinator.
+PROGRAM = f"""
+import runpy, sys
+from spark_bridge import token_cli
+token_cli.ANSWER_SECONDS = {PATIENCE}
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def run_cli(*args: str) -> subprocess.CompletedProcess[str]:
     program = str(Path(sys.executable).with_name("statestore"))
     address = ray.get_runtime_context().gcs_address
     return subprocess.run(
-        [program, "token", *args, "--address", address, "--coordinator", "of-tokens"],
+        [sys.executable, "-c", PROGRAM, program, "token", *args, "--address", address, "--coordinator", "of-tokens"],
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG,
     )
 
 
 def ask(method: str, *args: object) -> Any:
     actor = ray.get_actor("of-tokens", namespace="statestore")
-    return ray.get(getattr(actor, method).remote(*args), timeout=60)
+    return ray.get(getattr(actor, method).remote(*args), timeout=PATIENCE)
 
 
 @pytest.mark.ray

@@ -7,6 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from tests.patience import HANG
+
 CHILD = """
 import gc, importlib, sys
 sys.path.insert(0, sys.argv[1])
@@ -32,4 +34,4 @@ def test_a_settled_worker_imports_from_zip_files_and_freezes_once(tmp_path: Path
         packed.writestr("packed/__init__.py", "")
         packed.writestr("packed/one.py", "x = 1")
         packed.writestr("packed/two.py", "x = 2")
-    subprocess.run([sys.executable, "-c", CHILD, str(archive)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", CHILD, str(archive)], check=True, timeout=HANG)

@@ -415,7 +415,11 @@ def test_runs_and_operators_that_nobody_knows(cluster: Cluster, connections: KvC
         )
 
 
-def test_what_all_hosts_say_of_an_operator(cluster: Cluster, connections: KvConnections) -> None:
+def test_what_all_hosts_say_of_an_operator(
+    cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_bridge.queryable.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+
     def described(**request: Any) -> Any:
         reply, body = connections.request(cluster.hosts[1].address, Describe(**request))
         assert type(reply) is Described
@@ -461,7 +465,7 @@ def test_hosts_that_use_tls_forward_by_tls() -> None:
     try:
         other.start()
         proxy.start()
-        with KvConnections(TOKEN, theirs, timeout=5) as connections:
+        with KvConnections(TOKEN, theirs, timeout=PATIENCE) as connections:
             for forward, value in ((False, b"here"), (True, b"there")):
                 request = Lookup("r1", "totals", forward=forward)
                 reply, body = connections.request(proxy.server_address, request, pack_one(key))
@@ -555,12 +559,13 @@ def test_oracles_that_are_started_again_are_looked_at_again() -> None:
 
 
 def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
+    now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
     source.pause = 0.05
-    oracles = KeptOracles(source)
+    oracles = KeptOracles(source, lambda: now[0])
     oracles.location("r1", "op")
-    time.sleep(0.11)
+    now[0] += 0.11
     threads = [threading.Thread(target=oracles.refresh, args=("r1",)) for _ in range(20)]
     for thread in threads:
         thread.start()

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +31,8 @@ from spark_bridge.exceptions import (
 from spark_bridge.queryable import connections as module
 from spark_bridge.queryable.connections import KvConnections
 from spark_bridge.queryable.row_batches import BatchDecoder
+from spark_bridge.queryable.server import KvStateServer
+from spark_bridge.queryable.server_connection import ServerConnection
 from spark_bridge.queryable.wire import (
     PREFIX,
     PROTOCOL,
@@ -45,7 +48,7 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
 
 LOOKUP = Lookup("run", "totals")
@@ -70,28 +73,32 @@ def soon(seconds: float) -> float:
 
 @contextmanager
 def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A peer that welcomes each connection in turn and then does anything but what a server does."""
+    """A peer that welcomes each connection in turn and then does anything but what a server does. What a script raises fails the test."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.settimeout(5)
+    listener.settimeout(PATIENCE)
+    failures: list[BaseException] = []
 
     def run() -> None:
-        for script in scripts:
-            try:
+        try:
+            for script in scripts:
                 peer, _ = listener.accept()
-            except OSError:
-                return
-            with peer:
-                hear(peer)
-                peer.sendall(frame_bytes(Welcome(PROTOCOL, "h", 1 << 20, 1000)))  # type: ignore[arg-type]
-                script(peer)
+                with peer:
+                    hear(peer)
+                    peer.sendall(frame_bytes(Welcome(PROTOCOL, "h", 1 << 20, 1000)))  # type: ignore[arg-type]
+                    script(peer)
+        except BaseException as error:  # noqa: BLE001 - shown below
+            failures.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
     finally:
+        with suppress(OSError):  # not connected, say some systems
+            listener.shutdown(socket.SHUT_RDWR)  # nobody waits for a connection that does not come
         listener.close()
         thread.join(PATIENCE)
+    assert not failures and not thread.is_alive(), failures
 
 
 def hear(peer: socket.socket) -> bytes:
@@ -102,6 +109,14 @@ def hear(peer: socket.socket) -> bytes:
 
 def said(reply: Any, body: bytes = b"") -> bytes:
     return b"".join(frame(reply, body))
+
+
+def hang_up(server: KvStateServer) -> None:
+    """Have it close its connections, as it does with those that are idle for long."""
+    for connection in list(server._connections.values()):
+        assert isinstance(connection, ServerConnection)
+        connection.wake()
+    eventually(lambda: server.num_connections == 0)
 
 
 def test_one_connection_serves_one_question_after_the_other(connections: KvConnections) -> None:
@@ -153,13 +168,13 @@ def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connecti
 
 
 def test_a_connection_that_the_host_closed_meanwhile_is_replaced_without_a_word(connections: KvConnections) -> None:
-    with serving(idle_seconds=0.05) as (server, _):
+    with serving() as (server, _):
         address = server.server_address
         assert get(connections, address, b"k1") == b"v1"
-        eventually(lambda: server.num_connections == 0)
+        hang_up(server)
         assert get(connections, address, b"k2") == b"v2"
         first = [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is Batch]
-        eventually(lambda: server.num_connections == 0)
+        hang_up(server)
         assert [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is Batch] == first
 
 
@@ -227,31 +242,43 @@ def test_what_makes_no_sense_closes_the_connection(connections: KvConnections, n
 
 
 def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(connections: KvConnections) -> None:
-    with serving() as (server, reads):
+    go_on = threading.Event()
+
+    class Hanging(MemoryReads):
+        def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+            assert key != b"k9" or go_on.wait(HANG)
+            return super().lookup_one(request, key)
+
+    with serving(Hanging()) as (server, _):
         address = server.server_address
         get(connections, address, b"k1")
-        reads.pause = 2.0
         started = time.monotonic()
-        with pytest.raises(HostUnavailableError, match="in time"):
-            get(connections, address, b"k1", soon(0.1))
-        assert 0.09 < time.monotonic() - started < 1.9
-        reads.pause = 0.0
+        try:
+            with pytest.raises(HostUnavailableError, match="in time"):
+                get(connections, address, b"k9", soon(0.1))
+            assert 0.09 < time.monotonic() - started < PATIENCE
+        finally:
+            go_on.set()
         assert get(connections, address, b"k2", soon(PATIENCE)) == b"v2", "not the late answer to the first question"
         with pytest.raises(HostUnavailableError, match="no time left"):
             get(connections, address, b"k1", soon(-1))
 
 
-def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections) -> None:
+def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    # The clock stands still: no deadline passes, only time-outs of the socket.
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     with serving() as (server, reads):
         address = server.server_address
-        get(connections, address, b"k1", soon(0.2))
-        reads.pause = 0.4
-        assert get(connections, address, b"k1", soon(3)) == b"v1"
+        get(connections, address, b"k1")
+        get(connections, address, b"k1", now + 0.1)
+        reads.pause = 0.2
+        assert get(connections, address, b"k1", now + 3) == b"v1"
         # One that is little longer is waited for with the time-out of the one before, and then again.
         reads.pause = 0.0
-        get(connections, address, b"k1", soon(0.6))
-        reads.pause = 0.6
-        assert get(connections, address, b"k1", soon(1.0)) == b"v1"
+        get(connections, address, b"k1", now + 0.1)
+        reads.pause = 0.12
+        assert get(connections, address, b"k1", now + 0.15) == b"v1"
 
 
 def test_nobody_there_and_no_token(connections: KvConnections) -> None:
@@ -305,22 +332,27 @@ def test_a_stream_that_fails_in_the_middle_raises_the_hosts_error_and_the_connec
         assert server.num_connections == 1
 
 
-def test_a_silent_stream_is_given_up_frame_by_frame(connections: KvConnections) -> None:
+def test_a_silent_stream_is_given_up_frame_by_frame(
+    connections: KvConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connections.timeout = 0.2
+    ahead = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
 
     def pause(peer: socket.socket) -> None:
         hear(peer)
-        for _ in range(4):
-            peer.sendall(said(Batch(7), b"x"))
-            time.sleep(0.1)
+        peer.sendall(said(Batch(7), b"x") * 4)
         peer.recv(1)
 
     with scripted(pause) as address:
-        seen = 0
+        stream = connections.stream(address, SCAN, deadline=soon(PATIENCE))
+        for _ in range(4):
+            next(stream)
+            ahead += HANG  # neither the deadline, which is only for the first frame, nor the time of one frame counts for the next
+        started = time.monotonic()
         with pytest.raises(HostUnavailableError, match="in time"):
-            for _ in connections.stream(address, SCAN, deadline=soon(0.3)):
-                seen += 1
-        assert seen == 4, "the deadline is only for the first frame"
+            next(stream)
+        assert 0.19 < time.monotonic() - started < PATIENCE
 
 
 def test_many_threads_share_a_bounded_number_of_connections(
@@ -409,7 +441,7 @@ def test_tls_and_what_goes_wrong_with_it() -> None:
     batches = [rows(0, 2000, 100)] * 20
     with serving(MemoryReads(values, batches), tls=ours) as (server, _):
         address = server.server_address
-        with KvConnections(TOKEN, theirs, timeout=5) as connections:
+        with KvConnections(TOKEN, theirs, timeout=PATIENCE) as connections:
             for _ in range(3):
                 assert get(connections, address, b"k") == values[b"k"]
             stream = connections.stream(address, SCAN)
@@ -420,7 +452,7 @@ def test_tls_and_what_goes_wrong_with_it() -> None:
         with KvConnections(TOKEN, strangers) as connections, pytest.raises(TlsError, match="not accepted"):
             get(connections, address, b"k")
         with (
-            KvConnections(TOKEN, timeout=2) as connections,
+            KvConnections(TOKEN, timeout=PATIENCE) as connections,
             pytest.raises(TlsError, match="answers by TLS only"),
         ):
             get(connections, address, b"k")

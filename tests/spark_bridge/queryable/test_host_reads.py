@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -24,10 +25,11 @@ from spark_bridge.exceptions import (
     StateVersionError,
     UnknownKvStateIdError,
 )
-from spark_bridge.queryable import host_reads, scans, version_copies
+from spark_bridge.queryable import host_reads, host_views, scans, version_copies
 from spark_bridge.queryable.wire import At, Comparison, Lookup, Scan
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
+from tests.spark_bridge.queryable.memory_reads import eventually
 
 KEYS = range(40)
 LATEST = At("latest")
@@ -142,19 +144,22 @@ def test_a_version_that_others_know_of_is_asked_for_at_once_and_once_for_all(mak
 
 
 def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
-    w = make(wait_seconds=0.5)
+    w = make()
     w.batch(filled(1))
     w.lookup(KEYS)
-    go_on = threading.Event()
+    w.reads[0]._views.wait_seconds = 0.1
+    asked, go_on = threading.Event(), threading.Event()
 
     def silent(*args: str) -> Any:
+        asked.set()
         assert go_on.wait(HANG)
         return w.c.completed(*args)
 
     w.port.completed = silent
-    first = threading.Thread(target=lambda: w.hosts[0].completed_version(w.run, 2, 30.0))
+    first = threading.Thread(target=lambda: w.hosts[0].completed_version(w.run, 2, HANG))
     first.start()
     try:
+        assert asked.wait(PATIENCE)
         for at in (At("completed", 2), exactly(2), exactly(2, held_only=True)):
             with pytest.raises(HostUnavailableError, match=r"whether version 2 .* is completed; version 1 is the last"):
                 w.lookup([1], at)
@@ -176,10 +181,11 @@ def test_a_version_that_is_not_completed_is_waited_for_a_little_and_then_refused
     begun = time.monotonic()
     with pytest.raises(StateVersionError, match=r"Version 2 .* is not completed; version 1 is the last one that is"):
         w.lookup([1], At("completed", 2))
-    assert 0.4 < time.monotonic() - begun < 3
+    assert 0.4 < time.monotonic() - begun < PATIENCE
     assert w.port.calls["completed"] < 60, "not more often than every 20 ms"
     with pytest.raises(StateVersionError, match="version 1 is the last"):
         w.lookup([1], exactly(9, held_only=True))
+    w.reads[0]._views.wait_seconds = HANG
     later = threading.Timer(0.1, lambda: w.complete(tell=False))
     later.start()
     assert w.lookup([1], At("completed", 2)) == (2, [2]), "completed while it waits"
@@ -284,7 +290,8 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
     assert [w.instance(p).state.version for p in (0, 1)] == [2, 2]
 
 
-def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make):
+def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, monkeypatch):
+    monkeypatch.setattr(host_views, "REFUSED_SECONDS", HANG)
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -306,7 +313,9 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make):
     w.world.now += 60
     w.hosts[0].heartbeat()
     w.c.expire()
-    time.sleep(0.15)
+    # The moment is over.
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG, sleep=time.sleep)
+    monkeypatch.setattr(host_views, "time", later)
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     w.hosts, w.reads = w.hosts[:1], w.reads[:1]
@@ -349,8 +358,8 @@ def test_a_partition_that_lacks_what_was_completed_is_loaded_anew(make):
     assert [w.instance(p).state.version for p in (0, 1)] == [2, 1]
 
 
-def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_none(make):
-    w = make(wait_seconds=0.5)
+def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_none(make, monkeypatch):
+    w = make()
     for value in (1, 2, 3):
         w.batch(filled(value))
     old = w.run
@@ -362,7 +371,8 @@ def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_non
     assert w.version == 1
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
-    with pytest.raises(StateVersionError, match="version 1 is the last"):
+    with monkeypatch.context() as brief, pytest.raises(StateVersionError, match="version 1 is the last"):
+        brief.setattr(w.reads[0]._views, "wait_seconds", 0.1)
         w.lookup(KEYS, At("completed", 3))
     w.hosts[0].heartbeat()
     with pytest.raises((RetiredRunError, UnknownRunError)):
@@ -374,11 +384,12 @@ def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_non
         w.reads[0].await_completed(old, 3, 0.2)
 
 
-def test_a_coordinator_that_was_replaced_is_told_of_the_run_by_who_reads(make):
-    w = make(wait_seconds=0.5)
+def test_a_coordinator_that_was_replaced_is_told_of_the_run_by_who_reads(make, monkeypatch):
+    w = make()
     w.batch(filled(1))
     w.port.c = w.c = w.world.coordinator(0)
-    with pytest.raises(StateVersionError):
+    with monkeypatch.context() as brief, pytest.raises(StateVersionError):
+        brief.setattr(w.reads[0]._views, "wait_seconds", 0.1)
         w.lookup(KEYS, At("completed", 2))  # has to ask, and is not answered by UnknownRunError
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     registered = w.port.calls.get("register_host", 0)
@@ -653,7 +664,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
     assert read.await_completed(w.run, 0, 5.0) == 1
     begun = time.monotonic()
     assert read.await_completed(w.run, 1, 0.1) == 1
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < PATIENCE
     w.write(filled(2))
     found: list[int] = []
     waiter = threading.Thread(target=lambda: found.append(read.await_completed(w.run, 1, HANG)))
@@ -663,14 +674,15 @@ def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
     assert found == [2]
 
 
-def test_a_host_without_any_partition_hears_of_versions_too(make):
+def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
+    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", 0.1)
     w = make(hosts=2, n=1)
     w.batch(filled(1))
     (read,) = [r for i, r in enumerate(w.reads) if w.instance(0, i) is None]
     assert read.await_completed(w.run, 0, 1.0) == 1
     w.write(filled(2))
     w.complete(tell=False)
-    assert read.await_completed(w.run, 1, 5.0) == 2
+    assert read.await_completed(w.run, 1, PATIENCE) == 2
     with pytest.raises(NotOwnerError):
         read.lookup(Lookup(w.run, "op"), stored(KEYS))
     assert read.describe("op", None)["operators"][0]["held"] == []
@@ -691,7 +703,7 @@ def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkey
 
     def wait() -> None:
         try:
-            ends.append(w.reads[0].await_completed(w.run, 1, 20.0))
+            ends.append(w.reads[0].await_completed(w.run, 1, HANG))
         except RetiredRunError as error:
             ends.append(type(error))
 
@@ -699,13 +711,14 @@ def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkey
     begun = time.monotonic()
     for waiter in waiters:
         waiter.start()
-    time.sleep(0.6)
-    assert 1 <= len(asked) <= 2 + (time.monotonic() - begun) / 0.1
+    eventually(lambda: asked)
+    time.sleep(0.3)  # the others might ask as well
+    assert len(asked) <= 2 + (time.monotonic() - begun) / 0.1
     w.c.deactivate_instances(w.run)
     for waiter in waiters:
         waiter.join(PATIENCE)
     assert ends == [RetiredRunError] * 10
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < PATIENCE
 
 
 def test_a_host_whose_partitions_have_left_hears_of_versions_by_its_heartbeat(make):
@@ -799,8 +812,9 @@ def test_sums_hold_while_batches_partitions_and_readers_race(make, backend):
     readers = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
     for reader in readers:
         reader.start()
-    until = time.monotonic() + 1.0
-    while time.monotonic() < until:
+    begun = time.monotonic()
+    # On a slow machine until there is something to judge by.
+    while (took := time.monotonic() - begun) < 1.0 or (answers[0] <= 20 and not failures and took < PATIENCE):
         changed = {}
         for _ in range(5):
             a, b = rng.sample(accounts, 2)

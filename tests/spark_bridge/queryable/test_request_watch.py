@@ -187,6 +187,7 @@ def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, m
         with pytest.raises(UnknownRunError):
             reads.await_completed(f"nobody{i}", 0, 0.01)
     assert len(host._asking) <= 10
+    monkeypatch.setattr(host_module, "UNKNOWN_SECONDS", HANG)
     before = world.port.calls["completed"]
     for _ in range(30):
         with pytest.raises(UnknownRunError, match="nobody29"):

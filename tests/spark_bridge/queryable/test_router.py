@@ -43,7 +43,7 @@ from spark_bridge.queryable.router import StateRouter
 from spark_bridge.queryable.routing_table import RoutingTable, is_stable
 from spark_bridge.queryable.server import KvStateServer
 from spark_bridge.queryable.wire import At, KeyRows, Lookup, Scan
-from tests.patience import PATIENCE
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, eventually
 from tests.spark_bridge.queryable.relays import Relay
@@ -52,7 +52,7 @@ FAMILY = "default"
 COMPLETED = At()
 
 
-def soon(seconds: float = 10.0) -> float:
+def soon(seconds: float = PATIENCE) -> float:
     return time.monotonic() + seconds
 
 
@@ -185,18 +185,24 @@ def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_module, "ANSWER_SECONDS", 0.05)
-    hanging = MemoryReads()
-    hanging.pause = 2.0
-    memory = Memory([hanging])
+    go_on = threading.Event()
+
+    class Hanging(MemoryReads):
+        def check(self, operator: str) -> None:
+            assert go_on.wait(HANG)
+
+    memory = Memory([Hanging()])
     router = StateRouter(connections)
     started = time.monotonic()
     try:
-        with pytest.raises(HostUnavailableError, match="in time"):
-            router.lookup_one(memory.location, FAMILY, stored([1])[0].as_py(), COMPLETED, soon())
-        with pytest.raises(HostUnavailableError, match="in time"):
-            router.lookup(memory.location, FAMILY, stored([1, 2]), COMPLETED, soon())
-        assert time.monotonic() - started < 1.9
+        # On a slow machine there may be no time left by the time of asking.
+        with pytest.raises(HostUnavailableError, match=r"in time|no time left"):
+            router.lookup_one(memory.location, FAMILY, stored([1])[0].as_py(), COMPLETED, soon(HANG))
+        with pytest.raises(HostUnavailableError, match=r"in time|no time left"):
+            router.lookup(memory.location, FAMILY, stored([1, 2]), COMPLETED, soon(HANG))
+        assert time.monotonic() - started < PATIENCE
     finally:
+        go_on.set()
         memory.close()
 
 
@@ -703,8 +709,9 @@ def test_a_slow_reader_holds_the_hosts_back_and_closing_ends_them(connections: K
         answer = router.scan(memory.location, Scan("", "totals"), soon())
         for _ in range(3):
             next(answer.batches)
+        eventually(lambda: all(r.taken >= 2 for r in reads))
         time.sleep(0.3)
-        assert all(2 <= r.taken < 40 for r in reads), "what the sockets hold, and no more"
+        assert all(r.taken < 40 for r in reads), "what the sockets hold, and no more"
         assert pa.total_allocated_bytes() - before < 20 << 20
         answer.close()
         eventually(lambda: all(r.open_iterators == 0 for r in reads))
@@ -721,16 +728,25 @@ def test_a_slow_reader_holds_the_hosts_back_and_closing_ends_them(connections: K
 
 
 def test_a_quick_host_does_not_wait_for_a_slow_one(connections: KvConnections) -> None:
-    quick, slow = MemoryReads(batches=many(20)), MemoryReads(batches=many(3))
-    slow.pause = 0.15
-    memory = Memory([slow, quick])
+    go_on = threading.Event()
+
+    class Slow(MemoryReads):
+        """Begins, for nobody knows the columns before, and goes on when it is told."""
+
+        def _rows(self) -> Iterator[pa.RecordBatch]:
+            for i, batch in enumerate(super()._rows()):
+                assert i == 0 or go_on.wait(HANG)
+                yield batch
+
+    memory = Memory([Slow(batches=many(3)), MemoryReads(batches=many(20))])
     try:
         answer = StateRouter(connections).scan(memory.location, Scan("", "totals"), soon())
-        started = time.monotonic()
-        arrived = [time.monotonic() - started for _ in answer.batches]
-        assert len(arrived) == 23
-        assert arrived[20] < 0.25 < arrived[-1] + 0.1
+        for _ in range(1 + 20):  # all that can come without the slow one
+            next(answer.batches)
+        go_on.set()
+        assert len(list(answer.batches)) == 2
     finally:
+        go_on.set()
         memory.close()
 
 

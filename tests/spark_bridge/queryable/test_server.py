@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pyarrow as pa
@@ -15,7 +16,8 @@ import pytest
 import trustme
 
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.queryable import server_connection
+from spark_bridge.queryable import framed_socket, server_connection
+from spark_bridge.queryable import server as server_module
 from spark_bridge.queryable.limits import RequestLimits
 from spark_bridge.queryable.reads import StateAnswer
 from spark_bridge.queryable.server import KvStateServer
@@ -78,6 +80,20 @@ def client_of(server: KvStateServer):
         yield client
 
 
+class Holding(MemoryReads):
+    """Keeps lookups of the key "held" at work until ``go_on`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def lookup_one(self, request, key):
+        if key == b"held":
+            self.begun.set()
+            assert self.go_on.wait(HANG)
+        return super().lookup_one(request, key)
+
+
 # -- answers ---------------------------------------------------------------------------------------
 
 
@@ -130,15 +146,29 @@ def test_large_batches_are_sent_in_frames_of_bounded_size():
 
 
 def test_a_scan_that_finds_nothing_for_long_says_that_it_is_at_work(monkeypatch):
-    monkeypatch.setattr(server_connection, "QUIET_SECONDS", 0.05)
-    reads = MemoryReads(batches=[rows(0, 1), *[rows(0, 0)] * 10, rows(1, 2)])
-    reads.pause = 0.02
-    with serving(reads) as (server, _), client_of(server) as client:
+    now = 1000.0
+
+    class Slow(MemoryReads):
+        """Takes two seconds for each batch, by the server's clock."""
+
+        def _rows(self):
+            nonlocal now
+            for batch in super()._rows():
+                now += 2.0
+                yield batch
+
+    monkeypatch.setattr(server_connection, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(server_connection, "QUIET_SECONDS", 5.0)
+    with (
+        serving(Slow(batches=[rows(0, 1), *[rows(0, 0)] * 10, rows(1, 2)])) as (server, _),
+        client_of(server) as client,
+    ):
         client.say(SCAN)
-        sizes = []
+        bodies = []
         while isinstance((heard := client.hear())[0], Batch):
-            sizes.append(len(heard[1]))
-        assert 4 <= len(sizes) <= 7
+            bodies.append(heard[1])
+        # One every six seconds: the first that come after five.
+        assert [b.num_rows for b in pa.ipc.open_stream(b"".join(bodies))] == [1, 0, 0, 0, 1]
 
 
 def test_an_error_midway_is_a_failure_and_the_connection_goes_on():
@@ -294,37 +324,41 @@ def test_a_token_that_is_revoked_ends_its_scans(monkeypatch):
         assert client.is_closed() and reads.open_iterators == 0
 
 
-def test_connections_can_be_encrypted():
+def test_connections_can_be_encrypted(monkeypatch):
     authority = trustme.CA()
     ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(ours)
     theirs = ssl.create_default_context()
     authority.configure_trust(theirs)
     reads = MemoryReads(batches=[rows(0, 5000, 1000)] * 3)
-    with serving(reads, tls=ours, idle_seconds=0.5) as (server, _):
+    with serving(tls=ours, idle_seconds=0.1) as (server, _), RawClient(server.server_address, tls=theirs) as client:
+        assert client.is_closed()
+    with serving(reads, tls=ours) as (server, _):
         with RawClient(server.server_address, tls=theirs) as client:
             assert unpack_one(client.ask(LOOKUP, pack_one(b"k1"))[1]) == b"v1"
             some = [b"k%d" % (i % 2000) for i in range(50_000)]
             _, body = client.ask(LOOKUP, keys(*some))
             assert unpack_bytes(body).to_pylist() == [reads.values.get(k) for k in some]
             assert client.stream(SCAN)[1] == End(7, 15_000)
-            assert client.is_closed()  # idle
         with RawClient(server.server_address, token=None) as client:
             client.socket.sendall(frame_bytes(Hello(PROTOCOL, "right-token")))
-            client.socket.settimeout(5)
             assert "TLS only" in failed_with(client.hear()[0], "TlsError")
             assert client.is_closed()
         with RawClient(server.server_address, tls=theirs) as client:
             client.say(SCAN)
         eventually(lambda: reads.open_iterators == 0 and server.num_connections == 0)
+        monkeypatch.setattr(server_module, "HELLO_SECONDS", HANG)
+        monkeypatch.setattr(server_module, "SHUTDOWN_SECONDS", HANG)
         with RawClient(server.server_address, token=None):  # says nothing, not even in the handshake
             eventually(lambda: server.num_connections == 1)
             began = time.monotonic()
             server.shutdown()
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < PATIENCE, "nobody has waited for the handshake"
 
 
 def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
+    monkeypatch.setattr(server_module, "HELLO_SECONDS", HANG)
+    monkeypatch.setattr(server_module, "SHUTDOWN_SECONDS", HANG)
     context, is_wrapped, may_go_on = (
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
         threading.Event(),
@@ -341,14 +375,13 @@ def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
     monkeypatch.setattr(context, "wrap_socket", wrap_slowly)
     with serving(MemoryReads(), tls=context) as (server, _), RawClient(server.server_address, token=None):
         assert is_wrapped.wait(PATIENCE)
-        began = time.monotonic()
         stopping = threading.Thread(target=server.shutdown)
         stopping.start()
         eventually(lambda: server._serving is None or server._serving.stopping.is_set())
         time.sleep(0.2)  # it has woken whom it knows
         may_go_on.set()
-        stopping.join()
-        assert time.monotonic() - began < 3
+        stopping.join(PATIENCE)
+        assert not stopping.is_alive(), "nobody waits for the handshake"
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -460,10 +493,12 @@ def test_a_client_that_leaves_within_a_scan_releases_it():
 
 
 def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
-    monkeypatch.setattr("spark_bridge.queryable.framed_socket.SEND_TICK_SECONDS", 0.05)
+    ahead = 0.0
+    monkeypatch.setattr(framed_socket, "SEND_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(framed_socket, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     with (
-        serving(reads, max_scans=1, scan_seconds=0.5, wait_seconds=0.05, transfer_seconds=HANG) as (server, _),
+        serving(reads, max_scans=1, scan_seconds=PATIENCE, wait_seconds=0.05, transfer_seconds=2 * HANG) as (server, _),
         client_of(server) as client,
     ):
         client.say(SCAN)
@@ -471,6 +506,7 @@ def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
         with client_of(server) as other:
             failed_with(other.ask(Count(SCAN))[0], "TooManyRequestsError")
             assert other.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+            ahead = HANG  # the time of the scan is over, that of a transfer is not
             eventually(lambda: reads.open_iterators == 0)
             assert other.ask(Count(SCAN))[0] == Counted(7, 500_000)
         eventually(lambda: server.num_connections == 0)
@@ -533,7 +569,7 @@ def test_requests_at_once_are_bounded_and_wait_for_their_turn():
             for _ in range(3):
                 answers.append(client.ask(LOOKUP, pack_one(b"k1"))[0])
 
-    with serving(reads, max_requests=2) as (server, _):
+    with serving(reads, max_requests=2, wait_seconds=PATIENCE) as (server, _):
         threads = [threading.Thread(target=ask, args=(server.server_address,)) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -543,16 +579,16 @@ def test_requests_at_once_are_bounded_and_wait_for_their_turn():
 
 
 def test_requests_that_wait_too_long_are_refused():
-    reads = MemoryReads()
-    reads.pause = 0.4
-    with serving(reads, max_requests=1, wait_seconds=0.05) as (server, _):
-        first, second = RawClient(server.server_address), RawClient(server.server_address)
-        with first, second:
-            first.say(LOOKUP, pack_one(b"k1"))
-            eventually(lambda: reads.at_work == 1)
+    limits = {"max_requests": 1, "wait_seconds": 0.05}
+    with serving(Holding(), **limits) as (server, reads), client_of(server) as first, client_of(server) as second:
+        try:
+            first.say(LOOKUP, pack_one(b"held"))
+            assert reads.begun.wait(PATIENCE)
             failed_with(second.ask(LOOKUP, pack_one(b"k1"))[0], "TooManyRequestsError")
-            assert first.hear()[0] == Values(7)
-            assert second.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+        finally:
+            reads.go_on.set()
+        assert first.hear()[0] == Values(7)
+        assert second.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
 
 
 def test_forwarded_requests_have_turns_of_their_own():
@@ -563,11 +599,13 @@ def test_forwarded_requests_have_turns_of_their_own():
         eventually(lambda: reads.open_iterators == 1)
         failed_with(second.ask(Count(Scan("run", "totals", forward=True)))[0], "TooManyRequestsError")
         assert second.ask(Count(SCAN))[0] == Counted(7, 500_000)
-    reads.pause = 0.4
-    with serving(reads, **limits) as (server, _), client_of(server) as first, client_of(server) as second:
-        first.say(Lookup("run", "totals", forward=True), pack_one(b"k1"))
-        eventually(lambda: reads.at_work == 1)
-        assert second.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+    with serving(Holding(), **limits) as (server, holding), client_of(server) as first, client_of(server) as second:
+        try:
+            first.say(Lookup("run", "totals", forward=True), pack_one(b"held"))
+            assert holding.begun.wait(PATIENCE)
+            assert second.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+        finally:
+            holding.go_on.set()
 
 
 def test_one_connection_too_many_is_told_so():
@@ -584,9 +622,9 @@ def test_one_connection_too_many_is_told_so():
 
 
 def test_idle_connections_are_closed_and_slow_requests_refused():
-    with serving(idle_seconds=0.15, transfer_seconds=0.15) as (server, _):
-        with client_of(server) as client:
-            assert client.is_closed()
+    with serving(idle_seconds=0.15) as (server, _), client_of(server) as client:
+        assert client.is_closed()
+    with serving(idle_seconds=HANG, transfer_seconds=0.15) as (server, _):
         for sent in (b"\x10\x00", frame_bytes(LOOKUP, pack_one(b"k1"))[:-1], frame_bytes(LOOKUP, bytes(100_000))[:-1]):
             with client_of(server) as client:
                 client.socket.sendall(sent)
@@ -608,6 +646,7 @@ def test_large_requests_share_what_memory_they_may_have():
         for client in (first, second):
             client.socket.sendall(sent[-1:])
             assert client.hear()[0] == Values(7)
+        eventually(lambda: server._serving is not None and server._serving.buffered.taken == 0)
         with client_of(server) as third:
             assert third.ask(LOOKUP, keys(*[bytes(1000)] * 1000))[0] == Values(7)
 
@@ -668,6 +707,9 @@ def test_many_clients_at_once():
 
 def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
     monkeypatch.setattr(server_connection, "AWAIT_SLICE_SECONDS", 0.1)
+    monkeypatch.setattr(server_connection, "MAX_AWAIT_SECONDS", HANG)
+    monkeypatch.setattr(server_connection, "HELLO_SECONDS", HANG)
+    monkeypatch.setattr(server_module, "SHUTDOWN_SECONDS", HANG)
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     server = KvStateServer(reads, OneToken(), ip="127.0.0.1")
     address = server.server_address
@@ -679,12 +721,12 @@ def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
         assert server.server_address == address
         idle, scanning, waiting, silent = (RawClient(address, token=t) for t in ["right-token"] * 3 + [None])
         scanning.say(SCAN)
-        waiting.say(Await("run", 7, 30.0))
+        waiting.say(Await("run", 7, HANG))
         eventually(lambda: reads.open_iterators == 1 and server.num_connections == 4)
         began = time.monotonic()
         server.shutdown()
         server.shutdown()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < PATIENCE, "nobody has waited for the clients"
         assert query_threads() == [] and reads.open_iterators == 0 and server.num_connections == 0
         for client in (idle, silent):
             assert client.is_closed()

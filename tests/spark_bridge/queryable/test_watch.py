@@ -20,10 +20,13 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
+from spark_bridge.queryable import server_connection
 from spark_bridge.queryable import watch as watching
-from spark_bridge.queryable.watch import StateChange
-from tests.patience import PATIENCE
+from spark_bridge.queryable.watch import StateChange, StateWatch
+from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster, served
+from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.queryable.test_client import UntilGone
 from tests.spark_bridge.state_flows import Flow
 
 
@@ -47,6 +50,16 @@ def rows(change: StateChange) -> list[tuple[Any, ...]]:
         (r["change_type"], r["user"], (r["before"] or {}).get("n"), (r["after"] or {}).get("n"))
         for r in change.batch.to_pylist()
     )
+
+
+def at(changes: StateWatch, position: int, then: Callable[[], object]) -> None:
+    """Once a watch is there, as it waits in this thread, something happens in another."""
+
+    def wait() -> None:
+        eventually(lambda: changes.position == position)
+        then()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def test_every_version_that_changed_something_comes_once_in_order(cluster: Callable[..., Cluster]) -> None:
@@ -79,7 +92,7 @@ def test_it_begins_at_what_is_completed_now_or_where_one_left_off(cluster: Calla
     with client.watch("totals", from_version=2) as changes:
         assert next(changes).version == 3
     now = client.watch("totals")
-    threading.Timer(0.3, c.batch, [{1: (4, "a")}]).start()
+    at(now, 3, lambda: c.batch({1: (4, "a")}))
     change = next(now)
     assert (change.version, rows(change)) == (4, [("update", 1, 3, 4)])
 
@@ -96,7 +109,7 @@ def test_only_the_changes_of_some_keys(cluster: Callable[..., Cluster], monkeypa
             assert (change.version, rows(change)) == (3, [("update", 3, 1, 3), ("update", 4, 1, 3)])
     monkeypatch.setattr(watching, "AWAIT_SECONDS", 0.05)
     nobody = client.watch("totals", [], from_version=0)
-    threading.Timer(0.5, nobody.close).start()
+    at(nobody, 3, nobody.close)
     assert list(nobody) == []
     assert nobody.position == 3
 
@@ -246,12 +259,15 @@ def test_what_is_no_longer_retained_is_an_error_that_names_what_there_is(cluster
     assert next(c.client().watch("totals", from_version=oldest)).version == oldest + 1
 
 
-def test_a_query_that_does_not_come_back_has_ended(cluster: Callable[..., Cluster]) -> None:
+def test_a_query_that_does_not_come_back_has_ended(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
     c = cluster()
     c.batch({1: (1, "a")})
     client = c.client()
-    changes = client.watch("totals", from_version=0, timeout=1.5)
+    changes = client.watch("totals", from_version=0)
     assert next(changes).version == 1
+    monkeypatch.setattr(watching, "Attempts", UntilGone)
     c.c.deactivate_instances("run1")
     for h in c.hosts:
         h.host.heartbeat()
@@ -293,10 +309,11 @@ def test_closing_ends_the_wait_of_another_thread(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "AWAIT_SECONDS", 0.2)
+    monkeypatch.setattr(server_connection, "MAX_AWAIT_SECONDS", HANG)
     c = cluster()
     c.batch({1: (1, "a")})
-    changes = c.client().watch("totals")
+    changes = c.client(timeout=2 * HANG).watch("totals")
     begun = time.monotonic()
-    threading.Timer(0.2, changes.close).start()
+    at(changes, 1, changes.close)
     assert list(changes) == []
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < PATIENCE
