@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf
-from backends.changelog import ChangelogMeta, Changes
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import (
     ConcurrentCommitError,
     DamagedFileError,
@@ -19,9 +19,9 @@ from backends.exceptions import (
     StoreClosedError,
     VersionNotFoundError,
 )
-from backends.manifest import ChangelogRef, Lineage
-from backends.sorted_pairs import SortedPairs
-from backends.storage import CheckpointStorage
+from backends.formats.changelog import ChangelogMeta, Changes
+from backends.formats.manifest import ChangelogRef, Lineage
+from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.patience import HANG, PATIENCE
 
 DIRECTORY = "operators/op/1/0/default"

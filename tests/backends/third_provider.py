@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from backends.changelog import PAIRS_SCHEMA, Changes
 from backends.conf import StateStoreConf
-from backends.engine import LocalState
+from backends.engines.engine import LocalState
 from backends.exceptions import DamagedFileError, StoreClosedError
-from backends.provider import LocalStateStoreProvider
+from backends.formats.changelog import PAIRS_SCHEMA, Changes
+from backends.providers.local_provider import LocalStateStoreProvider
 
 
 class DictEngine:
