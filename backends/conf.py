@@ -9,8 +9,8 @@ from importlib import import_module
 from backends.exceptions import InvalidStateStoreArgument
 
 PROVIDERS = {
-    "rocksdb": "backends.engines.rocksdb.RocksDBStateStoreProvider",
-    "file": "backends.engines.file.FileStateStoreProvider",
+    "rocksdb": "backends.providers.rocksdb.RocksDBStateStoreProvider",
+    "file": "backends.providers.file.FileStateStoreProvider",
 }
 COMPRESSIONS = ("none", "lz4", "zstd")
 _MIB = 1 << 20

@@ -10,8 +10,8 @@ from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import in_words
 from backends.exceptions import IncompatibleSchemaError
-from backends.formats.changelog import DEFAULT_FAMILY
 from backends.formats.manifest import Manifest
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query import QueryState, incomplete_message, tasks_of
 

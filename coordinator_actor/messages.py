@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from backends.formats.manifest import FileRef, SnapshotRef
+from backends.formats.manifest import SnapshotRef
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exported_file import ExportedFile
 
 

@@ -13,9 +13,10 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.formats import chain as chains
 from backends.formats.chain import Layout, Retention
 from backends.formats.changelog import read_changelog_meta
-from backends.formats.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.snapshot import Snapshot
 from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker

@@ -25,8 +25,7 @@ from backends.formats import chain as chains
 from backends.formats.chain import Layout
 from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry
-from backends.partition.partition_state import PartitionState
-from backends.providers.local_provider import provider_class
+from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.manifests import ManifestLog, SparkCommits
 
@@ -266,7 +265,7 @@ def opened(
         max_versions_in_memory=0,
     )
     with TemporaryDirectory(prefix="statestore-read-") as scratch:
-        state = provider_class(conf).partition_state(Path(scratch) / "state", storage, piece.directory, conf)
+        state = open_partition(Path(scratch) / "state", storage, piece.directory, conf)
         try:
             load(place, state, piece, piece.lineage.version if version is None else version, open_storage=open_storage)
             yield state

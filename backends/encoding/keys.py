@@ -322,3 +322,7 @@ class _Reader:
         if not is_escape.all():
             self._check(is_escape, ends[np.searchsorted(offsets, zeros, "right") - 1])
         return np.delete(content, zeros + 1), offsets - np.searchsorted(zeros, offsets)
+
+
+KeyRange: TypeAlias = tuple[bytes, bytes | None]
+"""From a key (included) to another (not included; None: no limit)."""

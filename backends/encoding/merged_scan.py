@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from backends.encoding.sorted_pairs import SortedPairs
-from backends.formats.changelog import PAIRS_SCHEMA
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 
 
 def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterator[pa.RecordBatch]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import evolved_schema, in_words
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 
 KINDS = ("rows", "value", "list", "map", "timers")
 _GENERATION = re.compile(r"(.+)\.-(\d+)")

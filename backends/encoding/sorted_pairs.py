@@ -207,3 +207,6 @@ def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
         for i in np.flatnonzero(np.asarray(array.is_null())).tolist():
             made[i] = None
     return made
+
+
+PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])

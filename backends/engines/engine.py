@@ -11,19 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
 from backends.formats.changelog import Changes
-
-
-class LocalState(msgspec.Struct, frozen=True):
-    """What an engine holds: a version, the changelog that made it, and how many keys (None: not counted)."""
-
-    version: int = 0
-    head: str | None = None
-    num_keys: int | None = 0
+from backends.formats.snapshot import LocalState
 
 
 class StateEngine(Protocol):

@@ -16,12 +16,12 @@ import pyarrow.compute as pc
 
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
-from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted
-from backends.engines.engine import LocalState
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
 from backends.engines.sorted_map import SortedMap
 from backends.exceptions import DamagedFileError, StoreClosedError
-from backends.formats.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
+from backends.ids import DEFAULT_FAMILY
 
 FEW_ROWS = 64
 """So few keys are faster got one by one."""
@@ -195,10 +195,3 @@ def _grouped(chunks: Iterator[SortedPairs], part_bytes: int) -> Iterator[list[So
             group, nbytes = [], 0
     if group:
         yield group
-
-
-class FileStateStoreProvider(LocalStateStoreProvider):
-    """Versions of one store in memory: the fastest reads and writes, for state that fits."""
-
-    backend = "file"
-    engine = SortedMapEngine

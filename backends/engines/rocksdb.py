@@ -37,12 +37,12 @@ from rocksdict import (
 from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
-from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted, to_bytes_list
-from backends.engines.engine import LocalState
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
 from backends.engines.row_cache import CacheBudget, Hashes, RowCache, hash_keys
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
-from backends.formats.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
+from backends.ids import DEFAULT_FAMILY
 
 log = logging.getLogger(__name__)
 
@@ -464,10 +464,3 @@ def _cache_budget(conf: StateStoreConf) -> CacheBudget | None:
         return None
     with _shared_lock:
         return _budgets.setdefault(limit, CacheBudget(limit))
-
-
-class RocksDBStateStoreProvider(LocalStateStoreProvider):
-    """Versions of one store in RocksDB: state on local disk, larger than memory, with incremental snapshots."""
-
-    backend = "rocksdb"
-    engine = LocalRocksDB

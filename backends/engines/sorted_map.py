@@ -19,8 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.merged_scan import merged_scan
-from backends.encoding.sorted_pairs import SortedPairs
-from backends.formats.changelog import PAIRS_SCHEMA
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 
 CHUNK_ROWS = 1 << 16
 CHUNK_BYTES = 16 << 20

@@ -14,12 +14,11 @@ import msgspec
 import pyarrow as pa
 
 from backends.decoders import json_decoder
-from backends.encoding.sorted_pairs import SortedPairs, is_strictly_sorted
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
+from backends.ids import DEFAULT_FAMILY
 
 FORMAT_VERSION = 1
-DEFAULT_FAMILY = "default"
-PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
 _META = b"statestore.changelog"
 _FAMILIES = b"statestore.column_families"
 

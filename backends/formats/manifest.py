@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
-from backends.formats.partition_entries import FileRef, PartitionEntries, PartitionEntry, SnapshotRef
+from backends.formats.partition_entries import PartitionEntries, PartitionEntry, SnapshotRef
+from backends.storage.file_ref import FileRef
 
 __all__ = [
     "FORMAT_VERSION",

@@ -12,13 +12,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-
-class FileRef(Struct, frozen=True):
-    """A file below the state location: its relative path, size in bytes, and xxh3-128 hex digest."""
-
-    path: str
-    size: int
-    digest: str
+from backends.storage.file_ref import FileRef
 
 
 class SnapshotRef(Struct, frozen=True):

@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct, field
 
 from backends import fault_points
-from backends.engines.engine import LocalState
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
-from backends.formats.manifest import FORMAT_VERSION, FileRef, SnapshotRef
+from backends.formats.manifest import FORMAT_VERSION, SnapshotRef
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
+from backends.storage.file_ref import FileRef
 
 _INLINE_BYTES = 64 << 10
 
@@ -155,3 +156,11 @@ def download(storage: CheckpointStorage, snapshot: Snapshot, backend: str, into:
         finally:
             for fetch in fetches:
                 fetch.cancel()
+
+
+class LocalState(msgspec.Struct, frozen=True):
+    """What an engine holds: a version, the changelog that made it, and how many keys (None: not counted)."""
+
+    version: int = 0
+    head: str | None = None
+    num_keys: int | None = 0

@@ -28,7 +28,8 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
-from backends.engines.engine import LocalState, StateEngine
+from backends.engines.choice import backend_of
+from backends.engines.engine import StateEngine
 from backends.exceptions import (
     ConcurrentCommitError,
     DamagedFileError,
@@ -40,17 +41,13 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.formats import snapshot
-from backends.formats.changelog import (
-    DEFAULT_FAMILY,
-    ChangelogMeta,
-    Changes,
-    changelog_name,
-    read_changelog,
-    write_changelog,
-)
-from backends.formats.manifest import ChangelogRef, FileRef, Lineage, Rescaled, SnapshotRef, Source
+from backends.formats.changelog import ChangelogMeta, Changes, changelog_name, read_changelog, write_changelog
+from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, Source
+from backends.formats.snapshot import LocalState
+from backends.ids import DEFAULT_FAMILY
 from backends.metrics import StateStoreMetrics
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 
 log = logging.getLogger(__name__)
 
@@ -335,11 +332,9 @@ class PartitionState:
 
     @contextmanager
     def _opened(self, source: Source, directory: Path) -> Iterator[PartitionState]:
-        from backends.providers.local_provider import provider_class  # providers are made of partition states
-
         # To count keys, replaying would have to look up every one that it writes; they are counted as they are taken over.
         conf = replace(self._conf, provider=source.backend, track_total_number_of_rows=False)
-        state = provider_class(conf).partition_state(directory / "source", self._storage, source.directory, conf)
+        state = open_partition(directory / "source", self._storage, source.directory, conf)
         try:
             state.load(source.lineage)
             yield state
@@ -910,6 +905,12 @@ class PartitionState:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"The state of {self._directory} is closed here: open it again.")
+
+
+def open_partition(local_dir: Path, storage: CheckpointStorage, directory: str, conf: StateStoreConf) -> PartitionState:
+    """Open the state of one partition with the engine that ``conf`` names. See ``PartitionState``."""
+    backend = backend_of(conf)
+    return PartitionState(local_dir, storage, directory, conf, backend.name, backend.engine)
 
 
 def _growth(changes: Changes, before: Changes) -> int:

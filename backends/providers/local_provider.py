@@ -93,15 +93,10 @@ class LocalStateStoreProvider(StateStoreProvider):
         self._lock = threading.RLock()
         self.maintaining = threading.Lock()
 
-    @classmethod
-    def partition_state(
-        cls, local_dir: Path, storage: CheckpointStorage, directory: str, conf: StateStoreConf
-    ) -> PartitionState:
-        """The state of one partition kept by this backend, for those who keep manifests of their own."""
-        return PartitionState(local_dir, storage, directory, conf, cls.backend, cls.engine)
-
     def _partition(self, name: str) -> PartitionState:
-        return self.partition_state(self._local_dir / name, self._storage, self._log.directory, self._conf)
+        return PartitionState(
+            self._local_dir / name, self._storage, self._log.directory, self._conf, self.backend, self.engine
+        )
 
     def __str__(self) -> str:
         return f"{type(self).__name__}[{self._id}]"
@@ -338,16 +333,6 @@ class LocalStateStoreProvider(StateStoreProvider):
     def _check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"The provider of {self._id} is closed: make a new one.")
-
-
-def provider_class(conf: StateStoreConf) -> type[LocalStateStoreProvider]:
-    """The class that ``conf`` names, if it is one with an engine; raises ``InvalidStateStoreArgument``."""
-    found = conf.provider_class()
-    if not issubclass(found, LocalStateStoreProvider):
-        raise InvalidStateStoreArgument(
-            f"provider={conf.provider!r} names {found.__name__}, which is no LocalStateStoreProvider: a host needs its engine."
-        )
-    return found
 
 
 class _Copy:

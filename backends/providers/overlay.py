@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 
 from backends.encoding import lists
 from backends.encoding.merged_scan import merged_scan
-from backends.encoding.sorted_pairs import SortedPairs, as_binary
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, as_binary
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
-from backends.formats.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
-from backends.ids import StateStoreId, check_name
+from backends.formats.changelog import Changes
+from backends.ids import DEFAULT_FAMILY, StateStoreId, check_name
 from backends.metrics import StateStoreMetrics
 from backends.store import StateStore
 

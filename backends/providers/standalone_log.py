@@ -23,10 +23,11 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.formats import chain
-from backends.formats.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.sealed import seal, unseal
 from backends.ids import StateStoreId
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 
 _DIGITS = 20
 

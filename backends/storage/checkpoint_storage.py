@@ -28,7 +28,7 @@ from backends.exceptions import (
     MissingFileError,
     StorageError,
 )
-from backends.formats.manifest import FileRef
+from backends.storage.file_ref import FileRef
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location, store_options
 

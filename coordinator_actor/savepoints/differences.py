@@ -10,7 +10,7 @@ import pyarrow as pa
 from backends.encoding.operator_schema import OperatorSchema, evolved
 from backends.encoding.schema import StateSchema, to_spark_type
 from backends.exceptions import IncompatibleSchemaError
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator
 

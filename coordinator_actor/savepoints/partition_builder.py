@@ -10,11 +10,11 @@ from tempfile import TemporaryDirectory
 
 from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines.engine import LocalState
+from backends.engines.choice import backend_of
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
 from backends.formats.partition_entries import PartitionEntry
-from backends.providers.local_provider import provider_class
+from backends.formats.snapshot import LocalState
 from backends.storage.checkpoint_storage import CheckpointStorage
 
 STORE = "default"
@@ -37,14 +37,14 @@ def build_partition(
     removes it; ``is_distinct`` if none does. ``meta.base`` must be no changelog: nobody may take this one for changes to the empty version 0.
     ``scratch`` is a local directory for the time being. Also returns how many pairs there are. Raises ``StorageError``.
     """
-    provider = provider_class(conf)
+    backend = backend_of(conf)
     path = changelog_path(meta.operator, meta.num_partitions, meta.partition, STORE, meta.version, uuid.uuid4().hex)
     empty = Changes({family: SortedPairs.empty() for family in families})
     changelog = storage.put_new(path, write_changelog(empty, meta, conf.compression))
     with TemporaryDirectory(prefix=f"{meta.partition}-", dir=scratch) as directory:
         captured = Path(directory) / "snapshot"
         captured.mkdir()
-        engine = provider.engine(Path(directory) / "engine", conf)
+        engine = backend.engine(Path(directory) / "engine", conf)
         try:
             rows = 0
             for family, batch in pairs:
@@ -62,7 +62,7 @@ def build_partition(
             ref, _ = snapshot.upload(
                 storage,
                 path.rpartition("/")[0],
-                provider.backend,
+                backend.name,
                 captured,
                 held,
                 earlier=None,

@@ -35,12 +35,13 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines.choice import backend_of
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
-from backends.formats.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
+from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.formats.sealed import seal
-from backends.providers.local_provider import provider_class
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.exported_file import ExportedFile
@@ -207,7 +208,7 @@ def _targets(
         conf = StateStoreConf(
             provider=backend or (spec.backend if spec else operator.backend), storage_options=dict(options)
         )
-        provider_class(conf)  # that there is one is checked before anything is written
+        backend_of(conf)  # that there is one is checked before anything is written
         targets.append(_Target(operator, n, conf))
     return targets
 

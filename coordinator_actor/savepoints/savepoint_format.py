@@ -27,10 +27,10 @@ from backends.encoding.key_groups import check_num_groups
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, StateStoreError
-from backends.formats.manifest import FileRef
 from backends.formats.sealed import seal, unseal
 from backends.ids import check_name
 from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.exported_file import ExportedFile
 

@@ -24,6 +24,7 @@ import pyarrow as pa
 from msgspec import to_builtins
 
 from backends.conf import StateStoreConf
+from backends.encoding.keys import KeyRange
 from backends.exceptions import (
     ConcurrentCommitError,
     LineageMismatchError,
@@ -31,11 +32,12 @@ from backends.exceptions import (
     StoreClosedError,
     VersionNotFoundError,
 )
-from backends.formats.changelog import DEFAULT_FAMILY, ChangelogMeta, Changes
-from backends.formats.manifest import FileRef, Lineage
-from backends.partition.partition_state import PartitionState
-from backends.providers.local_provider import provider_class
+from backends.formats.changelog import ChangelogMeta, Changes
+from backends.formats.manifest import Lineage
+from backends.ids import DEFAULT_FAMILY
+from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import (
     CoordinatorError,
     InvalidRequestError,
@@ -69,7 +71,6 @@ from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
 from spark_bridge.host.acknowledgements import Acknowledgements
 from spark_bridge.host.completed_versions import CompletedVersion, CompletedVersions
 from spark_bridge.host.savepoint_exports import SavepointExports, Scans
-from spark_bridge.task.state_access import KeyRange
 from spark_bridge.transport.protocol import Opened, ScanCommand, TaskIdentity
 
 log = logging.getLogger(__name__)
@@ -551,7 +552,7 @@ class Host:
             if left.name not in held | {registration.run_id}:
                 shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
         local = runs / registration.run_id / layout
-        open_state = provider_class(conf).partition_state
+        open_state = open_partition
         try:
             return open_state(local, storage, layout, conf)
         except ConcurrentCommitError:
@@ -890,7 +891,7 @@ class Host:
         conf = with_changes(self._conf, provider=spec.backend, track_total_number_of_rows=False)
         local = self._local_dir / "savepoints" / uuid.uuid4().hex
         layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
-        copy = provider_class(conf).partition_state(local, storage, layout, conf)
+        copy = open_partition(local, storage, layout, conf)
         try:
             copy.load(lineage)
             return _scans(copy, variables_of(spec.schema)), copy.destroy
@@ -914,7 +915,7 @@ class Host:
         """An empty state in the directory ``local``, into which versions of the partition in ``directory`` can be loaded."""
         storage = self.open_storage(registration.state_location, registration.storage_options)
         conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)
-        return provider_class(conf).partition_state(local, storage, directory, conf)
+        return open_partition(local, storage, directory, conf)
 
     def partitions(self, run_id: str, operator: str) -> list[dict[str, int]]:
         """The partitions of an operator that are loaded here, with their versions and sizes."""

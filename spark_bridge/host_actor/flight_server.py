@@ -16,15 +16,15 @@ import pyarrow as pa
 from pyarrow import flight
 
 from backends.decoders import json_decoder
-from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
+from backends.encoding.keys import KeyRange
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, to_bytes_list
 from backends.exceptions import StateStoreError
-from backends.formats.changelog import DEFAULT_FAMILY, PAIRS_SCHEMA, Changes
-from backends.ids import check_name
+from backends.formats.changelog import Changes
+from backends.ids import DEFAULT_FAMILY, check_name
 from coordinator_actor.access_tokens import is_read_only
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
 from spark_bridge.host.host import Host
-from spark_bridge.task.state_access import KeyRange
 from spark_bridge.transport.protocol import (
     CHANGES_SCHEMA,
     END_OF_CHANGES,

@@ -17,16 +17,17 @@ import pyarrow as pa
 from backends.conf import StateStoreConf
 from backends.decoders import msgpack_decoder
 from backends.encoding.key_groups import partition_range
+from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.formats.changelog import DEFAULT_FAMILY, ChangelogMeta
+from backends.formats.changelog import ChangelogMeta
 from backends.formats.partition_entries import PartitionEntry
+from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec, QueryRegistration
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
 from spark_bridge.exceptions import PartitionMismatchError, other_key_groups
 from spark_bridge.task.staged_changes import StagedChanges
-from spark_bridge.task.state_access import KeyRange
 from spark_bridge.task.state_task import Logic, StepTimer, end_rows, partitions_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.aggregate.columns import column_type, is_ordered
 from spark_bridge.operators.partitioning import quote, target_column
+from spark_bridge.operators.types import column_type, is_ordered
 from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
 
 DEFAULT_KEY_GROUPS = 1024

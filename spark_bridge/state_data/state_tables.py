@@ -16,10 +16,10 @@ import pyarrow as pa
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import to_spark_type
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.state_reader import OpenStorage, Piece, Reading, StatePlace, StateVersions, find_state, opened
-from spark_bridge.operators.aggregate.session_windows import SESSIONS
+from spark_bridge.state_format.layouts import SESSIONS
 from spark_bridge.state_format.stored_changes import VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows, is_aggregate
 

@@ -7,8 +7,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.columns import binary_array, binary_content, gather_ranges, join
-from backends.encoding.keys import GROUP_BYTES, encode_keys
-from spark_bridge.task.state_access import KeyRange
+from backends.encoding.keys import GROUP_BYTES, KeyRange, encode_keys
 
 _LONG_BYTES = 9
 """A long in a key: a byte that says that it is there, and its own eight."""

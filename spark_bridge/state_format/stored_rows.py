@@ -21,14 +21,13 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import nullable
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
 from coordinator_actor import state_reader
 from coordinator_actor.savepoints.savepoint_format import VALUE_SUFFIX
 from spark_bridge.aggregates.aggregator import result_fields, results
-from spark_bridge.operators.aggregate.session_windows import END, ENDS_FAMILY, SESSIONS, START
-from spark_bridge.operators.deduplicate.deduplicate_task import PRESENT
 from spark_bridge.state_format.families import CHUNKS, ENTRIES, TIMERS_BY_EXPIRY, TTL_COLUMN, family_of
+from spark_bridge.state_format.layouts import END, ENDS_FAMILY, PRESENT, SESSIONS, START
 
 TTL = "ttl_expiration_ms"
 EXPIRATION = "expiration_timestamp_ms"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from backends.encoding.operator_schema import StateVariable
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 
 
 def window_of(variable: StateVariable) -> int | None:

@@ -15,7 +15,6 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.aggregate.columns import arrow_type
 from spark_bridge.operators.declared import check_operator_name, declare
 from spark_bridge.operators.initial_state import InitialState
 from spark_bridge.operators.input import (
@@ -28,6 +27,7 @@ from spark_bridge.operators.input import (
     routed,
 )
 from spark_bridge.operators.ticks import with_ticks
+from spark_bridge.operators.types import arrow_type
 from spark_bridge.stateful.arrow_processor import ArrowLogic, ArrowStatefulProcessor, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES

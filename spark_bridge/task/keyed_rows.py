@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.encoding.keys import decode_keys
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.encoding.keys import KeyRange, decode_keys
+from backends.ids import DEFAULT_FAMILY
 from spark_bridge.aggregates.row_groups import merge_keys
 from spark_bridge.exceptions import StateTooLargeError
 from spark_bridge.task.sorted_runs import Limits, RowSorter
-from spark_bridge.task.state_access import KeyRange, StateAccess
+from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.state_task import StepTimer
 
 Ids: TypeAlias = npt.NDArray[np.int64]

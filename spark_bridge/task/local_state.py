@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from backends.providers.local_provider import LocalStateStoreProvider
 from backends.store import StateStore
 from coordinator_actor.messages import BatchTimes, OperatorFigures
-from spark_bridge.task.state_access import KeyRange
 
 
 class LocalStateAccess:

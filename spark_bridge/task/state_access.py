@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import pyarrow as pa
 
+from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import BatchTimes, OperatorFigures
-
-KeyRange: TypeAlias = tuple[bytes, bytes | None]
-"""From a key (included) to another (not included; None: no limit)."""
 
 
 class StateAccess(Protocol):

@@ -16,13 +16,13 @@ import pyarrow as pa
 
 from backends.decoders import json_decoder
 from backends.encoding.key_groups import partition_range
+from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, other_key_groups
 from spark_bridge.task.staged_changes import StagedChanges
-from spark_bridge.task.state_access import KeyRange
 from spark_bridge.transport.flight_client import HostClient, client_for, forget_client
 from spark_bridge.transport.protocol import CommitCommand, GetCommand, HostFile, Opened, ScanCommand, TaskIdentity
 from spark_bridge.transport.tls import TlsConf

@@ -14,8 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.keys import encode_keys
-from spark_bridge.task.state_access import KeyRange
+from backends.encoding.keys import KeyRange, encode_keys
 
 WATERMARK_METADATA = "spark.watermarkDelayMs"
 """Where Spark notes that a column has a watermark."""

@@ -11,9 +11,9 @@ import pyarrow as pa
 from pyarrow import flight
 
 from backends.decoders import json_decoder
+from backends.encoding.keys import KeyRange
 from coordinator_actor.messages import Acknowledged, OperatorLocation
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError, TlsError
-from spark_bridge.task.state_access import KeyRange
 from spark_bridge.transport.error_codec import rebuilt_error
 from spark_bridge.transport.protocol import (
     CHANGES_SCHEMA,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 from msgspec import Struct, field
 
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 
 KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])

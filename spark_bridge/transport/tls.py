@@ -5,11 +5,9 @@ Only paths travel, in Spark's local properties and to Ray actors; keys are read 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import ssl
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,9 @@ import msgspec
 
 from backends.decoders import json_decoder
 from spark_bridge.exceptions import TlsError
-from spark_bridge.queryable.protocol.messages import Failure, frame
 
 _RAY = {"ca": "RAY_TLS_CA_CERT", "certificate": "RAY_TLS_SERVER_CERT", "key": "RAY_TLS_SERVER_KEY"}
-_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
-LINGER_SECONDS = 1.0
-LINGER_READS = 16
+NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 
 
 @dataclass(frozen=True)
@@ -211,24 +206,6 @@ def refusal(address: str, error: ssl.SSLError) -> TlsError | None:
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return None
     return TlsError(f"{said} Do the hosts use TLS?")
-
-
-def refuse(connected: socket.socket, error: ssl.SSLError) -> None:
-    """Tell a client whose handshake failed why, and wait a moment: closing while it still sends would take the reason from it.
-
-    The caller closes the socket.
-    """
-    deadline = time.monotonic() + LINGER_SECONDS
-    with contextlib.suppress(OSError):
-        if error.reason in _NO_TLS:
-            # It will not understand an alert, but our own words. As a plain socket, which it has been until now.
-            said = Failure(TlsError.__name__, "This host answers by TLS only: give tls= to connect.")
-            socket.socket.sendall(connected, b"".join(frame(said)))
-        socket.socket.shutdown(connected, socket.SHUT_WR)
-        for _ in range(LINGER_READS):
-            connected.settimeout(max(deadline - time.monotonic(), 0.001))
-            if not socket.socket.recv(connected, 1 << 12):
-                return
 
 
 def _content(path: str) -> bytes:

@@ -20,12 +20,12 @@ from backends.formats import chain as chains
 from backends.formats import snapshot
 from backends.formats.chain import Layout, Retention, Segment
 from backends.formats.changelog import ChangelogMeta, Changes
-from backends.formats.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.partition_entries import PartitionEntries, StoredEntries
 from backends.formats.sealed import seal, unseal
-from backends.partition.partition_state import PartitionState
-from backends.providers.local_provider import provider_class
+from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 
 G = 32
 Pairs = dict[bytes, bytes | None]
@@ -78,7 +78,7 @@ class Query:
         layout = layout or self.layout
         conf = StateStoreConf(provider=layout.backend, fsync=False)
         local = local or self.root / "local" / uuid.uuid4().hex
-        state = provider_class(conf).partition_state(local, self.storage, layout.directory(p), conf)
+        state = open_partition(local, self.storage, layout.directory(p), conf)
         self.opened.append(state)
         return state
 

@@ -12,11 +12,11 @@ from backends.encoding.columns import even_rows
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines import cached_rows, rocksdb, row_cache
 from backends.engines.cached_rows import EvenRows, VaryingRows
-from backends.engines.engine import LocalState
 from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.row_cache import CacheBudget, RowCache, hash_keys
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
 from tests.patience import PATIENCE
 
 MIB = 1 << 20

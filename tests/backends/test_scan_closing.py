@@ -12,9 +12,9 @@ import pytest
 
 from backends.conf import StateStoreConf
 from backends.engines import rocksdb
-from backends.engines.engine import LocalState
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
 from tests.patience import HANG, PATIENCE
 
 

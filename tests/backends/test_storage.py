@@ -18,8 +18,8 @@ from backends.exceptions import (
     StorageError,
     UnsupportedLocationError,
 )
-from backends.formats.manifest import FileRef
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from backends.storage.locations import parse_location, store_options
 
 

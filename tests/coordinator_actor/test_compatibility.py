@@ -12,7 +12,8 @@ import pytest
 
 from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
 from backends.encoding.schema import StateSchema
-from backends.formats.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
+from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
+from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.compatibility import evolved_operators, refusal_of
 from coordinator_actor.manifests import ManifestLog, SparkCommits, schema_path

@@ -30,7 +30,7 @@ from backends.exceptions import (
 )
 from backends.formats import chain as chains
 from backends.formats.sealed import seal
-from backends.providers.local_provider import provider_class
+from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.exported_file import ExportedFile
@@ -169,7 +169,7 @@ def loaded(target: Path, operator: str, scratch: Path, num_groups: int = G) -> d
     for p in range(entry.num_partitions):
         lineage = chains.lineage(chain, version, layout, p, num_groups)
         local = scratch / uuid.uuid4().hex
-        partition = provider_class(conf).partition_state(local, state, layout.directory(p), conf)
+        partition = open_partition(local, state, layout.directory(p), conf)
         try:
             partition.load(lineage)
             assert (partition.version, partition.head) == (version, lineage.head)

@@ -24,9 +24,9 @@ from backends.exceptions import (
     InvalidStateStoreArgument,
     MissingFileError,
 )
-from backends.formats.manifest import FileRef
 from backends.formats.sealed import seal
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints import export as savepoint_export

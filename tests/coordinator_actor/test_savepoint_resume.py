@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from backends.formats import snapshot
-from backends.formats.manifest import FileRef
 from backends.formats.sealed import unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.manifests import QueryFile

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from backends.exceptions import FileExistsInStorageError, StorageError
-from backends.formats.changelog import DEFAULT_FAMILY, Changes
+from backends.formats.changelog import Changes
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import Acknowledged, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host_actor.flight_server import changes_of

@@ -12,9 +12,10 @@ import msgspec
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
-from backends.engines.engine import LocalState
 from backends.exceptions import StoreClosedError
-from backends.formats.changelog import DEFAULT_FAMILY, Changes
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
+from backends.ids import DEFAULT_FAMILY
 from backends.providers.local_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
-from backends.formats.manifest import FileRef
 from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import FileRef
 from tests.simulation import scheduler as scheduling
 
 T = TypeVar("T")

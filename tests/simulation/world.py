@@ -19,7 +19,7 @@ from backends.conf import StateStoreConf
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.chain import version_in
-from backends.providers.local_provider import provider_class
+from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
@@ -453,7 +453,7 @@ class World:
         conf = StateStoreConf(provider=self.backend, compression="none")
         layout = f"operators/{operator}/{n}/{partition}/default"
         local = self.root / "verify" / f"{version}-{operator}-{partition}"
-        state = provider_class(conf).partition_state(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
+        state = open_partition(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
         state.load(run.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
         contents = state.get_many(model.to_array(keys)).to_pylist()

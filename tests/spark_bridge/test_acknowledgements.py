@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
-from backends.formats.manifest import FileRef
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import LineageError, StaleOwnerError
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.exceptions import HostUnavailableError

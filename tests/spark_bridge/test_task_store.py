@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from backends.encoding.key_groups import key_groups
-from backends.formats.changelog import PAIRS_SCHEMA
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import BatchTimes, OperatorFigures

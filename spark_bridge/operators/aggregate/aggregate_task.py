@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.columns import fixed_dtype
-from backends.encoding.keys import decode_keys
+from backends.encoding.keys import KeyRange, decode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from coordinator_actor.messages import OperatorFigures
@@ -19,7 +19,7 @@ from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
 from spark_bridge.task.sorted_runs import Limits
 from spark_bridge.task.spool import Spool
-from spark_bridge.task.state_access import KeyRange, StateAccess
+from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.state_task import StepTimer
 from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
 

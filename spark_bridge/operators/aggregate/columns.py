@@ -13,17 +13,8 @@ from spark_bridge.aggregates.outputs import Output, UserAggregate
 from spark_bridge.aggregates.user_aggregate import GROUP_ID
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, UserFunctions
+from spark_bridge.operators.types import NUMERIC, arrow_type, column_type, is_ordered
 
-NUMERIC = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.FloatType, T.DoubleType, T.DecimalType)
-ORDERED = (
-    *NUMERIC,
-    T.BooleanType,
-    T.StringType,
-    T.BinaryType,
-    T.DateType,
-    T.TimestampType,
-    T.TimestampNTZType,
-)
 OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
 WITH_ORDER = ("first", "last")
 
@@ -90,24 +81,6 @@ def _order(
     return by, arrow_type(kind)
 
 
-def is_ordered(kind: T.DataType) -> bool:
-    """Whether values of the type can be compared: all but maps, and what holds one."""
-    if isinstance(kind, T.StructType):
-        return all(is_ordered(f.dataType) for f in kind.fields)
-    if isinstance(kind, T.ArrayType):
-        return is_ordered(kind.elementType)
-    return isinstance(kind, ORDERED)
-
-
-def column_type(schema: T.StructType, column: str, where: str) -> T.DataType:
-    """The type of a column that must be there, once; ``where`` begins the message of the ``InvalidOperatorError``."""
-    names = schema.names
-    if names.count(column) != 1:
-        problem = "is ambiguous" if column in names else "does not exist"
-        raise InvalidOperatorError(f"{where}{column!r}: the column {problem}; the DataFrame has {', '.join(names)}.")
-    return schema[column].dataType
-
-
 def _struct_type(schema: T.StructType, function: AggregateFunction, where: str) -> T.StructType:
     if len(set(function.columns)) != len(function.columns):
         raise InvalidOperatorError(f"{where}a column is named twice in {', '.join(function.columns)}.")
@@ -160,11 +133,3 @@ def _any_type(given: Any, where: str) -> pa.DataType:
         except StateStoreError as error:
             raise InvalidOperatorError(f"{where}{given}: {error}") from error
     raise InvalidOperatorError(f"{where}{given!r} is no type; give an Arrow or Spark type, or text such as 'double'.")
-
-
-def arrow_type(kind: T.DataType) -> pa.DataType:
-    """The Arrow type that a Spark type is kept as; raises ``InvalidOperatorError`` if there is none."""
-    try:
-        return from_spark_type(kind.jsonValue())
-    except StateStoreError as error:
-        raise InvalidOperatorError(f"The type {kind.simpleString()} cannot be kept as state: {error}") from error

@@ -18,7 +18,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.columns import arrow_type, output_of
+from spark_bridge.operators.aggregate.columns import output_of
 from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahead
 from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
 from spark_bridge.operators.declared import check_operator_name, declare
@@ -34,6 +34,7 @@ from spark_bridge.operators.input import (
     routed,
     watermark_columns,
 )
+from spark_bridge.operators.types import arrow_type
 from spark_bridge.operators.windows import SessionWindow, Window, microseconds
 from spark_bridge.task.state_task import StateTask
 

@@ -20,10 +20,11 @@ from backends.encoding.columns import fixed_array, list_array, list_parts, struc
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, SESSIONS, START
 from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of, scanned
 from spark_bridge.task.sorted_runs import Limits
@@ -32,8 +33,6 @@ from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.state_task import StepTimer
 from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
 
-ENDS_FAMILY = "sessions.-ends"
-SESSIONS, DUE, START, END = "sessions", "__due", "start", "end"
 KEYS_PER_STEP = 1 << 14
 
 Times = npt.NDArray[np.int64]

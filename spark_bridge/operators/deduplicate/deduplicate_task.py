@@ -13,10 +13,11 @@ from backends.encoding.columns import fixed_array, null_mask
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.column_order import order_codes, plain
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.state_format.layouts import EXPIRES_AT, EXPIRY_FAMILY, PRESENT
 from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
 from spark_bridge.task.sorted_runs import Limits
@@ -25,9 +26,6 @@ from spark_bridge.task.state_access import StateAccess
 from spark_bridge.task.state_task import StepTimer
 from spark_bridge.task.watermark import EventTime, late_rows_removed
 
-EXPIRY_FAMILY = "default.-expiry"
-EXPIRES_AT = "__expires_at"
-PRESENT = pa.schema([pa.field("present", pa.bool_())])
 KEYS_PER_STEP = 1 << 18
 _GREATEST = np.iinfo(np.int64).max
 

@@ -10,7 +10,6 @@ from pyspark.sql import DataFrame
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.aggregate.columns import arrow_type, is_ordered
 from spark_bridge.operators.declared import check_operator_name, declare
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
 from spark_bridge.operators.input import (
@@ -21,6 +20,7 @@ from spark_bridge.operators.input import (
     partition_count,
     routed,
 )
+from spark_bridge.operators.types import arrow_type, is_ordered
 from spark_bridge.operators.windows import microseconds
 from spark_bridge.task.state_task import StateTask
 

@@ -30,13 +30,13 @@ from spark_bridge.queryable.client.key_answers import KeyAnswers
 from spark_bridge.queryable.client.locations import REFRESH_SECONDS, KnownOperator, Locations
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.scans import Condition, StateScan, comparisons, key_range
-from spark_bridge.queryable.client.state_views import ROWS, VALUE
 from spark_bridge.queryable.client.windows import have_windows
 from spark_bridge.queryable.protocol.connections import KvConnections, KvStream
 from spark_bridge.queryable.protocol.messages import At, Described, KeyRows, Operators, Reply, Request, Scan
 from spark_bridge.queryable.protocol.messages import Describe as DescribeRequest
 from spark_bridge.queryable.routing.retries import Attempts, retrying, should_locate
 from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.locations import KnownOperator
 from spark_bridge.queryable.client.scans import StateScan
-from spark_bridge.queryable.client.state_views import ONE_ROW, ROWS, VALUE, WINDOWS, StateView
+from spark_bridge.queryable.client.state_views import ONE_ROW, StateView
 from spark_bridge.queryable.client.windows import (
     KeysWithWindows,
     check_window,
@@ -24,6 +24,7 @@ from spark_bridge.queryable.client.windows import (
 from spark_bridge.queryable.protocol.messages import At, KeyRows, Scan
 from spark_bridge.queryable.routing.one_version import OneVersion
 from spark_bridge.queryable.routing.router import KEYS_PER_REQUEST, RoutedAnswer, StateRouter, moved
+from spark_bridge.state_format.layouts import ROWS, VALUE, WINDOWS
 
 T = TypeVar("T")
 

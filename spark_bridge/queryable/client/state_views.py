@@ -15,23 +15,19 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from backends.encoding.schema_evolution import nullable
 from backends.encoding.single_rows import ValueDecoder
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from spark_bridge.aggregates.aggregator import result_fields, results
 from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.keys import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, distinct, plain_values, whole
 from spark_bridge.queryable.client.single_results import SingleResults
+from spark_bridge.state_format.families import TTL_COLUMN
+from spark_bridge.state_format.layouts import ENDS_FAMILY, LIST, MAP, PRESENT, ROWS, SESSIONS, TIMERS, VALUE, WINDOWS
 from spark_bridge.state_format.windowed_keys import window_of
 
-# As in ``state_rows`` and the modules below it, which clients cannot import: those know Spark's types.
-TTL_COLUMN = "__ttl_expiration_ms"
-SESSIONS = "sessions"
-SESSION_ENDS = "sessions.-ends"
-PRESENT = "present"
 EXPIRATION = "expiration_timestamp_ms"
 SESSION_WINDOW = "session_window"
 
-VALUE, ROWS, WINDOWS, LIST, MAP, TIMERS = "value", "rows", "windows", "list", "map", "timers"
 ONE_ROW = (VALUE, ROWS, WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
 ALL_ROWS = {LIST: "list_value", MAP: "map_value", TIMERS: "timers", SESSIONS: "sessions", WINDOWS: "windows"}
@@ -179,7 +175,7 @@ class StateView:
             inner = list(entry.field("key").type)
             value = list(entry.field("value").type)
         else:
-            value = [] if self.schema.value.names == [PRESENT] and not self.is_aggregate else self.value_fields
+            value = [] if self.schema.value.names == PRESENT.names and not self.is_aggregate else self.value_fields
         return inner, [f for f in value if f.name != TTL_COLUMN]
 
     @cached_property
@@ -275,7 +271,7 @@ def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
     """The columns of the key as they are stored, and the kind."""
     if variable.kind == "rows":
         stored = variable.families[DEFAULT_FAMILY].key
-        if SESSION_ENDS in variable.families:
+        if ENDS_FAMILY in variable.families:
             return stored, SESSIONS
         return stored, ROWS if window_of(variable) is None else WINDOWS
     if variable.kind == TIMERS:

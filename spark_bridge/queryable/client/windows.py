@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.keys import KeyCodec
-from spark_bridge.queryable.client.state_views import SESSIONS, WINDOWS, StateView
+from spark_bridge.queryable.client.state_views import StateView
+from spark_bridge.state_format.layouts import SESSIONS, WINDOWS
 
 _MICROSECOND = dt.timedelta(microseconds=1)
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from backends.decoders import msgpack_decoder
 from backends.encoding.columns import EVEN_ROWS, EVEN_WIDTH, MAX_BYTES, binary_content, even_array, even_rows, record
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestError
 
 PROTOCOL = 1

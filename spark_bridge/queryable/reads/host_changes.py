@@ -21,8 +21,9 @@ import pyarrow.compute as pc
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import MissingFileError, StoreClosedError, VersionNotFoundError
-from backends.formats.changelog import DEFAULT_FAMILY, read_changelog
+from backends.formats.changelog import read_changelog
 from backends.formats.manifest import ChangelogRef
+from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import state_reader

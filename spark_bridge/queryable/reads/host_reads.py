@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from backends.encoding.columns import placed, taken
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import OperatorLocation, RunningOperator

@@ -15,7 +15,7 @@ from backends.encoding.columns import MAX_BYTES, concatenated, content_bytes, li
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import decode_keys, encode_keys
 from backends.exceptions import SchemaMismatchError
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.queryable.protocol.request_watch import check_request, hold
 from spark_bridge.queryable.reads.host_views import PartitionView

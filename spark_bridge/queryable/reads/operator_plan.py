@@ -13,7 +13,7 @@ from backends.encoding.columns import binary_array, binary_content, even_rows, g
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import GROUP_BYTES
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.state_format.stored_rows import VariableRows

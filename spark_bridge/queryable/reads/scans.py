@@ -9,15 +9,14 @@ from itertools import chain
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.keys import GROUP_BYTES
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.encoding.keys import GROUP_BYTES, KeyRange
+from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.request_watch import check_request
 from spark_bridge.queryable.reads.host_views import PartitionView
 from spark_bridge.queryable.reads.operator_plan import behind
 from spark_bridge.queryable.reads.row_stream import gathered
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.task.state_access import KeyRange
 
 MOST_RANGES = 4096
 """So many ranges are opened one by one; where there are more, one range is read that has all of them, and what is between is dropped."""

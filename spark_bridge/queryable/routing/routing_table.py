@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from backends.encoding.columns import Records, binary_content, even_array, even_rows
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
-from backends.formats.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownKvStateKeyGroupLocationError
-from spark_bridge.queryable.client.state_views import TIMERS
+from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.windowed_keys import window_of
 
 GROUP_BYTES = 2

@@ -17,9 +17,9 @@ from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.protocol.messages import Describe
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.limits import RequestLimits, seconds_left
+from spark_bridge.queryable.server.refused_connection import refuse
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 from spark_bridge.queryable.server.server_connection import HELLO_SECONDS, ServerConnection, Serving
-from spark_bridge.transport.tls import refuse
 
 if TYPE_CHECKING:
     from spark_bridge.queryable.server.token_verifier import TokenVerifier

@@ -18,9 +18,7 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
-from spark_bridge.operators.aggregate.session_windows import ENDS_FAMILY
 from spark_bridge.operators.aggregate.session_windows import SESSIONS as SESSIONS_COLUMN
-from spark_bridge.operators.deduplicate.deduplicate_task import PRESENT
 from spark_bridge.queryable.client import state_views
 from spark_bridge.queryable.client.keys import KeyCodec, narrower
 from spark_bridge.queryable.client.results import KeyedResults, distinct, formed, plain_values
@@ -30,6 +28,7 @@ from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.routing.router import RoutedAnswer
 from spark_bridge.state_format import stored_rows as state_rows
 from spark_bridge.state_format.families import TTL_COLUMN
+from spark_bridge.state_format.layouts import ENDS_FAMILY, PRESENT
 from tests.spark_bridge.state_flows import KEYS as FLOW_KEYS
 from tests.spark_bridge.state_flows import Everything
 
