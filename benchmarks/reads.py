@@ -122,7 +122,7 @@ class Loaded:
 
 def _state(directory: Path, kind: type[LocalStateStoreProvider], conf: StateStoreConf) -> PartitionState:
     storage = CheckpointStorage.open(str(directory / "checkpoint"), fsync=False)
-    return kind.partition_state(directory / "local", storage, "operators/bench/1/0/default", conf)
+    return PartitionState(directory / "local", storage, "operators/bench/1/0/default", conf, kind.backend, kind.engine)
 
 
 def take_turns(contestants: dict[str, Callable[[], float]], rounds: int) -> Times:

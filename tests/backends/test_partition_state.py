@@ -21,6 +21,7 @@ from backends.exceptions import (
 )
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import ChangelogRef, Lineage
+from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.patience import HANG, PATIENCE
 
@@ -43,7 +44,7 @@ def open_state(provider, storage):
     made = []
 
     def opened(local_dir):
-        made.append(provider.partition_state(local_dir, storage, DIRECTORY, CONF))
+        made.append(PartitionState(local_dir, storage, DIRECTORY, CONF, provider.backend, provider.engine))
         return made[-1]
 
     yield opened
