@@ -27,7 +27,7 @@ class BoundedDict(dict[K, V]):
         if len(self) > self._limit:
             del self[next(iter(self))]
 
-    def setdefault(self, key: K, default: V) -> V:  # type: ignore[override]
+    def setdefault(self, key: K, default: V) -> V:
         """Return the entry of ``key``; set ``default`` first where there is none."""
         if key not in self:
             self[key] = default
