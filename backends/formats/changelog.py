@@ -47,6 +47,11 @@ class Changes:
         """Number of changed keys."""
         return sum(len(pairs) for pairs in self.families.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all pairs."""
+        return sum(pairs.nbytes for pairs in self.families.values())
+
 
 class ChangelogMeta(msgspec.Struct, frozen=True):
     """Which commit a changelog is: it leads from the state that ``base`` made to ``version``.

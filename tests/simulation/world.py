@@ -481,9 +481,9 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     locks = LocalLocks()
     replacements = {
-        ("backends.partition.partition_state", "_lock"): locks.lock,
-        ("backends.partition.partition_state", "os"): types.SimpleNamespace(close=locks.close),
-        ("backends.partition.partition_state", "_background"): threads.Background(),
+        ("backends.partition.local_directory", "lock"): locks.lock,
+        ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
+        ("backends.partition.background", "_pool"): threads.Background(),
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
     }
