@@ -11,7 +11,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.encoding.schema import StateSchema, to_spark_type
+from backends.encoding.schema import StateSchema
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
