@@ -39,7 +39,7 @@ from rich.table import Table
 
 from backends import StateStoreId, StateStoreProviderId
 from backends.encoding.schema import StateSchema
-from backends.formats.changelog import changelog_path
+from backends.formats.file_names import changelog_path
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal

@@ -70,16 +70,6 @@ class ChangelogMeta(msgspec.Struct, frozen=True):
     format_version: int = FORMAT_VERSION
 
 
-def changelog_path(operator: str, n: int, p: int, store: str, version: int, unique: str) -> str:
-    """Where a changelog lies below the state location. ``unique`` differs for every file ever written."""
-    return f"operators/{operator}/{n}/{p}/{store}/{changelog_name(version, unique)}"
-
-
-def changelog_name(version: int, unique: str) -> str:
-    """A changelog's file name in its store's directory."""
-    return f"{version}-{unique}.changelog"
-
-
 def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "zstd") -> bytes:
     """The bytes of a changelog; ``compression`` is "none", "lz4" or "zstd"."""
     schema = PAIRS_SCHEMA.with_metadata(

@@ -25,7 +25,8 @@ from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_s
 from backends.engines.choice import backend_of
 from backends.engines.engine import StateEngine
 from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
-from backends.formats.changelog import ChangelogMeta, Changes, changelog_name, write_changelog
+from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
+from backends.formats.file_names import changelog_name
 from backends.formats.manifest import Lineage, SnapshotRef
 from backends.ids import DEFAULT_FAMILY
 from backends.metrics import StateStoreMetrics

@@ -18,7 +18,7 @@ import pyarrow as pa
 from backends.conf import StateStoreConf
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.formats.chain import version_in
+from backends.formats.file_names import partition_directory, version_in
 from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
@@ -451,7 +451,7 @@ class World:
     def _verify_one(self, run: Any, plan: model.Plan, version: int, operator: str, partition: int) -> None:
         n = self.num_partitions
         conf = StateStoreConf(provider=self.backend, compression="none")
-        layout = f"operators/{operator}/{n}/{partition}/default"
+        layout = partition_directory(operator, n, partition)
         local = self.root / "verify" / f"{version}-{operator}-{partition}"
         state = open_partition(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
         state.load(run.lineage(operator, partition, version))
