@@ -24,14 +24,15 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryListener,
 )
 
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.exceptions import StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from spark_bridge.exceptions import SparkBridgeError
-from spark_bridge.operators.aggregate.operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
 from spark_bridge.operators.declared import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import ENTRIES, InitialState, make_initial_states
+from spark_bridge.operators.input import KEY_GROUPS_CONF
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.session.settings import unsafe_settings
 from spark_bridge.session.state_cluster import StateCluster

@@ -24,8 +24,6 @@ from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahea
 from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
 from spark_bridge.operators.declared import check_operator_name, declare
 from spark_bridge.operators.input import (
-    DEFAULT_KEY_GROUPS,
-    KEY_GROUPS_CONF,
     check_keys,
     columns_of,
     event_time_of,
@@ -38,8 +36,6 @@ from spark_bridge.operators.input import (
 from spark_bridge.operators.types import arrow_type
 from spark_bridge.operators.windows import SessionWindow, Window, microseconds
 from spark_bridge.task.state_task import StateTask
-
-__all__ = ["DEFAULT_KEY_GROUPS", "KEY_GROUPS_CONF", "aggregate"]
 
 OUTPUT_MODES = ("update", "append", "complete")
 GroupingKey: TypeAlias = str | Window | SessionWindow
