@@ -23,7 +23,7 @@ class StateStoreConf:
     Which, and where:
 
     - ``provider``: the backend that keeps the state: "rocksdb" (on local disk, for any size), "file"
-      (in memory, for what fits), or the import path of a ``backends.providers.local_provider.LocalStateStoreProvider``.
+      (in memory, for what fits), or the import path of a ``backends.providers.standalone_provider.LocalStateStoreProvider``.
     - ``storage_options``: how the checkpoint location is reached: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
 
     What is durable, and for how long:

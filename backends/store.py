@@ -18,7 +18,7 @@ from backends.metrics import StateStoreMetrics
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-CHANGES_SCHEMA = pa.schema(
+CHANGE_FEED_SCHEMA = pa.schema(
     [
         pa.field("version", pa.int64(), nullable=False),
         pa.field("column_family", pa.string(), nullable=False),
@@ -218,7 +218,7 @@ class StateStoreProvider(ABC):
 
     @abstractmethod
     def change_feed(self, from_version: int, to_version: int) -> Iterator[pa.RecordBatch]:
-        """What leads from ``from_version`` to ``to_version``: batches of ``CHANGES_SCHEMA``.
+        """What leads from ``from_version`` to ``to_version``: batches of ``CHANGE_FEED_SCHEMA``.
 
         The changes of versions ``from_version + 1`` to ``to_version``, ascending, a batch per version and
         column family, sorted by key: the value before (null: there was none) and after (null: removed).

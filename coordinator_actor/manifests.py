@@ -17,7 +17,7 @@ from backends.decoders import json_decoder
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
 from backends.formats import chain
 from backends.formats.chain import Layout
-from backends.formats.manifest import FORMAT_VERSION, Manifest
+from backends.formats.manifest import STATE_FORMAT_VERSION, Manifest
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
@@ -33,7 +33,7 @@ class QueryFile(Struct, frozen=True):
 
     query_id: str
     key_groups: int
-    format_version: int = FORMAT_VERSION
+    format_version: int = STATE_FORMAT_VERSION
 
 
 class EpochFile(Struct, frozen=True):

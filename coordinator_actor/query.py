@@ -14,7 +14,7 @@ from backends.formats import chain as chains
 from backends.formats.chain import Layout, Retention
 from backends.formats.changelog import read_changelog_meta
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.formats.snapshot import Snapshot
+from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
@@ -93,7 +93,7 @@ class QueryState:
     unnamed: dict[TaskKey, tuple[SnapshotRef, ...]] = field(default_factory=dict)
     planned: Retention | None = None
     recorded: Retention | None = None
-    descriptors: dict[str, Snapshot] = field(default_factory=dict)
+    descriptors: dict[str, SnapshotDescriptor] = field(default_factory=dict)
     busy: dict[TaskKey, float] = field(default_factory=dict)
     rescaling: dict[TaskKey, float] = field(default_factory=dict)
     pinned: dict[int, int] = field(default_factory=dict)

@@ -52,7 +52,7 @@ def is_list_like(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_map(data_type))
 
 
-def plain(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+def normalized_column(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """One contiguous array of the column, leaves in their normalised type; raises ``UnsupportedTypeError``.
 
     ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside.

@@ -36,8 +36,8 @@ from backends.encoding.columns import (
     join,
     list_array,
     list_parts,
+    normalized_column,
     null_mask,
-    plain,
     rows_as_binary,
     struct_array,
 )
@@ -49,7 +49,7 @@ from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 GROUP_BYTES = 2
 _END = b"\x00\x00"
 
-Piece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
+KeyPiece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
 """A run of bytes per row: all of one width (numpy; numbers get their most significant byte first, and one may be for all rows), or not (Arrow)."""
 
 _PRESENT = np.ones(1, np.uint8)
@@ -70,9 +70,9 @@ def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArr
         raise InvalidStateStoreArgument(
             f"Key groups must be 0 to {MAX_KEY_GROUPS - 1}, not {groups.min()} to {groups.max()}."
         )
-    pieces: list[Piece] = [groups.astype(np.uint16)]
+    pieces: list[KeyPiece] = [groups.astype(np.uint16)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        pieces += _pieces(name, plain(name, column))
+        pieces += _pieces(name, normalized_column(name, column))
     return _assemble(pieces, batch.num_rows)
 
 
@@ -91,13 +91,13 @@ def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.Recor
     if keys.null_count:
         raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
     fields = [f.with_type(normalized_type(f.name, f.type)) for f in schema]
-    reader = _Reader(keys, schema)
+    reader = _KeyReader(keys, schema)
     columns = [reader.next_column(f.type) for f in fields]
     reader.check_end()
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
-def _pieces(name: str, array: pa.Array) -> Iterator[Piece]:
+def _pieces(name: str, array: pa.Array) -> Iterator[KeyPiece]:
     kind = array.type
     mask = null_mask(array)
     yield _PRESENT if mask is None else (~mask).astype(np.uint8)
@@ -110,13 +110,13 @@ def _pieces(name: str, array: pa.Array) -> Iterator[Piece]:
     elif pa.types.is_struct(kind):
         for i, child in enumerate(array.flatten()):
             child_name = f"{name}.{kind.field(i).name}"
-            yield from _pieces(child_name, plain(child_name, child))
+            yield from _pieces(child_name, normalized_column(child_name, child))
     elif pa.types.is_map(kind):
         raise UnsupportedTypeError(f"Column {name!r} has the type {kind}: a map has no order and cannot be a key.")
     elif is_list_like(kind):
         elements, offsets = list_parts(array)
         element_name = f"{name}.element"
-        marked = [_PRESENT, *_pieces(element_name, plain(element_name, elements))]
+        marked = [_PRESENT, *_pieces(element_name, normalized_column(element_name, elements))]
         content, ends = binary_content(_assemble(marked, len(elements)))
         yield binary_array(content, ends[offsets])
         yield _LIST_END
@@ -130,7 +130,7 @@ def _escape(values: pa.BinaryArray) -> pa.BinaryArray:
     return values if content.all() else pc.replace_substring(values, b"\x00", b"\x00\xff")
 
 
-def _assemble(pieces: list[Piece], n: int) -> pa.BinaryArray:
+def _assemble(pieces: list[KeyPiece], n: int) -> pa.BinaryArray:
     """Join pieces; neighbours of fixed width become one structured array first."""
     parts: list[pa.BinaryArray] = []
     run: list[npt.NDArray[Any]] = []
@@ -201,7 +201,7 @@ def _stored_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
     return np.dtype(f">u{dtype.itemsize}")
 
 
-class _Reader:
+class _KeyReader:
     """Takes columns out of keys, one after the other.
 
     Its methods take the positions where values begin, ascending, and for each the end of the key that it lies in.

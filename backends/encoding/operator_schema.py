@@ -17,7 +17,7 @@ from backends.encoding.schema_evolution import evolved_schema, in_words
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 
-KINDS = ("rows", "value", "list", "map", "timers")
+VARIABLE_KINDS = ("rows", "value", "list", "map", "timers")
 _GENERATION = re.compile(r"(.+)\.-(\d+)")
 """A family of a variable that was deleted and declared again, which must not meet the rows of the earlier one."""
 
@@ -38,9 +38,9 @@ class StateVariable:
     deleted: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in VARIABLE_KINDS:
             raise InvalidStateStoreArgument(
-                f"{self.kind!r} is no kind of state variable; there are {', '.join(KINDS)}."
+                f"{self.kind!r} is no kind of state variable; there are {', '.join(VARIABLE_KINDS)}."
             )
 
     def family(self, declared: str) -> str:

@@ -36,7 +36,7 @@ _hash = xxhash.xxh64_intdigest
 
 Column: TypeAlias = Callable[[Any, int], tuple[int, bytes]]
 """One key column: of a value and the hash so far, the hash with it and its bytes."""
-Reading: TypeAlias = Callable[[Any], Any]
+RowReading: TypeAlias = Callable[[Any], Any]
 
 
 class _Unsure(Exception):
@@ -296,7 +296,7 @@ def _code(kind: pa.DataType) -> str | None:
     )
 
 
-def _reading(kind: pa.DataType) -> Reading | None:
+def _reading(kind: pa.DataType) -> RowReading | None:
     """How a fixed-width column's value becomes what Arrow gives for it; None if it is that already."""
     if pa.types.is_date32(kind):
         return lambda days: dt.date.fromordinal(days + _EPOCH_DAY)

@@ -38,8 +38,8 @@ from backends.encoding.columns import (
     join,
     list_array,
     list_parts,
+    normalized_column,
     null_mask,
-    plain,
     rows_as_binary,
     struct_array,
 )
@@ -70,7 +70,7 @@ def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
     parts = [
         part
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        for part in _parts(name, plain(name, column))
+        for part in _parts(name, normalized_column(name, column))
     ]
     return _encode_rows(parts, batch.num_rows, number)
 
@@ -145,7 +145,7 @@ def _parts(name: str, array: pa.Array) -> Iterator[_Part]:
         yield _Part(None, False, mask)
         for i, child in enumerate(array.flatten()):
             child_name = f"{name}.{kind.field(i).name}"
-            yield from _parts(child_name, plain(child_name, child))
+            yield from _parts(child_name, normalized_column(child_name, child))
     elif is_list_like(kind):
         yield _Part(None, True, mask, _encode_lists(name, array))
     else:
@@ -248,7 +248,7 @@ class _Layout:
 
     def columns(self, rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object) -> list[pa.Array]:
         """The columns of rows with these heads."""
-        reader = _Reader(self.parts, rows, content, offsets, schema)
+        reader = _RowReader(self.parts, rows, content, offsets, schema)
         columns = [reader.column(kind) for kind in self.kinds]
         if self.has_data:
             check_ranges(reader.starts == offsets[1:], "values", schema)
@@ -266,7 +266,7 @@ def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) 
     return values.fill_null(row.tobytes())
 
 
-class _Reader:
+class _RowReader:
     """Takes the columns out of rows, in the order of their parts."""
 
     def __init__(self, parts: list[_Part], rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object):
@@ -302,7 +302,7 @@ class _Reader:
 
 def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     elements, offsets = list_parts(array)
-    rows = _encode_rows(list(_parts(name, plain(name, elements))), len(elements), None)
+    rows = _encode_rows(list(_parts(name, normalized_column(name, elements))), len(elements), None)
     content, ends = binary_content(rows)
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])

@@ -31,7 +31,7 @@ EVEN_BYTES = 1 << 10
 ROW_BYTES = 44
 """What a row takes beside its key and value, at most."""
 
-Hashes = npt.NDArray[np.uint64]
+KeyHashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 Widths: TypeAlias = tuple[int, int | None]
 """Those of all keys and of all values; None where no key has any value."""
@@ -56,7 +56,7 @@ _NONE = np.zeros(0, np.int64)
 _BYTES_MASKS = np.array([(1 << 8 * i) - 1 for i in range(9)], np.uint64)
 
 
-def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
+def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
     """A hash of 64 bits for each key, which depends on the key and on the process; ``even`` is what ``even_rows`` says, if it is known.
 
     Of a key longer than 256 bytes, the first 256, the last 8 and the length count. The words of a key are multiplied by secret numbers and
@@ -76,7 +76,7 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
     padded[: len(content)] = content
     words: npt.NDArray[np.uint64] = np.ndarray((len(content) + 1,), "<u8", padded, 0, (1,))
     masks = _BYTES_MASKS[np.minimum(widths, 8)]
-    hashes: Hashes = (words[starts] & masks) * _FACTORS[1]
+    hashes: KeyHashes = (words[starts] & masks) * _FACTORS[1]
     hashes += widths.astype(np.uint64) * _FACTORS[0] + _SEED
     hashes += (words[np.maximum(offsets[1:] - 8, starts)] & masks) * _FACTORS[2]
     for i, at in enumerate(range(8, min(int(widths.max()) - 8, _HASHED_BYTES), 8)):
@@ -85,12 +85,12 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
     return _stirred(hashes)
 
 
-def _hash_even(keys: Records) -> Hashes:
+def _hash_even(keys: Records) -> KeyHashes:
     """The same for keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns, without a copy."""
     width = keys.dtype.itemsize
     shape, strides = (len(keys),), (width,)
     added, others = _even_words(width)
-    hashes: Hashes = np.ndarray(shape, _WORDS, keys, 0, strides) * _FACTORS[1]
+    hashes: KeyHashes = np.ndarray(shape, _WORDS, keys, 0, strides) * _FACTORS[1]
     hashes += added
     for at, factor in others:
         hashes += np.ndarray(shape, _WORDS, keys, at, strides) * factor
@@ -104,7 +104,7 @@ def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]
     return added, zip(places, _FACTORS[2:], strict=False)
 
 
-def _stirred(hashes: Hashes) -> Hashes:
+def _stirred(hashes: KeyHashes) -> KeyHashes:
     hashes ^= hashes >> _HALF
     hashes *= _STIR
     hashes ^= hashes >> _SHIFT
@@ -126,26 +126,26 @@ class _Table:
         self.number = np.uint64(number)
         self.count = 0
 
-    def _buckets_of(self, hashes: Hashes) -> tuple[Ints, Ints, Ints]:
+    def _buckets_of(self, hashes: KeyHashes) -> tuple[Ints, Ints, Ints]:
         """For each hash its bucket's number, its tag, and the bucket's entries."""
         # The upper half of the hash, as a fraction of 1, times the number of buckets.
         at = (((hashes >> _HALF) * self.number) >> _HALF).view(np.int64)
         return at, (hashes & _TAG).view(np.int64), self.buckets.take(at, axis=0)
 
-    def _match(self, hashes: Hashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    def _match(self, hashes: KeyHashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
         """For each hash its bucket's number, its tag, the bucket's entries, the way of the entry with that tag (any, if there is none) and that entry."""
         at, tags, held = self._buckets_of(hashes)
         ways = ((held >> TAG_SHIFT) == tags[:, None]).argmax(axis=1)
         entries = held.reshape(-1).take(ways + np.arange(0, WAYS * len(hashes), WAYS))
         return at, tags, held, ways, entries
 
-    def has_tags(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
+    def has_tags(self, hashes: KeyHashes) -> npt.NDArray[np.bool_]:
         """Whether there is an entry that ``place`` would replace by one of this hash."""
         _, tags, _, _, entries = self._match(hashes)
         has: npt.NDArray[np.bool_] = (entries >> TAG_SHIFT) == tags
         return has
 
-    def place(self, hashes: Hashes, first: int, is_absent: npt.NDArray[np.bool_] | None) -> None:
+    def place(self, hashes: KeyHashes, first: int, is_absent: npt.NDArray[np.bool_] | None) -> None:
         """Refer to the rows from ``first``, which have these hashes, and no more to others with the same tag in the same bucket.
 
         Of rows with the same tag in the same bucket one remains. Some may find no place, if very many go to one bucket.
@@ -171,7 +171,7 @@ class _Table:
                 return
             hashes, new = hashes[lost], new[lost]
 
-    def remove(self, hashes: Hashes) -> None:
+    def remove(self, hashes: KeyHashes) -> None:
         """Refer to no row with these hashes any more."""
         at, tags, _, ways, entries = self._match(hashes)
         has = (entries >> TAG_SHIFT) == tags
@@ -221,7 +221,7 @@ class EvenRows(_Table):
         widths = widths_of(keys, values)
         return widths is not None and common_widths(self.widths, widths) == self.widths
 
-    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
+    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
         """The values of keys, null for keys that have none or are not held here, and the places of the latter. None: no key is held.
 
         ``asked`` are ``even_rows(keys)``.
@@ -242,7 +242,7 @@ class EvenRows(_Table):
                     return even_array(found["value"].copy()), _NONE
         return self._get_some(asked, slots // WAYS, entries, count)
 
-    def _get_uneven(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
+    def _get_uneven(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
         """``get`` for keys of several widths, or of another one."""
         own = np.flatnonzero(np.diff(binary_content(keys)[1]) == self._key_width)
         if not len(own):
@@ -359,7 +359,7 @@ class VaryingRows(_Table):
             and int(self.value_offsets[count]) + content_bytes(values) <= len(self.value_content)
         )
 
-    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
+    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
         """See ``EvenRows``."""
         entries, is_held = self._find(keys, hashes)
         missing = _NONE if is_held is None else np.flatnonzero(~is_held)
@@ -367,7 +367,7 @@ class VaryingRows(_Table):
             return None, missing
         return self._values_of(entries, is_held if len(missing) else None), missing
 
-    def _find(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
+    def _find(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
         """The table's entry for each key, and whether that is the key's (None: all are). Other entries are of no use."""
         count = self.count
         _, tags, _, _, entries = self._match(hashes)
@@ -421,7 +421,7 @@ class VaryingRows(_Table):
         return self.keys.take(pa.array(rows)), self.values.take(pa.array(rows, mask=is_absent))
 
 
-Rows: TypeAlias = EvenRows | VaryingRows
+CachedRows: TypeAlias = EvenRows | VaryingRows
 
 
 def widths_of(keys: pa.BinaryArray, values: pa.BinaryArray) -> Widths | None:

@@ -41,7 +41,7 @@ class _Index(msgspec.Struct, frozen=True):
     parts: tuple[_Part, ...]
 
 
-class Scan(Iterator[pa.RecordBatch]):
+class SortedMapScan(Iterator[pa.RecordBatch]):
     """Batches of a map, which never changes, until the store is closed."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
@@ -63,7 +63,7 @@ class SortedMapEngine:
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._conf = conf
-        self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
+        self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
         self._closed = False
         self.state = LocalState()
         self._maps: Mapping[str, SortedMap] = {DEFAULT_FAMILY: SortedMap()}
@@ -101,7 +101,7 @@ class SortedMapEngine:
     ) -> Iterator[pa.RecordBatch]:
         """Pairs of a range in key order, as they are now."""
         self._check_open()
-        scan = Scan(self._maps.get(column_family, SortedMap()).scan(start, end))
+        scan = SortedMapScan(self._maps.get(column_family, SortedMap()).scan(start, end))
         self._scans.add(scan)
         return scan
 

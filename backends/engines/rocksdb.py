@@ -38,7 +38,7 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
-from backends.engines.row_cache import CacheBudget, Hashes, RowCache, hash_keys
+from backends.engines.row_cache import CacheBudget, KeyHashes, RowCache, hash_keys
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -72,7 +72,7 @@ class _Family:
 OnFailure = Callable[[str, Exception], StateStoreError]
 
 
-class Scan(Iterator[pa.RecordBatch]):
+class RocksDBScan(Iterator[pa.RecordBatch]):
     """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
 
     def __init__(self, db: Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
@@ -140,7 +140,7 @@ class LocalRocksDB:
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path
         self._conf = conf
-        self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
+        self._scans: weakref.WeakSet[RocksDBScan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
         self._damage: str | None = None
@@ -266,7 +266,7 @@ class LocalRocksDB:
         self._check_open()
         opened, families = self._opened, self._families
         batches = _batches(changes, families) if families.keys() >= changes.families.keys() else None
-        hashes: dict[str, Hashes] = {}
+        hashes: dict[str, KeyHashes] = {}
         if self._conf.rocksdb_row_cache_bytes:
             hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
 
@@ -277,7 +277,7 @@ class LocalRocksDB:
         return apply
 
     def _apply(
-        self, changes: Changes, hashes: Mapping[str, Hashes], state: LocalState, batches: list[WriteBatch] | None
+        self, changes: Changes, hashes: Mapping[str, KeyHashes], state: LocalState, batches: list[WriteBatch] | None
     ) -> None:
         self._check_open()
         try:
@@ -361,7 +361,7 @@ class LocalRocksDB:
         family = self._families.get(column_family)
         if family is None:
             return iter(())
-        scan = Scan(family.db, start, end, self._failure)
+        scan = RocksDBScan(family.db, start, end, self._failure)
         self._scans.add(scan)
         return scan
 

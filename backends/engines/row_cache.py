@@ -8,7 +8,7 @@ times as long and twice the memory (``benchmarks/reads.py``).
 Where there is no more room, all rows that the table still refers to move to new arrays, as they do in a log-structured store, the
 oldest being left behind if they may not grow.
 
-Readers take no lock: they keep to the rows that they began with (``Rows``), of which nothing that they look at changes. Writers do, one per cache.
+Readers take no lock: they keep to the rows that they began with (``CachedRows``), of which nothing that they look at changes. Writers do, one per cache.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from backends.engines.cached_rows import (
     ROW,
     ROW_BYTES,
     STEP_ROWS,
+    CachedRows,
     EvenRows,
-    Hashes,
     Ints,
-    Rows,
+    KeyHashes,
     VaryingRows,
     Widths,
     common_widths,
@@ -37,11 +37,11 @@ from backends.engines.cached_rows import (
     widths_of,
 )
 
-__all__ = ["CacheBudget", "Hashes", "RowCache", "hash_keys"]
+__all__ = ["CacheBudget", "KeyHashes", "RowCache", "hash_keys"]
 
 SPARED_BYTES = 16
 """Where most keys have no value, longer values lie in an array of their own."""
-_NOTHING: Rows = VaryingRows(0, 0, 0)
+_NOTHING: CachedRows = VaryingRows(0, 0, 0)
 
 
 class CacheBudget:
@@ -80,7 +80,7 @@ class CacheBudget:
     def _share(self, others: dict[RowCache, int]) -> int:
         return self.limit // (len(others) + 1)
 
-    def give(self, cache: RowCache, rows: Rows) -> bool:
+    def give(self, cache: RowCache, rows: CachedRows) -> bool:
         """Let ``cache`` have these rows in place of its own. False, and it has none, if there is no room for them."""
         cache.rows = _NOTHING
         if rows is _NOTHING:
@@ -154,7 +154,7 @@ class RowCache:
         order[missing] = len(keys) + np.arange(len(missing))
         return pa.concat_arrays([held, values]).take(pa.array(order))
 
-    def _keep(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray, epoch: int) -> None:
+    def _keep(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray, epoch: int) -> None:
         """Hold what was read, unless something has been written meanwhile, or is being changed here: then it is read again another time."""
         if not self._lock.acquire(blocking=False):
             return
@@ -172,7 +172,7 @@ class RowCache:
         finally:
             self._lock.release()
 
-    def update(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+    def update(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
         """Each of these keys, which differ, has been given this value, or removed (null). Only those that are held are changed here."""
         with self._lock:
             self._epoch += 1
@@ -181,7 +181,7 @@ class RowCache:
                     return
                 self._update_step(keys.slice(at, STEP_ROWS), hashes[at : at + STEP_ROWS], values.slice(at, STEP_ROWS))
 
-    def _update_step(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+    def _update_step(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
         is_held = self.rows.has_tags(hashes)
         if not is_held.any():
             return
@@ -196,7 +196,7 @@ class RowCache:
             self._epoch += 1
             self._budget.give(self, _NOTHING)
 
-    def _insert(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+    def _insert(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
         rows = self.rows
         if not rows.has_room(keys, values):
             rows.remove(hashes)  # these need not move, and are not right any more, whatever becomes of the new values
@@ -207,7 +207,7 @@ class RowCache:
         first = rows.append(keys, values)
         rows.place(hashes, first, np.asarray(values.is_null()) if values.null_count else None)
 
-    def _moved(self, rows: Rows, more_keys: pa.BinaryArray, more_values: pa.BinaryArray) -> Rows | None:
+    def _moved(self, rows: CachedRows, more_keys: pa.BinaryArray, more_values: pa.BinaryArray) -> CachedRows | None:
         """New rows: all live ones, or as many of the newest as may be, and room for these and for as much again."""
         live = rows.live()
         more, widths = len(more_keys), widths_of(more_keys, more_values)
@@ -230,7 +230,7 @@ class RowCache:
         kept = int(np.searchsorted(from_newest, left, side="right"))
         dropped = len(live) - kept
         live, key_sizes, value_sizes = (a[dropped:] for a in (live, key_sizes, value_sizes))
-        made: Rows
+        made: CachedRows
         if widths is None:
             key_bytes, value_bytes = key_bytes + int(key_sizes.sum()), value_bytes + int(value_sizes.sum())
             made = VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
@@ -248,7 +248,7 @@ class RowCache:
         return made
 
 
-def _sizes(live: Ints, rows: Rows, widths: Widths | None) -> tuple[Ints, Ints]:
+def _sizes(live: Ints, rows: CachedRows, widths: Widths | None) -> tuple[Ints, Ints]:
     """The bytes of keys and of values that these rows will take."""
     if widths is None:
         key_sizes, value_sizes = rows.sizes(live & ROW)

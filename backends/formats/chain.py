@@ -23,7 +23,7 @@ from backends.formats.manifest import (
     PartitionEntry,
     Rescaled,
     SnapshotRef,
-    Source,
+    SourcePartition,
 )
 
 Chain = Mapping[int, Manifest]
@@ -208,7 +208,9 @@ def _rescaled(
     if wanted is not None:
         first, end = max(first, wanted[0]), min(end, wanted[1])
     sources = tuple(
-        Source(earlier.directory(p), earlier.backend, lineage(chain, version, earlier, p, key_groups, (first, end)))
+        SourcePartition(
+            earlier.directory(p), earlier.backend, lineage(chain, version, earlier, p, key_groups, (first, end))
+        )
         for p in _sources(below, (first, end), key_groups)
     )
     head = _rescaled_head(below, version, layout, partition, key_groups)

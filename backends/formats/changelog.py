@@ -18,7 +18,7 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictl
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 
-FORMAT_VERSION = 1
+CHANGELOG_FORMAT_VERSION = 1
 _META = b"statestore.changelog"
 _FAMILIES = b"statestore.column_families"
 
@@ -67,7 +67,7 @@ class ChangelogMeta(msgspec.Struct, frozen=True):
     attempt: str
     base: str | None
     store: str = "default"
-    format_version: int = FORMAT_VERSION
+    format_version: int = CHANGELOG_FORMAT_VERSION
 
 
 def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "zstd") -> bytes:
@@ -127,8 +127,8 @@ def _read_meta(schema: pa.Schema, name: str) -> tuple[ChangelogMeta, list[str]]:
         names = json_decoder(list[str]).decode(metadata[_FAMILIES])
     except (KeyError, msgspec.MsgspecError) as error:
         raise DamagedFileError(f"{name} is no changelog, or is damaged: {error!r}") from error
-    if meta.format_version != FORMAT_VERSION:
+    if meta.format_version != CHANGELOG_FORMAT_VERSION:
         raise InvalidStateStoreArgument(
-            f"{name} has the format {meta.format_version}; this release reads {FORMAT_VERSION}. Use the newer release."
+            f"{name} has the format {meta.format_version}; this release reads {CHANGELOG_FORMAT_VERSION}. Use the newer release."
         )
     return meta, names

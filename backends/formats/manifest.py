@@ -15,7 +15,7 @@ from backends.formats.partition_entries import PartitionEntries, PartitionEntry,
 from backends.storage.file_ref import FileRef
 
 __all__ = [
-    "FORMAT_VERSION",
+    "STATE_FORMAT_VERSION",
     "ChangelogRef",
     "FileRef",
     "Lineage",
@@ -24,10 +24,10 @@ __all__ = [
     "PartitionEntry",
     "Rescaled",
     "SnapshotRef",
-    "Source",
+    "SourcePartition",
 ]
 
-FORMAT_VERSION = 1
+STATE_FORMAT_VERSION = 1
 
 
 class ChangelogRef(Struct, frozen=True):
@@ -69,10 +69,10 @@ class Manifest(Struct, frozen=True):
     operators: dict[str, OperatorEntry]
     oldest: int = 0
     chain_from: int = 1
-    format_version: int = field(default=FORMAT_VERSION)
+    format_version: int = field(default=STATE_FORMAT_VERSION)
 
 
-class Source(Struct, frozen=True):
+class SourcePartition(Struct, frozen=True):
     """A partition of an earlier layout, below ``directory``, kept by ``backend``: another partition takes a part of it over."""
 
     directory: str
@@ -90,7 +90,7 @@ class Rescaled(Struct, frozen=True):
     head: str
     start: bytes
     end: bytes | None
-    sources: tuple[Source, ...]
+    sources: tuple[SourcePartition, ...]
 
 
 class Lineage(Struct, frozen=True):

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
 from backends.formats.local_state import LocalState
-from backends.formats.manifest import FORMAT_VERSION, SnapshotRef
+from backends.formats.manifest import STATE_FORMAT_VERSION, SnapshotRef
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
 from backends.storage.file_ref import FileRef
@@ -34,14 +34,14 @@ class SnapshotFile(Struct, frozen=True):
     content: bytes | None = None
 
 
-class Snapshot(Struct, frozen=True):
+class SnapshotDescriptor(Struct, frozen=True):
     """The descriptor of a snapshot, ``<version>-<unique>.snapshot`` in the partition's directory."""
 
     path: str
     backend: str
     state: LocalState
     files: tuple[SnapshotFile, ...]
-    format_version: int = field(default=FORMAT_VERSION)
+    format_version: int = field(default=STATE_FORMAT_VERSION)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -73,7 +73,7 @@ def upload(
     local: Path,
     state: LocalState,
     *,
-    earlier: Snapshot | None,
+    earlier: SnapshotDescriptor | None,
     digests: Digests,
     pool: ThreadPoolExecutor,
     is_cancelled: Callable[[], bool],
@@ -117,16 +117,16 @@ def upload(
     )
     path = f"{directory}/{state.version}-{uuid.uuid4().hex}.snapshot"
     fault_points.reached("snapshot:descriptor")
-    descriptor = storage.put_new(path, seal(Snapshot(path, backend, state, entries)))
+    descriptor = storage.put_new(path, seal(SnapshotDescriptor(path, backend, state, entries)))
     fault_points.reached("snapshot:uploaded")
     fresh = [ref for ref in refs.values() if (ref.size, ref.digest) not in reusable]
     return SnapshotRef(state.version, state.head, descriptor), descriptor.size + sum(ref.size for ref in fresh)
 
 
-def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> Snapshot:
+def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> SnapshotDescriptor:
     """The descriptor that ``ref`` names; raises ``MissingFileError`` or ``DamagedFileError``."""
     name = storage.full_location(ref.file.path)
-    snapshot = unseal(storage.read(ref.file), Snapshot, name)
+    snapshot = unseal(storage.read(ref.file), SnapshotDescriptor, name)
     if (snapshot.path, snapshot.state.version, snapshot.state.head) != (ref.file.path, ref.version, ref.head):
         raise DamagedFileError(
             f"{name} describes version {snapshot.state.version} in {snapshot.path}: files have been exchanged."
@@ -136,7 +136,7 @@ def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> Snapshot:
     return snapshot
 
 
-def download(storage: CheckpointStorage, snapshot: Snapshot, backend: str, into: Path, threads: int) -> None:
+def download(storage: CheckpointStorage, snapshot: SnapshotDescriptor, backend: str, into: Path, threads: int) -> None:
     """Fetch a snapshot's files in parallel; raises ``MissingFileError`` or ``DamagedFileError`` naming the file."""
     if snapshot.backend != backend:
         raise InvalidStateStoreArgument(

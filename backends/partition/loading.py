@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from backends import fault_points
-from backends.engines.choice import backend_of
+from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
 from backends.exceptions import DamagedFileError, LocalStateDamagedError, MissingFileError
 from backends.formats import snapshot
 from backends.formats.changelog import read_changelog
 from backends.formats.local_state import LocalState
-from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, Source
+from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
 from backends.partition import rescaling
 from backends.partition.before_images import replaced_pairs, state_after
 from backends.partition.context import PartitionContext
@@ -127,7 +127,7 @@ class Loading:
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager
-    def _loaded(self, source: Source) -> Iterator[StateEngine]:
+    def _loaded(self, source: SourcePartition) -> Iterator[StateEngine]:
         """Load a partition of an earlier layout into an engine of its own, for as long as the block lasts."""
         context = self._context
         # Keys are counted when they are taken over: to count them in a replay, each would have to be looked up.

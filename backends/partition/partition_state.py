@@ -22,7 +22,7 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
-from backends.engines.choice import backend_of
+from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
 from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog

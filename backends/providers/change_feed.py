@@ -12,7 +12,7 @@ from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage
 from backends.providers.overlay import VersionReader
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.store import CHANGES_SCHEMA
+from backends.store import CHANGE_FEED_SCHEMA
 
 
 def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> Iterator[pa.RecordBatch]:
@@ -40,7 +40,7 @@ def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> I
                         before,
                         pairs.values,
                     ],
-                    schema=CHANGES_SCHEMA,
+                    schema=CHANGE_FEED_SCHEMA,
                 )
     finally:
         base.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backends.engines.file import SortedMapEngine
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 
 
 class FileStateStoreProvider(LocalStateStoreProvider):

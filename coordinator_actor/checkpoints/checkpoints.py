@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from backends.decoders import convert, json_decoder
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, StorageError
-from backends.formats.manifest import FORMAT_VERSION
+from backends.formats.manifest import STATE_FORMAT_VERSION
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import InvalidRequestError
@@ -388,7 +388,7 @@ class StoredCheckpoint(Struct, frozen=True):
     parallelism: dict[str, int]
     properties: dict[str, Any]
     states: list[tuple[str, int, Any]]
-    format_version: int = FORMAT_VERSION
+    format_version: int = STATE_FORMAT_VERSION
 
 
 class _CheckpointFiles:

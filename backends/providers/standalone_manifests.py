@@ -33,7 +33,7 @@ from backends.storage.file_ref import FileRef
 _DIGITS = 20
 
 
-class StandaloneLog:
+class StandaloneManifests:
     """The versions of one store that keeps its own manifests. Safe to use from many threads."""
 
     def __init__(

@@ -10,14 +10,14 @@ from backends.exceptions import InvalidStateStoreArgument
 
 
 @dataclass(frozen=True)
-class Backend:
+class BackendEngine:
     """The name of a backend, as snapshots record it, and its engine."""
 
     name: str
     engine: type[StateEngine]
 
 
-def backend_of(conf: StateStoreConf) -> Backend:
+def backend_of(conf: StateStoreConf) -> BackendEngine:
     """Return the backend of the provider that ``conf`` names; raises ``InvalidStateStoreArgument`` if that has no engine."""
     found = conf.provider_class()
     name, engine = getattr(found, "backend", None), getattr(found, "engine", None)
@@ -25,4 +25,4 @@ def backend_of(conf: StateStoreConf) -> Backend:
         raise InvalidStateStoreArgument(
             f"provider={conf.provider!r} names {found.__name__}, which is no LocalStateStoreProvider: a host needs its engine."
         )
-    return Backend(name, engine)
+    return BackendEngine(name, engine)

@@ -40,7 +40,7 @@ from backends.metrics import StateStoreMetrics
 from backends.partition.partition_state import PartitionState
 from backends.providers import change_feed
 from backends.providers.overlay import OverlayStateStore
-from backends.providers.standalone_log import StandaloneLog
+from backends.providers.standalone_manifests import StandaloneManifests
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.store import StateStore, StateStoreProvider
 
@@ -72,7 +72,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         self._conf = conf or StateStoreConf()
         root = f"{store_id.checkpoint_location.rstrip('/')}/statestore"
         self._storage = storage or CheckpointStorage.open(root, self._conf.storage_options, fsync=self._conf.fsync)
-        self._log = StandaloneLog(self._storage, store_id, clock)
+        self._log = StandaloneManifests(self._storage, store_id, clock)
         self._log.refresh()
         self._closed = False
         self._manifest_ms = 0.0
@@ -89,7 +89,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             raise
         self._copies: dict[str | None, _Copy] = {}
         self._readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
-        self._descriptors: dict[str, snapshot.Snapshot] = {}
+        self._descriptors: dict[str, snapshot.SnapshotDescriptor] = {}
         self._lock = threading.RLock()
         self.maintaining = threading.Lock()
 
@@ -254,7 +254,7 @@ class LocalStateStoreProvider(StateStoreProvider):
     def _files_of(self, ref: SnapshotRef) -> frozenset[str]:
         return self._descriptor(ref).paths
 
-    def _descriptor(self, ref: SnapshotRef) -> snapshot.Snapshot:
+    def _descriptor(self, ref: SnapshotRef) -> snapshot.SnapshotDescriptor:
         held = self._descriptors.get(ref.file.path)
         if held is None:
             held = self._descriptors[ref.file.path] = snapshot.read_descriptor(self._storage, ref)
