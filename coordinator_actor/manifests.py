@@ -15,9 +15,9 @@ from msgspec import Struct, field
 
 from backends.decoders import json_decoder
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
-from backends.formats import chain
-from backends.formats.chain import Layout
+from backends.formats import manifest_chain as chain
 from backends.formats.manifest import STATE_FORMAT_VERSION, Manifest
+from backends.formats.manifest_chain import Layout
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter

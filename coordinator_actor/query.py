@@ -10,10 +10,12 @@ from types import MappingProxyType
 import msgspec
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.formats import chain as chains
-from backends.formats.chain import Layout, Retention
+from backends.formats import manifest_chain as chains
+from backends.formats import retention
 from backends.formats.changelog import read_changelog_meta
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.manifest_chain import Layout
+from backends.formats.retention import Retention
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
@@ -269,7 +271,7 @@ class QueryState:
         """Decide which versions the next manifest keeps."""
         target = max(0, self.completed - self.registration.min_versions_to_retain - 1)
         target = min((target, *self.pinned.values()))
-        self.planned = chains.retain(self.below, self.layouts, target, self.oldest, is_sound)
+        self.planned = retention.retain(self.below, self.layouts, target, self.oldest, is_sound)
 
     def job_status_changed(self, status: JobStatus) -> None:
         """The query runs, or has ended: what is pending then is given up."""

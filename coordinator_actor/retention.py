@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.formats import chain as chains
-from backends.formats import snapshot
+from backends.formats import manifest_chain as chains
+from backends.formats import retention, snapshot
 from backends.formats.manifest import SnapshotRef
 from coordinator_actor.query import QueryState
 
@@ -50,7 +50,7 @@ def remove_garbage(run: QueryState, now: float, require_current: Callable[[Query
     # Without the lock, for there may be a million files.
     try:
         files = [*sizes, *storage.unfinished("operators")]
-        found = chains.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
+        found = retention.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
         # Until that snapshot is no longer kept, nobody can tell which files are its own.
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)

@@ -22,7 +22,8 @@ from backends.exceptions import (
     MissingFileError,
     VersionNotFoundError,
 )
-from backends.formats import chain
+from backends.formats import manifest_chain as chain
+from backends.formats import retention
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.sealed import seal, unseal
@@ -165,7 +166,7 @@ class StandaloneManifests:
         reused: SnapshotRef | None,
         target: Callable[[int], int],
         is_sound: Callable[[SnapshotRef], bool],
-    ) -> chain.Retention:
+    ) -> retention.Retention:
         """Name a new snapshot in a manifest, and let go of the versions below ``target(latest version)``.
 
         ``reused`` is the snapshot whose files the new one shares: if it is no longer kept, the new one does not count.
@@ -174,7 +175,7 @@ class StandaloneManifests:
             while True:
                 self.refresh()
                 if self._head is None:
-                    return chain.Retention(0, 1)
+                    return retention.Retention(0, 1)
                 held = self._entry(self._chain, self._head.version)
                 assert held is not None
                 entry = held
@@ -182,7 +183,7 @@ class StandaloneManifests:
                     entry = replace(held, snapshots=(*held.snapshots, snapshot))
                 manifest = self._next(self._head.version, entry, parent=self._head.parent)
                 new_chain = {**self._chain, manifest.version: manifest}
-                kept = chain.retain(
+                kept = retention.retain(
                     new_chain, [self._layout.operator], target(self._head.version), self._head.oldest, is_sound
                 )
                 if entry is held and kept.oldest == self._head.oldest:
@@ -262,13 +263,13 @@ class StandaloneManifests:
         self._head = manifest
         return True
 
-    def garbage(self, kept: chain.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
-        """The files that nothing kept refers to. No commit may be under way in this process: see ``chain.garbage``."""
+    def garbage(self, kept: retention.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
+        """The files that nothing kept refers to. No commit may be under way in this process: see ``retention.garbage``."""
         with self._lock:
             manifests = f"{self.directory}/manifests/"
             listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)
             files = [p for p in listed if not p.startswith(manifests)]
-            found = chain.garbage(files, self._chain, kept, files_of)
+            found = retention.garbage(files, self._chain, kept, files_of)
             for path in listed:
                 number = path.removeprefix(manifests).partition(".")[0]
                 if path.startswith(manifests) and number.isdecimal() and int(number) < self._newest:

@@ -32,9 +32,9 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.formats import snapshot
-from backends.formats.chain import Retention
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import Lineage, SnapshotRef
+from backends.formats.retention import Retention
 from backends.ids import StateStoreId
 from backends.metrics import StateStoreMetrics
 from backends.partition.partition_state import PartitionState

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from backends.formats import chain as chains
-from backends.formats.chain import Layout
+from backends.formats import manifest_chain as chains
 from backends.formats.changelog import read_changelog
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
+from backends.formats.manifest_chain import Layout
 from backends.formats.sealed import unseal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
