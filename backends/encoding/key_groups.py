@@ -43,7 +43,7 @@ _SEED_8 = _P5 + np.uint64(8)
 
 
 def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
-    """The key group of each row, 0 to ``num_groups`` - 1; all columns of ``batch`` are key columns.
+    """Return the key group of each row, 0 to ``num_groups`` - 1; all columns of ``batch`` are key columns.
 
     Raises ``UnsupportedTypeError`` naming a column whose type cannot be a key.
     """
@@ -56,7 +56,7 @@ def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
 
 
 def spark_xxhash64(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
-    """Spark's ``xxhash64(*columns)`` of each row."""
+    """Return Spark's ``xxhash64(*columns)`` of each row."""
     hashes = np.full(batch.num_rows, _SEED, np.uint64)
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         hashes = _hash_column(name, column, hashes)
@@ -70,12 +70,12 @@ def check_num_groups(num_groups: int) -> None:
 
 
 def partition_of(group: int, num_groups: int, num_partitions: int) -> int:
-    """The partition that owns a key group."""
+    """Return the partition that owns a key group."""
     return group * num_partitions // num_groups
 
 
 def partition_range(partition: int, num_partitions: int, num_groups: int) -> tuple[int, int]:
-    """The key groups of a partition: the first one, and the one behind the last.
+    """Return the key groups of a partition: the first one, and the one behind the last.
 
     Raises ``InvalidStateStoreArgument`` if there are more partitions than key groups, or no such partition.
     """

@@ -44,7 +44,7 @@ class StateVariable:
             )
 
     def family(self, declared: str) -> str:
-        """The column family that is used for the one that the program calls ``declared``.
+        """Return the column family that is used for the one that the program calls ``declared``.
 
         It has another name if an earlier variable of this one's name was deleted. Raises ``InvalidStateStoreArgument``.
         """
@@ -79,7 +79,7 @@ class OperatorSchema:
 
     @classmethod
     def of_rows(cls, schema: StateSchema, key_columns: tuple[str, ...] = ()) -> OperatorSchema:
-        """The schema of an operator that keeps one row per key."""
+        """Return the schema of an operator that keeps one row per key."""
         return cls((StateVariable(DEFAULT_FAMILY, "rows", {DEFAULT_FAMILY: schema}),), key_columns)
 
     @property
@@ -88,7 +88,7 @@ class OperatorSchema:
         return {name: schema for v in self.variables for name, schema in v.families.items()}
 
     def variable(self, name: str) -> StateVariable:
-        """A variable that is in use, by name; raises ``InvalidStateStoreArgument`` naming those that there are."""
+        """Return a variable that is in use, by name; raises ``InvalidStateStoreArgument`` naming those that there are."""
         for variable in self.variables:
             if variable.name == name and not variable.deleted:
                 return variable
@@ -96,7 +96,7 @@ class OperatorSchema:
         raise InvalidStateStoreArgument(f"There is no state variable {name!r}; there are {known or 'none'}.")
 
     def compacted(self) -> OperatorSchema:
-        """The schema of this state once every row is written again and deleted variables are gone, as in a savepoint."""
+        """Return the schema of this state once every row is written again and deleted variables are gone, as in a savepoint."""
         variables = (
             replace(v, families={name: replace(schema, history=()) for name, schema in v.families.items()})
             for v in self.variables
@@ -205,7 +205,7 @@ def _same_rows(stored: OperatorSchema | None, declared: OperatorSchema) -> Opera
 
 
 def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:
-    """The schema as it is written if its user names a key's columns in the order in which they are stored, if so it is."""
+    """Return the schema as it is written if its user names a key's columns in the order in which they are stored, if so it is."""
     orders = {tuple(s.key.names) for s in schema.families.values()}
     return replace(schema, key_columns=()) if orders == {schema.key_columns} else schema
 
@@ -249,7 +249,7 @@ def _evolved_variable(stored: StateVariable, declared: StateVariable) -> StateVa
 
 
 def _beginning(declared: StateVariable, earlier: Iterable[StateVariable]) -> StateVariable:
-    """A variable without rows, in families of its own if there have been others of its name."""
+    """Return a variable without rows, in families of its own if there have been others of its name."""
     generation = max((_generation(name) for v in earlier for name in v.families), default=0) + 1
     suffix = f".-{generation}" if generation > 1 else ""
     families = {_declared(name) + suffix: replace(s, history=()) for name, s in declared.families.items()}

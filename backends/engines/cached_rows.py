@@ -57,7 +57,7 @@ _BYTES_MASKS = np.array([(1 << 8 * i) - 1 for i in range(9)], np.uint64)
 
 
 def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
-    """A hash of 64 bits for each key, which depends on the key and on the process; ``even`` is what ``even_rows`` says, if it is known.
+    """Return a hash of 64 bits for each key, which depends on the key and on the process; ``even`` is what ``even_rows`` says, if it is known.
 
     Of a key longer than 256 bytes, the first 256, the last 8 and the length count. The words of a key are multiplied by secret numbers and
     added up, which is multilinear hashing, and the sum is stirred, so that every bit of it is good.
@@ -86,7 +86,7 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
 
 
 def _hash_even(keys: Records) -> KeyHashes:
-    """The same for keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns, without a copy."""
+    """Return the same for keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns, without a copy."""
     width = keys.dtype.itemsize
     shape, strides = (len(keys),), (width,)
     added, others = _even_words(width)
@@ -140,7 +140,7 @@ class _Table:
         return at, tags, held, ways, entries
 
     def has_tags(self, hashes: KeyHashes) -> npt.NDArray[np.bool_]:
-        """Whether there is an entry that ``place`` would replace by one of this hash."""
+        """Return whether there is an entry that ``place`` would replace by one of this hash."""
         _, tags, _, _, entries = self._match(hashes)
         has: npt.NDArray[np.bool_] = (entries >> TAG_SHIFT) == tags
         return has
@@ -178,7 +178,7 @@ class _Table:
         self.buckets[at[has], ways[has]] = _EMPTY
 
     def live(self) -> Ints:
-        """The entries that refer to a row, those of the oldest rows first."""
+        """Return the entries that refer to a row, those of the oldest rows first."""
         entries = self.buckets[self.buckets >= 0]
         by_row: Ints = np.full(self.count, _EMPTY, np.int64)
         by_row[entries & ROW] = entries
@@ -215,14 +215,14 @@ class EvenRows(_Table):
         return self.buckets.nbytes + self._records.nbytes
 
     def has_room(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> bool:
-        """Whether these rows can be appended."""
+        """Return whether these rows can be appended."""
         if self.count + len(keys) > len(self._records):
             return False
         widths = widths_of(keys, values)
         return widths is not None and common_widths(self.widths, widths) == self.widths
 
     def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
-        """The values of keys, null for keys that have none or are not held here, and the places of the latter. None: no key is held.
+        """Return the values of keys, null for keys that have none or are not held here, and the places of the latter. None: no key is held.
 
         ``asked`` are ``even_rows(keys)``.
         """
@@ -298,16 +298,16 @@ class EvenRows(_Table):
         return first
 
     def widths_of(self, entries: Ints) -> Widths | None:
-        """The widths of the rows that entries refer to, of which there is one at least; None if they cannot be ``EvenRows``."""
+        """Return the widths of the rows that entries refer to, of which there is one at least; None if they cannot be ``EvenRows``."""
         return self.widths
 
     def sizes(self, rows: Ints) -> tuple[Ints, Ints]:
-        """The bytes of the keys of these rows, and of their values at most."""
+        """Return the bytes of the keys of these rows, and of their values at most."""
         key, value = self.widths or (0, None)
         return np.full(len(rows), key), np.full(len(rows), value or 0)
 
     def pairs(self, entries: Ints) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-        """The keys and values of the rows that entries refer to."""
+        """Return the keys and values of the rows that entries refer to."""
         if not len(entries):
             return pa.array([], pa.binary()), pa.array([], pa.binary())
         found = self._records.take(entries & ROW)
@@ -351,7 +351,7 @@ class VaryingRows(_Table):
         return sum(array.nbytes for array in arrays)
 
     def has_room(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> bool:
-        """Whether these rows can be appended."""
+        """Return whether these rows can be appended."""
         count = self.count
         return (
             count + len(keys) < len(self.key_offsets)
@@ -368,7 +368,7 @@ class VaryingRows(_Table):
         return self._values_of(entries, is_held if len(missing) else None), missing
 
     def _find(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
-        """The table's entry for each key, and whether that is the key's (None: all are). Other entries are of no use."""
+        """Return the table's entry for each key, and whether that is the key's (None: all are). Other entries are of no use."""
         count = self.count
         _, tags, _, _, entries = self._match(hashes)
         rows = entries & ROW
@@ -383,7 +383,7 @@ class VaryingRows(_Table):
         return entries, is_held
 
     def _values_of(self, entries: Ints, is_held: npt.NDArray[np.bool_] | None) -> pa.BinaryArray:
-        """The values of what ``_find`` has found; null for what it has not, and for keys that are known to have none."""
+        """Return the values of what ``_find`` has found; null for what it has not, and for keys that are known to have none."""
         is_null = (entries & ABSENT) != 0
         if is_held is not None:
             is_null |= ~is_held
@@ -425,7 +425,7 @@ CachedRows: TypeAlias = EvenRows | VaryingRows
 
 
 def widths_of(keys: pa.BinaryArray, values: pa.BinaryArray) -> Widths | None:
-    """The widths of pairs, if they can be ``EvenRows``."""
+    """Return the widths of pairs, if they can be ``EvenRows``."""
     even = even_rows(keys)
     if even is None:
         return None
@@ -439,7 +439,7 @@ def widths_of(keys: pa.BinaryArray, values: pa.BinaryArray) -> Widths | None:
 
 
 def common_widths(one: Widths | None, other: Widths | None) -> Widths | None:
-    """The widths of the rows of both, if they can be together."""
+    """Return the widths of the rows of both, if they can be together."""
     if one is None or other is None or one[0] != other[0]:
         return None
     if one[1] is None or other[1] is None:
@@ -448,7 +448,7 @@ def common_widths(one: Widths | None, other: Widths | None) -> Widths | None:
 
 
 def _bytes_of(rows: Records) -> npt.NDArray[np.uint8]:
-    """A row of bytes for each record."""
+    """Return a row of bytes for each record."""
     return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
 
 
@@ -463,7 +463,7 @@ def _num_buckets(rows: int) -> int:
 
 
 def _oldest(held: Ints) -> Ints:
-    """The way of each bucket that is empty, or was filled first."""
+    """Return the way of each bucket that is empty, or was filled first."""
     ways: Ints = np.where(held < 0, _EMPTY, held & ROW).argmin(axis=1)
     return ways
 

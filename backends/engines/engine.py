@@ -37,16 +37,16 @@ class StateEngine(Protocol):
         """The names of the column families, "default" among them."""
 
     def get_many(self, keys: pa.BinaryArray, column_family: str, *, keep: bool = True) -> pa.BinaryArray:
-        """Values in the order of ``keys``, which need not be sorted; null where there is none, or no such family.
+        """Return values in the order of ``keys``, which need not be sorted; null where there is none, or no such family.
 
         ``keep`` False: they will hardly be read again, so a cache need not make room for them.
         """
 
     def get_one(self, key: bytes, column_family: str) -> bytes | None:
-        """The value of one key; None if there is none, or no such family."""
+        """Return the value of one key; None if there is none, or no such family."""
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
-        """Batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
+        """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
         """Get changes ready, in any thread and beside reads and writes; the function that is returned writes them all.
@@ -66,10 +66,10 @@ class StateEngine(Protocol):
         """
 
     def num_keys(self) -> int:
-        """The number of keys of all families; an estimate if they are not counted."""
+        """Return the number of keys of all families; an estimate if they are not counted."""
 
     def memory_bytes(self) -> int:
-        """Memory held by this engine alone."""
+        """Return memory held by this engine alone."""
 
     def num_files(self) -> int:
         """Local files that hold the pairs."""

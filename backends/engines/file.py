@@ -76,7 +76,7 @@ class SortedMapEngine:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Values in the order of ``keys``; null where there is none."""
+        """Return values in the order of ``keys``; null where there is none."""
         self._check_open()
         held = self._maps.get(column_family)
         if held is None:
@@ -91,7 +91,7 @@ class SortedMapEngine:
         return held.get_many(keys.take(pa.array(order))).take(pa.array(back))
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """The value of one key; None if there is none."""
+        """Return the value of one key; None if there is none."""
         self._check_open()
         held = self._maps.get(column_family)
         return None if held is None else held.get(key)
@@ -99,7 +99,7 @@ class SortedMapEngine:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Pairs of a range in key order, as they are now."""
+        """Return pairs of a range in key order, as they are now."""
         self._check_open()
         scan = SortedMapScan(self._maps.get(column_family, SortedMap()).scan(start, end))
         self._scans.add(scan)
@@ -154,13 +154,13 @@ class SortedMapEngine:
         self.state = index.state
 
     def num_keys(self) -> int:
-        """The number of keys; if they are not counted, removed ones that are still held count too."""
+        """Return the number of keys; if they are not counted, removed ones that are still held count too."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         return sum(len(run) for held in self._maps.values() for run in held.runs)
 
     def memory_bytes(self) -> int:
-        """Memory of the maps."""
+        """Return memory of the maps."""
         return sum(held.nbytes for held in self._maps.values())
 
     def num_files(self) -> int:

@@ -213,7 +213,7 @@ class LocalRocksDB:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Values in the order of ``keys``; null where there is none, or no such column family."""
+        """Return values in the order of ``keys``; null where there is none, or no such column family."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not len(keys):
@@ -225,7 +225,7 @@ class LocalRocksDB:
         return family.cache.get_many(keys, lambda missing: self._read(family, missing), keep=keep)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """The value of one key; None if there is none, or no such column family."""
+        """Return the value of one key; None if there is none, or no such column family."""
         self._check_open()
         family = self._families.get(column_family)
         return None if family is None else self._get_one(family, key)
@@ -356,7 +356,7 @@ class LocalRocksDB:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
+        """Return pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None:
@@ -366,7 +366,7 @@ class LocalRocksDB:
         return scan
 
     def num_keys(self) -> int:
-        """The number of keys; RocksDB's estimate if they are not counted."""
+        """Return the number of keys; RocksDB's estimate if they are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         return sum(
@@ -376,12 +376,12 @@ class LocalRocksDB:
         )
 
     def memory_bytes(self) -> int:
-        """Memory of this database's write buffers and open tables, without the shared block cache."""
+        """Return memory of this database's write buffers and open tables, without the shared block cache."""
         properties = ("rocksdb.cur-size-all-mem-tables", "rocksdb.estimate-table-readers-mem")
         return sum(int(f.db.property_int_value(p) or 0) for f in self._families.values() for p in properties)
 
     def num_files(self) -> int:
-        """The number of SST files."""
+        """Return the number of SST files."""
         return len(self._db.live_files())
 
     def clear(self) -> None:
@@ -426,7 +426,7 @@ class LocalRocksDB:
 
 
 def _batches(changes: Changes, families: Mapping[str, _Family]) -> list[WriteBatch]:
-    """All changes, some in each; one at least."""
+    """Return all changes, some in each; one at least."""
     batches: list[WriteBatch] = []
     for name, pairs in changes.families.items():
         for at in range(0, len(pairs), WRITE_ROWS):
@@ -446,7 +446,7 @@ def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
 
 
 def _shared_memory(conf: StateStoreConf) -> tuple[Cache, WriteBufferManager]:
-    """One block cache and one write buffer budget for all stores of the process with the same limits."""
+    """Return one block cache and one write buffer budget for all stores of the process with the same limits."""
     limits = (conf.rocksdb_block_cache_bytes, conf.rocksdb_write_buffer_bytes)
     with _shared_lock:
         if limits not in _shared:
@@ -458,7 +458,7 @@ def _shared_memory(conf: StateStoreConf) -> tuple[Cache, WriteBufferManager]:
 
 
 def _cache_budget(conf: StateStoreConf) -> CacheBudget | None:
-    """One budget for the row caches of all stores of the process with the same limit."""
+    """Return one budget for the row caches of all stores of the process with the same limit."""
     limit = conf.rocksdb_row_cache_bytes
     if not limit:
         return None

@@ -66,12 +66,12 @@ class CacheBudget:
             return sum(self._used().values())
 
     def _used(self) -> dict[RowCache, int]:
-        """The bytes of each cache that has any."""
+        """Return the bytes of each cache that has any."""
         held = [(cache, cache.rows) for cache in self._caches]
         return {cache: rows.nbytes for cache, rows in held if rows is not _NOTHING}
 
     def allowance(self, cache: RowCache) -> int:
-        """The most that ``cache`` may have now."""
+        """Return the most that ``cache`` may have now."""
         with self._lock:
             used = self._used()
             used.pop(cache, None)
@@ -119,7 +119,7 @@ class RowCache:
     def get_many(
         self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], *, keep: bool = True
     ) -> pa.BinaryArray:
-        """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and with ``keep`` held."""
+        """Return the values of keys, in their order; null where there is none. Those not held are read by ``read``, and with ``keep`` held."""
         if len(keys) <= STEP_ROWS:
             return self._get_step(keys, read, keep)
         steps = (keys.slice(at, STEP_ROWS) for at in range(0, len(keys), STEP_ROWS))
@@ -173,7 +173,7 @@ class RowCache:
             self._lock.release()
 
     def update(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
-        """Each of these keys, which differ, has been given this value, or removed (null). Only those that are held are changed here."""
+        """Return each of these keys, which differ, has been given this value, or removed (null). Only those that are held are changed here."""
         with self._lock:
             self._epoch += 1
             for at in range(0, len(keys), STEP_ROWS):
@@ -208,7 +208,7 @@ class RowCache:
         rows.place(hashes, first, np.asarray(values.is_null()) if values.null_count else None)
 
     def _moved(self, rows: CachedRows, more_keys: pa.BinaryArray, more_values: pa.BinaryArray) -> CachedRows | None:
-        """New rows: all live ones, or as many of the newest as may be, and room for these and for as much again."""
+        """Return new rows: all live ones, or as many of the newest as may be, and room for these and for as much again."""
         live = rows.live()
         more, widths = len(more_keys), widths_of(more_keys, more_values)
         if len(live):
@@ -249,7 +249,7 @@ class RowCache:
 
 
 def _sizes(live: Ints, rows: CachedRows, widths: Widths | None) -> tuple[Ints, Ints]:
-    """The bytes of keys and of values that these rows will take."""
+    """Return the bytes of keys and of values that these rows will take."""
     if widths is None:
         key_sizes, value_sizes = rows.sizes(live & ROW)
         value_sizes[(live & ABSENT) != 0] = 0

@@ -47,7 +47,7 @@ class Run:
         return sum(len(c) for c in self.chunks)
 
     def _spans(self, keys: pa.BinaryArray) -> Iterator[tuple[SortedPairs, int, int]]:
-        """Each chunk with the range of the sorted ``keys`` that belong to it."""
+        """Return each chunk with the range of the sorted ``keys`` that belong to it."""
         asked = SortedPairs(keys, keys)
         starts = [0, *(asked.lower_bound(first) for first in self.firsts[1:]), len(keys)]
         yield from zip(self.chunks, starts, starts[1:], strict=False)
@@ -62,12 +62,12 @@ class Run:
         return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Whether the key is in this run, and its value (None: removed)."""
+        """Return whether the key is in this run, and its value (None: removed)."""
         at = bisect_right(self.firsts, key) - 1
         return self.chunks[at].get(key) if at >= 0 else (False, None)
 
     def under(self, newer: Run, *, is_lowest: bool) -> Run:
-        """Both runs as one; removed keys go for good if nothing lies below."""
+        """Return both runs as one; removed keys go for good if nothing lies below."""
         chunks: list[SortedPairs] = []
         changes = newer.pairs()
         for chunk, start, end in self._spans(changes.keys):
@@ -79,11 +79,11 @@ class Run:
         return Run._of_chunks(_joined(chunks))
 
     def pairs(self) -> SortedPairs:
-        """All of it as one."""
+        """Return all of it as one."""
         return _concatenated(self.chunks)
 
     def between(self, start: bytes | None, end: bytes | None) -> Iterator[SortedPairs]:
-        """The chunks of a range."""
+        """Return the chunks of a range."""
         first = 0 if start is None else max(0, bisect_right(self.firsts, start) - 1)
         for chunk, begins in zip(self.chunks[first:], self.firsts[first:], strict=True):
             if end is not None and begins >= end:
@@ -137,12 +137,12 @@ class SortedMap:
 
     @classmethod
     def of_sorted(cls, parts: list[SortedPairs]) -> SortedMap:
-        """A map of parts that ascend, none of them with null values."""
+        """Return a map of parts that ascend, none of them with null values."""
         run = Run._of_chunks([chunk for part in parts for chunk in _cut(part)])
         return cls((run,) if run.chunks else ())
 
     def with_changes(self, changes: SortedPairs) -> SortedMap:
-        """A new map; null values remove keys."""
+        """Return a new map; null values remove keys."""
         runs = list(self.runs)
         if not runs:
             changes = changes.present()
@@ -157,7 +157,7 @@ class SortedMap:
         return SortedMap((*runs, run))
 
     def get_many(self, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Values of sorted ``keys``, null where there is none."""
+        """Return values of sorted ``keys``, null where there is none."""
         values = pa.nulls(len(keys), pa.binary())
         if len(keys):
             for run in self.runs:
@@ -165,7 +165,7 @@ class SortedMap:
         return values
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of one key; None if there is none."""
+        """Return the value of one key; None if there is none."""
         for run in reversed(self.runs):
             is_there, value = run.get(key)
             if is_there:
@@ -173,7 +173,7 @@ class SortedMap:
         return None
 
     def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
-        """Pairs of a range, in key order."""
+        """Return pairs of a range, in key order."""
         if not self.runs:
             return iter(())
         batches: Iterator[pa.RecordBatch] = (
@@ -189,7 +189,7 @@ class SortedMap:
         return merged_scan(batches, changes)
 
     def flat(self) -> Iterator[SortedPairs]:
-        """All pairs, a part at a time."""
+        """Return all pairs, a part at a time."""
         for batch in self.scan(None, None):
             yield SortedPairs(batch.column(0), batch.column(1))
 

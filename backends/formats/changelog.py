@@ -71,7 +71,7 @@ class ChangelogMeta(msgspec.Struct, frozen=True):
 
 
 def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "zstd") -> bytes:
-    """The bytes of a changelog; ``compression`` is "none", "lz4" or "zstd"."""
+    """Return the bytes of a changelog; ``compression`` is "none", "lz4" or "zstd"."""
     schema = PAIRS_SCHEMA.with_metadata(
         {_META: msgspec.json.encode(meta), _FAMILIES: msgspec.json.encode(list(changes.families))}
     )
@@ -112,7 +112,7 @@ def read_changelog(data: bytes, name: str = "the changelog") -> tuple[ChangelogM
 
 
 def read_changelog_meta(data: bytes, name: str = "the changelog") -> ChangelogMeta:
-    """Only which commit a changelog is; raises as ``read_changelog`` does."""
+    """Return only which commit a changelog is; raises as ``read_changelog`` does."""
     try:
         with pa.ipc.open_file(pa.py_buffer(data)) as reader:
             return _read_meta(reader.schema, name)[0]

@@ -49,7 +49,7 @@ class OperatorEntry(Struct, frozen=True):
     def of(
         cls, num_partitions: int, schema_id: str, backend: str, partitions: Mapping[int, PartitionEntry]
     ) -> OperatorEntry:
-        """An entry from what each partition contributed."""
+        """Return an entry from what each partition contributed."""
         return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions))
 
 

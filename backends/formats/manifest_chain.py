@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     backend: str
 
     def directory(self, partition: int) -> str:
-        """Where a partition's files are."""
+        """Return where a partition's files are."""
         return partition_directory(self.operator, self.num_partitions, partition)
 
 
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 def walk(
     head: Manifest | None, manifest: Callable[[int], Manifest | None], name: Callable[[int], str]
 ) -> dict[int, Manifest]:
-    """Manifest per version from ``head`` down to its ``chain_from``, newest first.
+    """Return manifest per version from ``head`` down to its ``chain_from``, newest first.
 
     Raises ``MissingFileError`` or ``DamagedFileError`` if one is not there, or is not of the version that belongs there.
     """
@@ -82,12 +82,12 @@ def walk(
 
 
 def layout_of(operator: str, entry: OperatorEntry) -> Layout:
-    """The layout that an entry is in."""
+    """Return the layout that an entry is in."""
     return Layout(operator, entry.num_partitions, entry.backend)
 
 
 def segments(chain: Chain, operator: str, version: int | None = None) -> list[Segment]:
-    """The layouts that an operator has had in the versions up to one, the last one first."""
+    """Return the layouts that an operator has had in the versions up to one, the last one first."""
     found: list[Segment] = []
     for v in sorted(chain, reverse=True):
         held = chain[v].operators.get(operator)
@@ -111,7 +111,7 @@ def entry(chain: Chain, version: int, operator: str, partition: int) -> Partitio
 def snapshots(
     chain: Chain, segment: Segment, manifests: Iterable[Manifest] = (), *, of: int | None = None
 ) -> dict[int, list[SnapshotRef]]:
-    """Per partition (or ``of`` one) the snapshots of a segment's versions, ascending.
+    """Return per partition (or ``of`` one) the snapshots of a segment's versions, ascending.
 
     Those named by ``manifests`` count besides those that the chain names.
     """
@@ -161,7 +161,7 @@ def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition
 
 
 def _sources(below: OperatorEntry, groups: tuple[int, int], key_groups: int) -> range:
-    """The partitions of an earlier layout that have some of these key groups: the first one, and the one behind the last."""
+    """Return the partitions of an earlier layout that have some of these key groups: the first one, and the one behind the last."""
     first, end = groups
     n = below.num_partitions
     return range(partition_of(first, key_groups, n), partition_of(end - 1, key_groups, n) + 1)
@@ -175,7 +175,7 @@ def lineage(
     key_groups: int = 0,
     wanted: tuple[int, int] | None = None,
 ) -> Lineage:
-    """The files that make a partition's state at a version of the chain.
+    """Return the files that make a partition's state at a version of the chain.
 
     Where the layout of the chain is an earlier one, they are those of its partitions that have some of
     the key groups, of which there are ``key_groups``. Of a partition that is only a source of another one, the key groups that

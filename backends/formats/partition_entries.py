@@ -97,7 +97,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
         return PartitionEntry(stored.attempt[row], file, self.snapshots.get(partition, ()))
 
     def head(self, partition: int) -> str:
-        """The path of a partition's changelog; raises ``KeyError``."""
+        """Return the path of a partition's changelog; raises ``KeyError``."""
         if partition not in self._rows:
             raise KeyError(partition)
         return f"{self.stored.directory.replace('*', str(partition))}/{self.stored.changelog[self._rows[partition]]}"
@@ -108,7 +108,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
         return self.stored.snapshots
 
     def with_snapshots(self, found: Mapping[int, tuple[SnapshotRef, ...]]) -> PartitionEntries:
-        """The same, naming more snapshots."""
+        """Return the same, naming more snapshots."""
         snapshots = {
             p: (*self.snapshots.get(p, ()), *found.get(p, ())) for p in self if p in self.snapshots or found.get(p)
         }

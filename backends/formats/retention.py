@@ -70,13 +70,13 @@ def retain(
 
 
 def versions_below(chain: Chain, segment: Segment) -> bool:
-    """Whether a segment lies on top of an earlier layout that is still kept."""
+    """Return whether a segment lies on top of an earlier layout that is still kept."""
     below = chain.get(segment.first - 1)
     return below is not None and segment.layout.operator in below.operators
 
 
 def range_of(chain: Chain, segment: Segment) -> Iterable[int]:
-    """The partitions of a segment."""
+    """Return the partitions of a segment."""
     return chain[segment.last].operators[segment.layout.operator].partitions
 
 
@@ -87,7 +87,7 @@ def garbage(
     files_of: Callable[[SnapshotRef], Collection[str]],
     unnamed: Iterable[SnapshotRef] = (),
 ) -> list[str]:
-    """Which of the partitions' ``files`` may go: those of versions up to the oldest kept that nothing kept refers to.
+    """Return which of the partitions' ``files`` may go: those of versions up to the oldest kept that nothing kept refers to.
 
     Files of later versions stay in any case, for they may belong to a commit or an upload under way; they go
     when their version is no longer kept. ``files_of`` names the files that a snapshot consists of;

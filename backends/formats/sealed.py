@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def seal(record: msgspec.Struct) -> bytes:
-    """The bytes of a record and its digest."""
+    """Return the bytes of a record and its digest."""
     content = msgspec.json.encode(record, enc_hook=_encode)
     return content + b"\n" + digest(content).encode() + b"\n"
 

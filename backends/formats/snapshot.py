@@ -49,7 +49,7 @@ class SnapshotDescriptor(Struct, frozen=True):
         return frozenset(f.file.path for f in self.files if f.file is not None)
 
     def is_complete(self, sizes: Mapping[str, int]) -> bool:
-        """Whether all files it refers to are there, in full size."""
+        """Return whether all files it refers to are there, in full size."""
         return all(sizes.get(f.file.path) == f.file.size for f in self.files if f.file is not None)
 
 
@@ -60,7 +60,7 @@ class Digests:
         self._known: dict[tuple[int, int, int], str] = {}
 
     def of(self, files: list[Path]) -> dict[Path, str]:
-        """The digests; those of other files are forgotten."""
+        """Return the digests; those of other files are forgotten."""
         keys = {path: ((s := path.stat()).st_ino, s.st_size, s.st_mtime_ns) for path in files}
         self._known = {key: self._known.get(key) or file_digest(path) for path, key in keys.items()}
         return {path: self._known[key] for path, key in keys.items()}
@@ -124,7 +124,7 @@ def upload(
 
 
 def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> SnapshotDescriptor:
-    """The descriptor that ``ref`` names; raises ``MissingFileError`` or ``DamagedFileError``."""
+    """Return the descriptor that ``ref`` names; raises ``MissingFileError`` or ``DamagedFileError``."""
     name = storage.full_location(ref.file.path)
     snapshot = unseal(storage.read(ref.file), SnapshotDescriptor, name)
     if (snapshot.path, snapshot.state.version, snapshot.state.head) != (ref.file.path, ref.version, ref.head):

@@ -20,7 +20,7 @@ class PendingChanges:
         self._accepted: dict[int, Delta] = {}
 
     def __iter__(self) -> Iterator[Delta]:
-        """All changes, the staged ones first."""
+        """Return all changes, the staged ones first."""
         yield from self._staged.values()
         yield from self._accepted.values()
 

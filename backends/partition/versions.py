@@ -95,7 +95,7 @@ class Versions:
                 self._show(self.version, self.head)
 
     def _with_undo(self, before: Changes | None) -> list[Undo]:
-        """The undos to keep once the version above has before-images: the newest ones, within the limits."""
+        """Return the undos to keep once the version above has before-images: the newest ones, within the limits."""
         if before is None:
             return []
         newest = Undo(self.version, self.head, before, self._engine.column_families, self._engine.state.num_keys)

@@ -16,7 +16,7 @@ from backends.store import CHANGE_FEED_SCHEMA
 
 
 def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> Iterator[pa.RecordBatch]:
-    """A batch per version and column family, from the version behind ``base`` on; ``base`` is closed at the end."""
+    """Return a batch per version and column family, from the version behind ``base`` on; ``base`` is closed at the end."""
     try:
         families = base.column_families()
         since: dict[str, SortedPairs] = {}

@@ -21,9 +21,8 @@ from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.ids import DEFAULT_FAMILY, StateStoreId, check_name
 from backends.metrics import StateStoreMetrics
+from backends.providers.write_buffer import WriteBuffer
 from backends.store import StateStore
-
-_LONGEST_DICT = 1 << 16
 
 
 class VersionReader(Protocol):
@@ -38,72 +37,19 @@ class VersionReader(Protocol):
         """Which version."""
 
     def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
-        """Values in the order of keys, null where there is none."""
+        """Return values in the order of keys, null where there is none."""
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
-        """Pairs in key order."""
+        """Return pairs in key order."""
 
     def column_families(self) -> frozenset[str]:
-        """The column families of the version."""
+        """Return the column families of the version."""
 
     def metrics(self) -> StateStoreMetrics:
         """Figures of the version, or of the newest one."""
 
     def close(self) -> None:
         """Nothing more will be read."""
-
-
-class WriteBuffer:
-    """Uncommitted changes of one column family: single ones in a dict, bulk ones as sorted runs below it.
-
-    Runs grow geometrically, as in a log-structured merge tree, so that there are only a few to look into.
-    """
-
-    def __init__(self) -> None:
-        self._singles: dict[bytes, bytes | None] = {}
-        self._runs: list[SortedPairs] = []
-
-    def put(self, key: bytes, value: bytes | None) -> None:
-        """Set one value, None to remove."""
-        self._singles[key] = value
-        if len(self._singles) >= _LONGEST_DICT:
-            self._flush()
-
-    def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
-        """Set many values, null to remove; the last of equal keys counts."""
-        self._flush()
-        self._push(SortedPairs.last_wins(keys, values))
-
-    def _flush(self) -> None:
-        if self._singles:
-            run = SortedPairs.from_dict(self._singles)
-            self._singles = {}
-            self._push(run)
-
-    def _push(self, run: SortedPairs) -> None:
-        while self._runs and len(self._runs[-1]) < 2 * len(run):
-            run = self._runs.pop().under(run)
-        if len(run):
-            self._runs.append(run)
-
-    def get(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Whether the key was changed, and its new value (None: removed)."""
-        if key in self._singles:
-            return True, self._singles[key]
-        for run in reversed(self._runs):
-            found, value = run.get(key)
-            if found:
-                return True, value
-        return False, None
-
-    def merged(self) -> SortedPairs:
-        """All changes; the buffer holds them as one run afterwards."""
-        self._flush()
-        merged = SortedPairs.empty()
-        for run in reversed(self._runs):  # the small ones first
-            merged = run.under(merged)
-        self._runs = [merged] if len(merged) else []
-        return merged
 
 
 class OverlayStateStore(StateStore):
@@ -161,7 +107,7 @@ class OverlayStateStore(StateStore):
         self._times[name] += (time.perf_counter() - started) * 1e3
 
     def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """The value of a key, None if it has none."""
+        """Return the value of a key, None if it has none."""
         self._check_key(key)
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
@@ -197,7 +143,7 @@ class OverlayStateStore(StateStore):
             buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
 
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Values in the order of ``keys``, null where there is none."""
+        """Return values in the order of ``keys``, null where there is none."""
         keys = self._checked("keys", keys)
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
@@ -258,7 +204,7 @@ class OverlayStateStore(StateStore):
         self._num_appended += len(keys)
 
     def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
-        """The elements of a key's list."""
+        """Return the elements of a key's list."""
         self._check_key(key)
         self._buffer_to_read(column_family)
         self._check_list(column_family)
@@ -268,7 +214,7 @@ class OverlayStateStore(StateStore):
     def scan(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Batches of pairs from ``start`` (included) to ``end`` (not included), as they are at the call."""
+        """Return batches of pairs from ``start`` (included) to ``end`` (not included), as they are at the call."""
         for limit in (start, end):
             if limit is not None:
                 self._check_key(limit)
@@ -291,16 +237,16 @@ class OverlayStateStore(StateStore):
     def get_range(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs from ``start`` (included) to ``end`` (not included)."""
+        """Return pairs from ``start`` (included) to ``end`` (not included)."""
         return _pairs(self.scan(start, end, column_family))
 
     def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """The pairs whose key begins with ``prefix``."""
+        """Return the pairs whose key begins with ``prefix``."""
         self._check_key(prefix)
         return self.get_range(prefix, successor(prefix), column_family)
 
     def iterator(self, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """All pairs."""
+        """Return all pairs."""
         return self.get_range(None, None, column_family)
 
     def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
@@ -423,7 +369,7 @@ class OverlayStateStore(StateStore):
 
 
 def successor(prefix: bytes) -> bytes | None:
-    """The least key above all keys that begin with ``prefix``; None if there is none."""
+    """Return the least key above all keys that begin with ``prefix``; None if there is none."""
     stripped = prefix.rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
 

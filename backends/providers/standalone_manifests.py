@@ -73,7 +73,7 @@ class StandaloneManifests:
             self._known = {m.id: m for m in self._chain.values()}
 
     def manifest_ids(self) -> list[int]:
-        """The numbers of the manifests that there are."""
+        """Return the numbers of the manifests that there are."""
         ids = []
         for path, _ in self._storage.list(f"{self.directory}/manifests"):
             stem = path.rsplit("/", 1)[-1].removesuffix(".json")
@@ -105,15 +105,15 @@ class StandaloneManifests:
         return self._head.id if self._head else 0
 
     def latest_version(self) -> int:
-        """The newest version known."""
+        """Return the newest version known."""
         return self._head.version if self._head else 0
 
     def oldest_version(self) -> int:
-        """The oldest version that is kept, besides the empty 0."""
+        """Return the oldest version that is kept, besides the empty 0."""
         return self._head.oldest if self._head else 0
 
     def lineage(self, version: int) -> Lineage:
-        """The files that lead to a version; raises ``VersionNotFoundError``."""
+        """Return the files that lead to a version; raises ``VersionNotFoundError``."""
         with self._lock:
             self._require(version)
             return chain.lineage(self._chain, version, self._layout, self._partition) if version else Lineage(0)
@@ -204,7 +204,7 @@ class StandaloneManifests:
         )
 
     def snapshots(self) -> list[SnapshotRef]:
-        """The snapshots that are kept, ascending."""
+        """Return the snapshots that are kept, ascending."""
         with self._lock:
             return self._snapshots(self._chain)
 
@@ -216,7 +216,7 @@ class StandaloneManifests:
         return chain.entry(versions, version, self._layout.operator, self._partition)
 
     def head_at(self, version: int) -> str | None:
-        """The changelog that made a version; None for the empty version 0, and for one that is not known."""
+        """Return the changelog that made a version; None for the empty version 0, and for one that is not known."""
         with self._lock:
             return chain.head_of(self._chain, version, self._layout, self._partition)
 
@@ -264,7 +264,7 @@ class StandaloneManifests:
         return True
 
     def garbage(self, kept: retention.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
-        """The files that nothing kept refers to. No commit may be under way in this process: see ``retention.garbage``."""
+        """Return the files that nothing kept refers to. No commit may be under way in this process: see ``retention.garbage``."""
         with self._lock:
             manifests = f"{self.directory}/manifests/"
             listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)

@@ -107,7 +107,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         return self._id
 
     def latest_version(self) -> int:
-        """The newest version, 0 if nothing was ever committed."""
+        """Return the newest version, 0 if nothing was ever committed."""
         self._check_open()
         self._log.refresh()
         return self._log.latest_version()
@@ -277,7 +277,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         return call(self.main)
 
     def copy_at(self, lineage: Lineage) -> PartitionState:
-        """A copy of the state at a version that the main one has moved on from, shared by all its readers."""
+        """Return a copy of the state at a version that the main one has moved on from, shared by all its readers."""
         with self._lock:
             self._check_open()
             copy = self._copies.get(lineage.head)
@@ -294,7 +294,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         return copy.state
 
     def release(self, lineage: Lineage) -> None:
-        """A reader of a copy is done with it."""
+        """Return a reader of a copy is done with it."""
         with self._lock:
             copy = self._copies.get(lineage.head)
             if copy is None:
@@ -306,7 +306,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         copy.state.destroy()
 
     def forget(self, reader: _Reader) -> None:
-        """A store is done; its version need not be kept for it."""
+        """Return a store is done; its version need not be kept for it."""
         with self._lock:
             self._readers.discard(reader)
 

@@ -48,12 +48,12 @@ _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno
 
 
 def digest(data: bytes) -> str:
-    """The digest that ``FileRef`` carries: xxh3-128, hex."""
+    """Return the digest that ``FileRef`` carries: xxh3-128, hex."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a local file's content."""
+    """Return the digest of a local file's content."""
     hashed = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -117,7 +117,7 @@ class CheckpointStorage:
         return cls(parsed, store, fsync=fsync, clock=clock, sleep=sleep, retry_seconds=retry_seconds)
 
     def full_location(self, path: str) -> str:
-        """A file's address, as messages name it."""
+        """Return a file's address, as messages name it."""
         return f"{self.location}/{path}"
 
     def put_new(self, path: str, data: bytes) -> FileRef:
@@ -190,7 +190,7 @@ class CheckpointStorage:
             raise self._damaged(ref, target.stat().st_size, found)
 
     def get(self, path: str) -> bytes:
-        """A file's content, unchecked; raises ``MissingFileError``. Use ``read`` where a ``FileRef`` is at hand."""
+        """Return a file's content, unchecked; raises ``MissingFileError``. Use ``read`` where a ``FileRef`` is at hand."""
         key = self._key(path)
         found = self._retrying("read", path, lambda: self._get_or_none(key))
         if found is None:
@@ -198,7 +198,7 @@ class CheckpointStorage:
         return found
 
     def read(self, ref: FileRef) -> bytes:
-        """A file's content, proven to be what was written by its size and digest.
+        """Return a file's content, proven to be what was written by its size and digest.
 
         Raises ``MissingFileError`` or ``DamagedFileError`` naming the file.
         """
@@ -223,7 +223,7 @@ class CheckpointStorage:
         )
 
     def exists(self, path: str) -> bool:
-        """Whether a file of that name exists."""
+        """Return whether a file of that name exists."""
         key = self._key(path)
 
         def head() -> bool:
