@@ -41,9 +41,9 @@ class StateStoreConf:
 
     Memory and work:
 
-    - ``max_versions_in_memory``: how many versions before the newest are read as fast as the newest. The pairs that were
-      replaced since are kept in memory for them. Older versions are loaded into a copy when they are read. (Spark has the
-      same option.)
+    - ``max_versions_in_memory``: how many versions before the newest are read as fast as the newest. The pairs that
+      were replaced since are kept in memory for them. Older versions are loaded into a copy when they are read. (Spark
+      has the same option.)
     - ``versions_in_memory_bytes``: the most memory for the replaced pairs, per store.
     - ``track_total_number_of_rows``: count keys exactly. Each written key that the batch has not read must be looked up
       for that. False shows the backend's estimate. (Spark has the same option.)

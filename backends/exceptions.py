@@ -1,7 +1,7 @@
 """Every error that the backends raise on purpose.
 
-All have one base class, so that a caller can tell "the state store says no" from a bug. Messages say what was wrong, with
-which values, and what to do. Each class can be rebuilt from its message alone: so errors travel between processes.
+All have one base class, so that a caller can tell "the state store says no" from a bug. Messages say what was wrong,
+with which values, and what to do. Each class can be rebuilt from its message alone: so errors travel between processes.
 """
 
 from __future__ import annotations

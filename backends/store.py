@@ -45,9 +45,10 @@ class _Get:
 class StateStore(ABC):
     """A map from bytes to bytes at one version, with uncommitted changes on top.
 
-    Reads see the store's own changes. ``commit`` makes the next version of the changes, ``abort`` drops them. After either,
-    everything but ``id``, ``version``, ``has_committed`` and ``metrics`` raises ``StoreClosedError``. Keys and values are
-    ``bytes``, never None (``InvalidStateStoreArgument``). Iteration is in byte order of the keys. A store is for one thread.
+    Reads see the store's own changes. ``commit`` makes the next version of the changes, ``abort`` drops them. After
+    either, everything but ``id``, ``version``, ``has_committed`` and ``metrics`` raises ``StoreClosedError``. Keys and
+    values are ``bytes``, never None (``InvalidStateStoreArgument``). Iteration is in byte order of the keys. A store is
+    for one thread.
 
     ``StateStore.get``, ``get_read_only``, ``unload``, ``stop``, ``is_loaded`` and ``is_maintenance_running``,
     called on the class, are those of ``loaded_providers``, the providers of this process.

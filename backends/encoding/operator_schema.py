@@ -52,7 +52,8 @@ class StateVariable:
             if _declared(name) == declared:
                 return name
         raise InvalidStateStoreArgument(
-            f"State variable {self.name!r} has no column family {declared!r}; it has {', '.join(self.families) or 'none'}."
+            f"State variable {self.name!r} has no column family {declared!r}; it has "
+            f"{', '.join(self.families) or 'none'}."
         )
 
 
@@ -215,8 +216,8 @@ def _check_settings(stored: OperatorSchema, declared: OperatorSchema) -> None:
         there, here = stored.settings[name], declared.settings[name]
         if there != here:
             raise IncompatibleSchemaError(
-                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: what is stored "
-                "would mean something else."
+                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: what is "
+                "stored would mean something else."
             )
     if stored.key_columns and declared.key_columns and stored.key_columns != declared.key_columns:
         raise IncompatibleSchemaError(
@@ -229,8 +230,8 @@ def _evolved_variable(stored: StateVariable, declared: StateVariable) -> StateVa
     sides = f"Stored: {_variable_in_words(stored)}. Program: {_variable_in_words(declared)}."
     if stored.kind != declared.kind:
         raise IncompatibleSchemaError(
-            f"[STATE_STORE_INVALID_VARIABLE_TYPE_CHANGE] State variable {stored.name!r} was a {stored.kind} and cannot become a "
-            f"{declared.kind}. {sides}"
+            f"[STATE_STORE_INVALID_VARIABLE_TYPE_CHANGE] State variable {stored.name!r} was a {stored.kind} and cannot "
+            f"become a {declared.kind}. {sides}"
         )
     if (stored.ttl_ms is None) != (declared.ttl_ms is None):
         change = "have a TTL from now on" if stored.ttl_ms is None else "be without the TTL that it had"

@@ -37,8 +37,8 @@ def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
             )
     if len(stored.history) == MAX_HISTORY:
         raise IncompatibleSchemaError(
-            f"[STATE_STORE_VALUE_SCHEMA_EVOLUTION_THRESHOLD_EXCEEDED] The schema has changed {MAX_HISTORY} times, which is "
-            f"as often as it can. Stored: {in_words(stored.value)}. Program: {in_words(declared.value)}."
+            f"[STATE_STORE_VALUE_SCHEMA_EVOLUTION_THRESHOLD_EXCEEDED] The schema has changed {MAX_HISTORY} times, "
+            f"which is as often as it can. Stored: {in_words(stored.value)}. Program: {in_words(declared.value)}."
         )
     return StateSchema(key, declared.value, (*stored.history, stored.value))
 
@@ -48,8 +48,8 @@ def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
     there, here = ([(f.name, nullable(f.type)) for f in schema.key] for schema in (stored, declared))
     if there != here:
         raise IncompatibleSchemaError(
-            f"[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: {in_words(stored.key)}. "
-            f"Program: {in_words(declared.key)}."
+            "[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: "
+            f"{in_words(stored.key)}. Program: {in_words(declared.key)}."
         )
     return stored.key if stored.key.equals(declared.key) else pa.schema([pa.field(*column) for column in here])
 

@@ -117,8 +117,8 @@ def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) ->
     found, counts = np.unique(numbers, return_counts=True)
     if found[-1] > newest:
         raise SchemaMismatchError(
-            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number {newest}: "
-            "they were written with a later schema or by a newer release, or are not values."
+            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number "
+            f"{newest}: they were written with a later schema or by a newer release, or are not values."
         )
     by_number = np.argsort(numbers, kind="stable")
     values = binary_array(content, offsets)

@@ -1,4 +1,4 @@
-"""Walking manifests: which versions there are, from which files each is made, and what may be removed.
+"""Walking the chain of manifests: which versions there are, and the lineage of a partition (the files that make it).
 
 Shared by a provider that keeps its own manifests and by the coordinator.
 """
@@ -25,23 +25,23 @@ from backends.formats.manifest import (
 )
 
 Chain = Mapping[int, Manifest]
-"""Manifest per version."""
+"""A manifest per version."""
 
 
 class Layout(NamedTuple):
-    """How the state of an operator is divided, and what keeps it."""
+    """Into how many partitions the state of an operator is divided, and which backend keeps them."""
 
     operator: str
     num_partitions: int
     backend: str
 
     def directory(self, partition: int) -> str:
-        """Return where a partition's files are."""
+        """Return the directory of a partition's files below the state location."""
         return partition_directory(self.operator, self.num_partitions, partition)
 
 
 class Segment(NamedTuple):
-    """Versions in a row, from ``first`` to ``last``, of one layout."""
+    """Consecutive versions, from ``first`` to ``last``, of one layout."""
 
     layout: Layout
     first: int
@@ -51,9 +51,11 @@ class Segment(NamedTuple):
 def walk(
     head: Manifest | None, manifest: Callable[[int], Manifest | None], name: Callable[[int], str]
 ) -> dict[int, Manifest]:
-    """Return manifest per version from ``head`` down to its ``chain_from``, newest first.
+    """Return the manifest per version from ``head`` down to its ``chain_from``, newest first.
 
-    Raises ``MissingFileError`` or ``DamagedFileError`` if one is not there, or is not of the version that belongs there.
+    ``manifest`` reads the manifest of an id, None if there is none; ``name`` names its file, for messages. Raises
+    ``MissingFileError`` if a manifest is not there, ``DamagedFileError`` if one is not of the version that belongs
+    there.
     """
     chain: dict[int, Manifest] = {}
     if head is None:
@@ -70,24 +72,24 @@ def walk(
         parent = manifest(current.parent)
         if parent is None:
             raise MissingFileError(
-                f"{name(current.parent)} does not exist, but version {current.version} of the state builds on it: it was "
-                "removed, or is kept elsewhere. Restore it from a copy."
+                f"{name(current.parent)} does not exist, but version {current.version} of the state builds on it: it "
+                "was removed, or is kept elsewhere. Restore it from a copy."
             )
         if parent.version != current.version - 1:
             raise DamagedFileError(
-                f"{name(parent.id)} holds version {parent.version} where version {current.version - 1} belongs: files have "
-                "been exchanged. Restore them from a copy."
+                f"{name(parent.id)} holds version {parent.version} where version {current.version - 1} belongs: files "
+                "have been exchanged. Restore them from a copy."
             )
         current = parent
 
 
 def layout_of(operator: str, entry: OperatorEntry) -> Layout:
-    """Return the layout that an entry is in."""
+    """Return the layout of an operator's entry in a manifest."""
     return Layout(operator, entry.num_partitions, entry.backend)
 
 
 def segments(chain: Chain, operator: str, version: int | None = None) -> list[Segment]:
-    """Return the layouts that an operator has had in the versions up to one, the last one first."""
+    """Return the segments of an operator's versions, the last one first; only of those up to ``version``, if given."""
     found: list[Segment] = []
     for v in sorted(chain, reverse=True):
         held = chain[v].operators.get(operator)
@@ -102,7 +104,7 @@ def segments(chain: Chain, operator: str, version: int | None = None) -> list[Se
 
 
 def entry(chain: Chain, version: int, operator: str, partition: int) -> PartitionEntry | None:
-    """What a partition contributed to a version, in the layout of that version."""
+    """Return what a partition contributed to a version, in the layout of that version; None if nothing."""
     manifest = chain.get(version)
     held = manifest.operators.get(operator) if manifest else None
     return held.partitions.get(partition) if held else None
@@ -111,9 +113,9 @@ def entry(chain: Chain, version: int, operator: str, partition: int) -> Partitio
 def snapshots(
     chain: Chain, segment: Segment, manifests: Iterable[Manifest] = (), *, of: int | None = None
 ) -> dict[int, list[SnapshotRef]]:
-    """Return per partition (or ``of`` one) the snapshots of a segment's versions, ascending.
+    """Return the snapshots of a segment's versions, ascending, per partition (or only of the partition ``of``).
 
-    Those named by ``manifests`` count besides those that the chain names.
+    Snapshots that ``manifests`` name count as well as those that the chain names.
     """
     found: dict[int, dict[str, SnapshotRef]] = {}
     operator = segment.layout.operator
@@ -137,9 +139,10 @@ def _head(chain: Chain, version: int, operator: str, partition: int) -> str | No
 
 
 def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_groups: int = 0) -> str | None:
-    """What made the state of a partition at a version: its changelog, or what stands for one where the layout is new.
+    """Return the changelog that made the state of a partition at a version, or the name that stands for one.
 
-    None for the empty version 0, and for a version that is not on the chain.
+    Such a name stands for the changelog where the chain has an earlier layout than ``layout``. None for the empty
+    version 0, and for a version that is not on the chain.
     """
     manifest = chain.get(version)
     held = manifest.operators.get(layout.operator) if manifest else None
@@ -151,17 +154,19 @@ def head_of(chain: Chain, version: int, layout: Layout, partition: int, key_grou
 
 
 def _rescaled_head(below: OperatorEntry, version: int, layout: Layout, partition: int, key_groups: int) -> str:
-    """Says all that the state follows from: the changelogs of the earlier layout, and the new one."""
+    """Return a name that tells everything the state follows from: the changelogs of the earlier layout, and the new
+    one.
+    """
     heads = xxhash.xxh3_128()
     for p in _sources(below, partition_range(partition, layout.num_partitions, key_groups), key_groups):
-        # Of an initial state, partitions without rows are not there.
+        # An initial state has no partitions without rows.
         if p in below.partitions:
             heads.update(below.partitions.head(p).encode() + b"\n")
     return f"{layout.directory(partition)}/{version}-{heads.hexdigest()}.rescaled-{layout.backend}"
 
 
 def _sources(below: OperatorEntry, groups: tuple[int, int], key_groups: int) -> range:
-    """Return the partitions of an earlier layout that have some of these key groups: the first one, and the one behind the last."""
+    """Return the partitions of an earlier layout that have some of the key groups (first, end excluded)."""
     first, end = groups
     n = below.num_partitions
     return range(partition_of(first, key_groups, n), partition_of(end - 1, key_groups, n) + 1)
@@ -177,9 +182,9 @@ def lineage(
 ) -> Lineage:
     """Return the files that make a partition's state at a version of the chain.
 
-    Where the layout of the chain is an earlier one, they are those of its partitions that have some of
-    the key groups, of which there are ``key_groups``. Of a partition that is only a source of another one, the key groups that
-    the other one has are ``wanted``: what lies below an earlier change of the layout is not taken over beyond them.
+    Where the chain has an earlier layout, the files are those of the earlier partitions that have some of the key
+    groups of this one; there are ``key_groups`` in all. For a partition that is itself only a source, ``wanted`` are
+    the key groups that the other partition has: below a still earlier change of the layout, no others are taken over.
     """
     held = segments(chain, layout.operator, version)
     own = held.pop(0) if held and held[0].layout == layout else None

@@ -16,7 +16,7 @@ from backends.formats.manifest_chain import Chain, Segment, segments, snapshots
 
 
 class Base(NamedTuple):
-    """From where the versions of a segment are made, for one partition: a snapshot, or None for what lies below it."""
+    """Where loading begins for a partition in a segment: at a snapshot, or (None) with what lies below the segment."""
 
     segment: Segment
     partition: int
@@ -25,7 +25,7 @@ class Base(NamedTuple):
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept: versions from ``oldest``, manifests from ``chain_from``, and what is above the ``bases``."""
+    """What is kept: versions from ``oldest``, manifests from ``chain_from``, and the files above the ``bases``."""
 
     oldest: int
     chain_from: int
@@ -39,11 +39,12 @@ def retain(
     floor: int,
     is_sound: Callable[[SnapshotRef], bool],
 ) -> Retention:
-    """Keep what versions from ``target`` on need. ``floor`` is what a manifest says is kept already.
+    """Return what must be kept for the versions from ``target`` on.
 
-    The oldest version kept is that of a snapshot at or below ``target``: nothing older could be removed anyway.
-    It must be a sound one, or what leads past it would be lost. An earlier layout is kept until every partition of the
-    present one has a snapshot of its own at or below ``target``; of those that have one, what is older goes before.
+    ``floor`` is the oldest version that a manifest says is kept already. The oldest version kept is that of a snapshot
+    at or below ``target``: with a newer one, a version from ``target`` on could be lost. The snapshot must be sound,
+    for the files that lead past it are removed. An earlier layout is kept until every partition of the present one has
+    a snapshot of its own at or below ``target``; a partition that has one gives up its older files before.
     """
     target = max(target, floor)  # after going back to an older version, less may be asked for than is kept
     bases: list[Base] = []
@@ -87,17 +88,18 @@ def garbage(
     files_of: Callable[[SnapshotRef], Collection[str]],
     unnamed: Iterable[SnapshotRef] = (),
 ) -> list[str]:
-    """Return which of the partitions' ``files`` may go: those of versions up to the oldest kept that nothing kept refers to.
+    """Return which of the partitions' ``files`` may be removed.
 
-    Files of later versions stay in any case, for they may belong to a commit or an upload under way; they go
-    when their version is no longer kept. ``files_of`` names the files that a snapshot consists of;
-    ``unnamed`` are snapshots that the next manifest will name.
+    These are the files of versions up to the oldest kept that nothing kept refers to. Files of later versions stay in
+    any case, for they may belong to a commit or an upload under way; they are removed when their version is no longer
+    kept. ``files_of`` names the files that a snapshot consists of; ``unnamed`` are snapshots that the next manifest
+    will name.
     """
     needed: set[str] = set()
     for ref in unnamed:
         needed.update((ref.file.path, *files_of(ref)))
     for planned, bases in groupby(retention.bases, lambda base: base.segment):
-        # It may have grown since.
+        # The segment may have grown since.
         segment = next((s for s in segments(chain, planned.layout.operator) if _overlap(s, planned)), None)
         if segment is None:
             continue

@@ -1,4 +1,7 @@
-"""Loading: bringing an engine to the version of a lineage, from what it holds, snapshots, changelogs, earlier layouts."""
+"""Loading: bringing an engine to the version of a lineage.
+
+Loading begins with what the engine holds, a snapshot, an earlier layout or nothing, and goes on with changelogs.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ class Loading:
                 rest = [ref for ref in lineage.changelogs if ref.version > self.version]
                 if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
                     raise MissingFileError(
-                        f"Not all changelogs from version {self.version + 1} of {self._context.directory} are among the "
-                        f"files that lead to version {lineage.version}."
+                        f"Not all changelogs from version {self.version + 1} of {self._context.directory} are among "
+                        f"the files that lead to version {lineage.version}."
                     )
                 self._replay(rest)
                 return
@@ -86,8 +89,8 @@ class Loading:
             starts.append(None)
         if not starts:
             raise MissingFileError(
-                f"No snapshot leads to version {lineage.version} of {self._context.directory}, and its changelogs begin "
-                f"with version {min(heads, default=0)}."
+                f"No snapshot leads to version {lineage.version} of {self._context.directory}, and its changelogs "
+                f"begin with version {min(heads, default=0)}."
             )
         return starts
 

@@ -330,8 +330,8 @@ class OverlayStateStore(StateStore):
     def _check_no_list(self, column_family: str) -> None:
         if self._is_list(column_family):
             raise InvalidStateStoreArgument(
-                f"The column family {column_family!r} of {self.id} holds lists: read one with values_iterator(key), or all "
-                "with iterator or scan."
+                f"The column family {column_family!r} of {self.id} holds lists: read one with values_iterator(key), or "
+                "all with iterator or scan."
             )
 
     def _check_list(self, column_family: str) -> None:

@@ -64,8 +64,8 @@ class StandaloneManifests:
                 return
             if newest < self._newest:
                 raise MissingFileError(
-                    f"{self._storage.full_location(self._path(self._newest))} does not exist any more, but it was the newest "
-                    "manifest: it was removed. Restore it from a copy."
+                    f"{self._storage.full_location(self._path(self._newest))} does not exist any more, but it was the "
+                    "newest manifest: it was removed. Restore it from a copy."
                 )
             head = self._manifest(newest) if newest else None
             self._chain = chain.walk(head, self._manifest, lambda i: self._storage.full_location(self._path(i)))
@@ -133,8 +133,8 @@ class StandaloneManifests:
             litter = [p for p, _ in self._storage.list(self.directory) if version_in(p) == version]
             if litter:
                 there += (
-                    f"; {self._storage.full_location(litter[0])} belongs to version {version}, but no manifest names it: "
-                    "it was never committed, or its manifest was removed "
+                    f"; {self._storage.full_location(litter[0])} belongs to version {version}, but no manifest names "
+                    "it: it was never committed, or its manifest was removed "
                     f"({self._storage.full_location(self._path(self._newest + 1))} or a later one)"
                 )
         raise VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {there}.")

@@ -186,7 +186,8 @@ class LocalStateStoreProvider(StateStoreProvider):
             oldest = self._log.oldest_version()
             if from_version < min(oldest, to_version):
                 raise VersionNotFoundError(
-                    f"What changed in {self._id} since version {from_version} is no longer kept: the oldest version is {oldest}."
+                    f"What changed in {self._id} since version {from_version} is no longer kept: the oldest version is "
+                    f"{oldest}."
                 )
             reader = self._reader(base, stays=True)
             reader.keeps = from_version  # and the changelogs behind it
