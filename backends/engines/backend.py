@@ -1,4 +1,4 @@
-"""Which engine a configuration names, for hosts and readers, which keep manifests of their own and need no provider."""
+"""The engine that a configuration names. Hosts and readers need the engine only, and no provider."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class BackendEngine:
 
 
 def backend_of(conf: StateStoreConf) -> BackendEngine:
-    """Return the backend of the provider that ``conf`` names; raises ``InvalidStateStoreArgument`` if that has no engine."""
+    """Return the name and the engine of the provider that ``conf`` names.
+
+    Raises ``InvalidStateStoreArgument`` if the provider has no engine.
+    """
     found = conf.provider_class()
     name, engine = getattr(found, "backend", None), getattr(found, "engine", None)
     if not isinstance(name, str) or not isinstance(engine, type):

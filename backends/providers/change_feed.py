@@ -1,4 +1,4 @@
-"""What changed between two versions (Spark: the change feed of its state data source)."""
+"""The changes between two versions (Spark: the change feed of its state data source)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from backends.store import CHANGE_FEED_SCHEMA
 
 
 def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> Iterator[pa.RecordBatch]:
-    """Return a batch per version and column family, from the version behind ``base`` on; ``base`` is closed at the end."""
+    """Return a batch per version and column family, from the version after ``base`` to that of ``lineage``.
+
+    The batches are of ``CHANGE_FEED_SCHEMA``. ``base`` is closed at the end.
+    """
     try:
         families = base.column_families()
         since: dict[str, SortedPairs] = {}

@@ -7,7 +7,7 @@ from backends.providers.standalone_provider import LocalStateStoreProvider
 
 
 class FileStateStoreProvider(LocalStateStoreProvider):
-    """Versions of one store in memory: the fastest reads and writes, for state that fits."""
+    """Keeps a store in memory: the fastest reads and writes, for state that fits."""
 
     backend = "file"
     engine = SortedMapEngine

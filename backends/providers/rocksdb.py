@@ -7,7 +7,7 @@ from backends.providers.standalone_provider import LocalStateStoreProvider
 
 
 class RocksDBStateStoreProvider(LocalStateStoreProvider):
-    """Versions of one store in RocksDB: state on local disk, larger than memory, with incremental snapshots."""
+    """Keeps a store in RocksDB: state on local disk, larger than memory, with incremental snapshots."""
 
     backend = "rocksdb"
     engine = LocalRocksDB

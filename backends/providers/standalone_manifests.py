@@ -1,9 +1,8 @@
 """The manifests of a provider that is used alone, without a coordinator.
 
-They lie with the changelogs below the store's own directory. Every commit adds one by
-create-if-absent with the next number, so that of two writers one is refused; so does maintenance,
-with the version that there is. Version V is the one on the parent chain of the newest manifest
-(DESIGN, rule 1).
+They lie with the changelogs below the store's own directory. Every commit adds a manifest with the next number by
+create-if-absent, so that of two writers one is refused. So does maintenance, with the version that there is. Version V
+is the one on the parent chain of the newest manifest.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DIGITS = 20
 
 
 class StandaloneManifests:
-    """The versions of one store that keeps its own manifests. Safe to use from many threads."""
+    """The versions of one store that keeps its own manifests. Many threads may use it at once; ``_lock`` guards all."""
 
     def __init__(
         self,
@@ -46,18 +45,18 @@ class StandaloneManifests:
         self._storage = storage
         self._id = store_id
         self._clock = clock
-        # A store on its own is no part of a layout, and each snapshot says which backend made it.
+        # A standalone store has no layout, and each snapshot says which backend made it.
         self._layout = chain.Layout(store_id.operator_id, 0, "")
         self._partition = store_id.partition_id
         self.directory = f"standalone/{store_id.operator_id}/{store_id.partition_id}/{store_id.store_name}"
-        """Where changelogs, snapshots and manifests are, below the state location."""
+        """The directory of changelogs, snapshots and manifests below the state location."""
         self._known: dict[int, Manifest] = {}
         self._chain: dict[int, Manifest] = {}
         self._head: Manifest | None = None
         self._lock = threading.RLock()
 
     def refresh(self) -> None:
-        """See what others have committed. Reads only manifests that are not known yet."""
+        """Learn what other writers have committed. Reads only manifests that are not known yet."""
         with self._lock:
             newest = max(self.manifest_ids(), default=0)
             if newest == self._newest:
@@ -73,7 +72,7 @@ class StandaloneManifests:
             self._known = {m.id: m for m in self._chain.values()}
 
     def manifest_ids(self) -> list[int]:
-        """Return the numbers of the manifests that there are."""
+        """Return the numbers of the manifests in the storage."""
         ids = []
         for path, _ in self._storage.list(f"{self.directory}/manifests"):
             stem = path.rsplit("/", 1)[-1].removesuffix(".json")
@@ -140,9 +139,9 @@ class StandaloneManifests:
         raise VersionNotFoundError(f"Version {version!r} of {self._id} does not exist: {there}.")
 
     def append(self, version: int, expected_head: str | None, attempt: str, changelog: FileRef) -> None:
-        """Make ``version`` of the one below it, if nobody has committed since the newest changelog was ``expected_head``.
+        """Make ``version`` of the version below, if ``expected_head`` is still the newest changelog.
 
-        Raises ``ConcurrentCommitError`` if somebody has; nothing has changed then.
+        Raises ``ConcurrentCommitError`` if another writer has committed since; nothing has changed then.
         """
         with self._lock:
             while True:
@@ -167,9 +166,10 @@ class StandaloneManifests:
         target: Callable[[int], int],
         is_sound: Callable[[SnapshotRef], bool],
     ) -> retention.Retention:
-        """Name a new snapshot in a manifest, and let go of the versions below ``target(latest version)``.
+        """Name a new snapshot in a manifest, and give up the versions below ``target(latest version)``.
 
-        ``reused`` is the snapshot whose files the new one shares: if it is no longer kept, the new one does not count.
+        ``reused`` is the snapshot whose files the new one shares: if ``reused`` is no longer kept, the new one does not
+        count. ``is_sound`` tells whether all files of a snapshot are there. Returns what is kept.
         """
         with self._lock:
             while True:
@@ -216,12 +216,12 @@ class StandaloneManifests:
         return chain.entry(versions, version, self._layout.operator, self._partition)
 
     def head_at(self, version: int) -> str | None:
-        """Return the changelog that made a version; None for the empty version 0, and for one that is not known."""
+        """Return the changelog that made a version; None for the empty version 0, and for an unknown version."""
         with self._lock:
             return chain.head_of(self._chain, version, self._layout, self._partition)
 
     def check_head(self, version: int, expected_head: str | None) -> None:
-        """Raise ``ConcurrentCommitError`` if another commit than ``expected_head`` is known to be the newest."""
+        """Raise ``ConcurrentCommitError`` if the newest known commit is another one than ``expected_head``."""
         if self.head_at(self.latest_version()) != expected_head:
             raise ConcurrentCommitError(
                 f"Version {version} of {self._id} was not committed: another writer has committed since version "
@@ -237,7 +237,7 @@ class StandaloneManifests:
             epoch=0,
             run_id="",
             created_ms=int(self._clock() * 1000),
-            # Its bytes have no schema.
+            # The bytes of a standalone store have no schema.
             operators={
                 self._id.operator_id: OperatorEntry.of(
                     num_partitions=self._layout.num_partitions,
@@ -251,7 +251,7 @@ class StandaloneManifests:
         )
 
     def _put(self, manifest: Manifest) -> bool:
-        """Write the next manifest; False if there is one of that number: what it says is known then."""
+        """Write the next manifest. False if there is one of that number, which has been read then."""
         try:
             self._storage.put_new(self._path(manifest.id), seal(manifest))
         except FileExistsInStorageError:
@@ -264,7 +264,10 @@ class StandaloneManifests:
         return True
 
     def garbage(self, kept: retention.Retention, files_of: Callable[[SnapshotRef], frozenset[str]]) -> list[str]:
-        """Return the files that nothing kept refers to. No commit may be under way in this process: see ``retention.garbage``."""
+        """Return the files to which nothing kept refers; see ``retention.garbage``.
+
+        No commit may be under way in this process.
+        """
         with self._lock:
             manifests = f"{self.directory}/manifests/"
             listed = [p for p, _ in self._storage.list(self.directory)] + self._storage.unfinished(self.directory)

@@ -1,6 +1,6 @@
-"""A provider over any engine, used alone: its own manifests, and a commit completes at once.
+"""A provider that is used alone, without a coordinator: it keeps its own manifests, and a commit completes at once.
 
-Under a coordinator, hosts use what is beneath it, ``PartitionState``, directly.
+It works over any engine. Under a coordinator, hosts use ``PartitionState`` directly, which is below the provider.
 """
 
 from __future__ import annotations
@@ -51,9 +51,12 @@ log = logging.getLogger(__name__)
 class LocalStateStoreProvider(StateStoreProvider):
     """Versions of one store, durable below ``<checkpoint location>/statestore/standalone/``.
 
-    ``local_dir`` is where the engine works: kept at ``close`` and used again if it proves right; without
-    it, a temporary directory that ``close`` removes. ``storage`` replaces the one at
-    ``<checkpoint location>/statestore``. A backend says its ``backend`` name and its ``engine``.
+    A subclass names its ``backend`` and its ``engine``. The engine works in ``local_dir``, which ``close`` keeps, and
+    which is used again if what it holds is of the lineage. Without ``local_dir``, a temporary directory is made, and
+    removed by ``close``. ``storage`` replaces the one at ``<checkpoint location>/statestore``.
+
+    Locks: ``maintaining`` is held for a whole round of maintenance, and taken first. ``_lock`` guards everything else
+    here, and is held while a version is opened or committed.
     """
 
     backend: ClassVar[str]
@@ -72,8 +75,8 @@ class LocalStateStoreProvider(StateStoreProvider):
         self._conf = conf or StateStoreConf()
         root = f"{store_id.checkpoint_location.rstrip('/')}/statestore"
         self._storage = storage or CheckpointStorage.open(root, self._conf.storage_options, fsync=self._conf.fsync)
-        self._log = StandaloneManifests(self._storage, store_id, clock)
-        self._log.refresh()
+        self._manifests = StandaloneManifests(self._storage, store_id, clock)
+        self._manifests.refresh()
         self._closed = False
         self._manifest_ms = 0.0
         self._local_dir = Path(local_dir) if local_dir else Path(tempfile.mkdtemp(prefix="statestore-"))
@@ -88,14 +91,14 @@ class LocalStateStoreProvider(StateStoreProvider):
             self._remove_local()
             raise
         self._copies: dict[str | None, _Copy] = {}
-        self._readers: weakref.WeakSet[_Reader] = weakref.WeakSet()
+        self._readers: weakref.WeakSet[_VersionReader] = weakref.WeakSet()
         self._descriptors: dict[str, snapshot.SnapshotDescriptor] = {}
         self._lock = threading.RLock()
         self.maintaining = threading.Lock()
 
     def _partition(self, name: str) -> PartitionState:
         return PartitionState(
-            self._local_dir / name, self._storage, self._log.directory, self._conf, self.backend, self.engine
+            self._local_dir / name, self._storage, self._manifests.directory, self._conf, self.backend, self.engine
         )
 
     def __str__(self) -> str:
@@ -109,16 +112,16 @@ class LocalStateStoreProvider(StateStoreProvider):
     def latest_version(self) -> int:
         """Return the newest version, 0 if nothing was ever committed."""
         self._check_open()
-        self._log.refresh()
-        return self._log.latest_version()
+        self._manifests.refresh()
+        return self._manifests.latest_version()
 
     def get_store(self, version: int) -> StateStore:
-        """Open a version to change it; raises ``VersionNotFoundError``."""
+        """Open a version to change it. Raises ``VersionNotFoundError``."""
         with self._lock:
             self._check_open()
-            self._log.refresh()
-            lineage = self._log.lineage(version)
-            newest = self._log.head_at(self._log.latest_version())
+            self._manifests.refresh()
+            lineage = self._manifests.lineage(version)
+            newest = self._manifests.head_at(self._manifests.latest_version())
             self.main.load(lineage)
             reader = self._reader(lineage, stays=False)
         log.info("Retrieved version %d of %s for update", version, self)
@@ -126,11 +129,11 @@ class LocalStateStoreProvider(StateStoreProvider):
         return OverlayStateStore(reader, lambda changes: self._commit(lineage, newest, attempt, changes))
 
     def get_read_store(self, version: int) -> OverlayStateStore:
-        """Open a version to read, while others write; raises ``VersionNotFoundError``."""
+        """Open a version to read, while others write. Raises ``VersionNotFoundError``."""
         with self._lock:
             self._check_open()
-            self._log.refresh()
-            lineage = self._log.lineage(version)
+            self._manifests.refresh()
+            lineage = self._manifests.lineage(version)
             heads = {ref.file.path for ref in lineage.changelogs}
             if self.main.head is None or self.main.head in heads:
                 self.main.load(lineage)
@@ -144,7 +147,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         version = lineage.version + 1
         with self._lock:
             self._check_open()
-            self._log.check_head(version, newest)
+            self._manifests.check_head(version, newest)
             self.main.load(lineage)
             meta = ChangelogMeta(
                 query_run_id="",
@@ -159,7 +162,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             file = self.main.stage(meta, changes)
             started = time.perf_counter()
             try:
-                self._log.append(version, newest, attempt, file)
+                self._manifests.append(version, newest, attempt, file)
                 self._manifest_ms = (time.perf_counter() - started) * 1e3
             except ConcurrentCommitError:
                 self.main.discard(version, attempt)
@@ -176,14 +179,14 @@ class LocalStateStoreProvider(StateStoreProvider):
         return version, figures
 
     def change_feed(self, from_version: int, to_version: int) -> Iterator[pa.RecordBatch]:
-        """What changed from one version to a later one; see ``StateStoreProvider.change_feed``."""
+        """Return the changes from one version to a later one; see ``StateStoreProvider.change_feed``."""
         with self._lock:
             self._check_open()
-            self._log.refresh()
-            base, lineage = self._log.lineage(from_version), self._log.lineage(to_version)
+            self._manifests.refresh()
+            base, lineage = self._manifests.lineage(from_version), self._manifests.lineage(to_version)
             if from_version > to_version:
                 raise InvalidStateStoreArgument(f"from_version={from_version} is above to_version={to_version}.")
-            oldest = self._log.oldest_version()
+            oldest = self._manifests.oldest_version()
             if from_version < min(oldest, to_version):
                 raise VersionNotFoundError(
                     f"What changed in {self._id} since version {from_version} is no longer kept: the oldest version is "
@@ -193,11 +196,11 @@ class LocalStateStoreProvider(StateStoreProvider):
             reader.keeps = from_version  # and the changelogs behind it
         return change_feed.read(self._storage, reader, lineage)
 
-    def _reader(self, lineage: Lineage, *, stays: bool) -> _Reader:
+    def _reader(self, lineage: Lineage, *, stays: bool) -> _VersionReader:
         pins = ExitStack()
         if stays:
             pins.enter_context(self.main.pinned())
-        reader = _Reader(self, lineage, pins)
+        reader = _VersionReader(self, lineage, pins)
         self._readers.add(reader)
         return reader
 
@@ -208,23 +211,23 @@ class LocalStateStoreProvider(StateStoreProvider):
         with self.maintaining:
             with self._lock:
                 self._check_open()
-                self._log.refresh()
-                known = self._log.snapshots()
+                self._manifests.refresh()
+                known = self._manifests.snapshots()
                 newest = known[-1] if known else None
                 done = newest.version if newest else 0
                 head = self.main.head
-                is_current = head is not None and head == self._log.head_at(self.main.version)
+                is_current = head is not None and head == self._manifests.head_at(self.main.version)
                 due = is_current and self.main.version - done >= self._conf.deltas_per_snapshot
             made = self.main.snapshot(newest) if due else None
             with self._lock:
                 self._check_open()
-                sizes = dict(self._storage.list(self._log.directory))
-                kept = self._log.record_maintenance(
+                sizes = dict(self._storage.list(self._manifests.directory))
+                kept = self._manifests.record_maintenance(
                     made, newest, self._oldest_to_keep, lambda s: self._is_sound(s, sizes)
                 )
                 self._descriptors = {
                     s.file.path: self._descriptors[s.file.path]
-                    for s in self._log.snapshots()
+                    for s in self._manifests.snapshots()
                     if s.file.path in self._descriptors
                 }
                 garbage = self._garbage(kept)
@@ -236,15 +239,15 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def _garbage(self, kept: Retention) -> list[str]:
         try:
-            garbage = self._log.garbage(kept, self._files_of)
-            # What was rolled back is on no chain, but may be open still.
-            rolled_back = [r.lineage for r in self._readers if self._log.head_at(r.version) != r.lineage.head]
+            garbage = self._manifests.garbage(kept, self._files_of)
+            # Versions that were rolled back are on no chain, but may still be open.
+            rolled_back = [r.lineage for r in self._readers if self._manifests.head_at(r.version) != r.lineage.head]
             in_use = {ref.file.path for past in rolled_back for ref in past.changelogs}
             for ref in (ref for past in rolled_back for ref in past.snapshots):
                 in_use |= {ref.file.path, *self._files_of(ref)}
             return [path for path in garbage if path not in in_use]
         except (DamagedFileError, MissingFileError) as error:
-            # Until the snapshot is no longer kept, nobody can tell which files are its own.
+            # The files of a damaged snapshot are unknown: they cannot be told from garbage while it is kept.
             log.warning("Nothing of %s is removed: %s", self, error)
             return []
 
@@ -271,14 +274,14 @@ class LocalStateStoreProvider(StateStoreProvider):
     # -- for the stores ------------------------------------------------------------------------
 
     def read(self, lineage: Lineage, call: Callable[[PartitionState], T]) -> T:
-        """Call ``call`` with the main copy, if it holds that very version; raises ``VersionNotFoundError``."""
+        """Call ``call`` with the main copy, if it holds that very version. Raises ``VersionNotFoundError``."""
         self._check_open()
         if lineage.head is None and self.main.head is not None:
             raise VersionNotFoundError(f"The empty version 0 of {self._id} is not held; held is {self.main.version}.")
         return call(self.main)
 
     def copy_at(self, lineage: Lineage) -> PartitionState:
-        """Return a copy of the state at a version that the main one has moved on from, shared by all its readers."""
+        """Return a copy of the state at a version that the main copy holds no more. All its readers share the copy."""
         with self._lock:
             self._check_open()
             copy = self._copies.get(lineage.head)
@@ -295,7 +298,7 @@ class LocalStateStoreProvider(StateStoreProvider):
         return copy.state
 
     def release(self, lineage: Lineage) -> None:
-        """Return a reader of a copy is done with it."""
+        """Give a copy back. The last of its readers removes it."""
         with self._lock:
             copy = self._copies.get(lineage.head)
             if copy is None:
@@ -306,21 +309,21 @@ class LocalStateStoreProvider(StateStoreProvider):
             del self._copies[lineage.head]
         copy.state.destroy()
 
-    def forget(self, reader: _Reader) -> None:
-        """Return a store is done; its version need not be kept for it."""
+    def forget(self, reader: _VersionReader) -> None:
+        """Forget a store that has ended: its version need not be kept for it."""
         with self._lock:
             self._readers.discard(reader)
 
     def metrics(self) -> StateStoreMetrics:
-        """Figures at the version that was opened or committed last."""
+        """Return the figures at the version that was opened or committed last."""
         return self.with_own_figures(self.main.metrics())
 
     def with_own_figures(self, figures: StateStoreMetrics) -> StateStoreMetrics:
-        """Figures of a copy, and the provider's own."""
+        """Return the figures of a copy, and the provider's own."""
         return replace(figures, custom={**figures.custom, "manifest_ms": self._manifest_ms})
 
     def close(self) -> None:
-        """Let go of memory and of temporary local files; what was committed stays."""
+        """Release memory and temporary local files. Committed versions stay."""
         with self._lock:
             if self._closed:
                 return
@@ -344,8 +347,8 @@ class _Copy:
         self.readers = 0
 
 
-class _Reader:
-    """One version, read from the provider's main copy while that holds it, else from a copy.
+class _VersionReader:
+    """One version, read from the provider's main copy while that holds the version, and from another copy then.
 
     ``pins`` is held as long as the reader lives.
     """
@@ -358,7 +361,7 @@ class _Reader:
         self._provider = provider
         self.lineage = lineage
         self._copy: PartitionState | None = None
-        self._release: weakref.finalize[..., _Reader] | None = None
+        self._release: weakref.finalize[..., _VersionReader] | None = None
 
     def _read(self, call: Callable[[PartitionState], T]) -> T:
         if self._copy is None:
@@ -366,7 +369,7 @@ class _Reader:
                 return self._provider.read(self.lineage, call)
             except VersionNotFoundError:
                 self._copy = self._provider.copy_at(self.lineage)
-                # A store that is dropped without abort() leaves no copy behind.
+                # A store that is dropped without abort() must not leave the copy behind.
                 self._release = weakref.finalize(self, self._provider.release, self.lineage)
         return call(self._copy)
 
@@ -386,7 +389,7 @@ class _Reader:
         state = self._copy or self._provider.main
         try:
             figures = state.metrics(self.version, head=self.lineage.head)
-        except VersionNotFoundError:  # a copy is not worth loading for figures: those of what is held
+        except VersionNotFoundError:  # a copy is not worth loading for figures: take those of the version that is held
             figures = state.metrics()
         return self._provider.with_own_figures(figures)
 

@@ -10,9 +10,9 @@ _LONGEST_DICT = 1 << 16
 
 
 class WriteBuffer:
-    """Uncommitted changes of one column family: single ones in a dict, bulk ones as sorted runs below it.
+    """Uncommitted changes of one column family: single changes in a dict, over bulk changes in sorted runs.
 
-    Runs grow geometrically, as in a log-structured merge tree, so that there are only a few to look into.
+    Runs grow geometrically, as in a log-structured merge tree, so that a look-up visits only a few.
     """
 
     def __init__(self) -> None:
@@ -20,13 +20,13 @@ class WriteBuffer:
         self._runs: list[SortedPairs] = []
 
     def put(self, key: bytes, value: bytes | None) -> None:
-        """Set one value, None to remove."""
+        """Set one value; None removes the key."""
         self._singles[key] = value
         if len(self._singles) >= _LONGEST_DICT:
             self._flush()
 
     def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
-        """Set many values, null to remove; the last of equal keys counts."""
+        """Set many values; null removes a key. Of equal keys the last one counts."""
         self._flush()
         self._push(SortedPairs.last_wins(keys, values))
 
@@ -43,7 +43,7 @@ class WriteBuffer:
             self._runs.append(run)
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Return whether the key was changed, and its new value (None: removed)."""
+        """Return whether a key was changed, and its new value (None: removed)."""
         if key in self._singles:
             return True, self._singles[key]
         for run in reversed(self._runs):
