@@ -10,6 +10,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.encoding.spark_types import to_spark_type
@@ -24,7 +25,6 @@ from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahea
 from spark_bridge.operators.aggregate.session_windows import SessionLogic
 from spark_bridge.operators.declared import check_operator_name, declare
 from spark_bridge.operators.input import (
-    DEFAULT_KEY_GROUPS,
     KEY_GROUPS_CONF,
     check_keys,
     columns_of,
