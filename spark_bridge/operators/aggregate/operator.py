@@ -21,7 +21,7 @@ from spark_bridge.functions import AggregateFunction
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.columns import output_of
 from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahead
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic
 from spark_bridge.operators.declared import check_operator_name, declare
 from spark_bridge.operators.input import (
     check_keys,
@@ -35,6 +35,7 @@ from spark_bridge.operators.input import (
 )
 from spark_bridge.operators.types import arrow_type
 from spark_bridge.operators.windows import SessionWindow, Window, microseconds
+from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.state_task import StateTask
 
 OUTPUT_MODES = ("update", "append", "complete")
