@@ -194,7 +194,7 @@ class _Table:
         return by_row[by_row >= 0]
 
     def place_as(self, rows: _Table, numbers: Ints) -> None:
-        """Enter the first rows here as ``rows``, whose table has the same size, has entered its rows of these numbers."""
+        """Enter the first rows here as ``rows``, with a table of the same size, has entered those of these numbers."""
         moved_to: Ints = np.full(rows.count, _EMPTY, np.int64)
         moved_to[numbers] = np.arange(len(numbers))
         table = rows.buckets.reshape(-1)

@@ -288,7 +288,7 @@ def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
 
 
 def check_while_read(below, keys, rng, steps, value_of, before_step=lambda step: None):
-    """Write ascending values while threads read: whoever asks must see what was there when it asked, or something later."""
+    """Write ascending values while threads read: a reader must see the value of the moment it asked, or a later one."""
     written = {key: int(below.pairs.get(key) or 0) for key in keys}
     failures, done = [], threading.Event()
 
@@ -376,7 +376,7 @@ def test_rows_of_one_width_are_records_until_others_come():
 
 @pytest.mark.parametrize("width", [32, 200])
 def test_keys_that_are_looked_for_before_they_are_written_become_records(width):
-    """As those of a stream: each batch reads its keys, most of them new, and writes them; more than are updated at once."""
+    """Reads and writes as a stream's: a batch reads its keys, most of them new, and writes more than one step."""
     below, n = Below(limit=32 * MIB), 3 * cached_rows.STEP_ROWS
     for batch in range(3):
         keys = [b"key%09d" % i for i in range(n * batch, n * (batch + 1))]
@@ -436,7 +436,7 @@ def test_a_row_that_is_not_complete_is_not_read():
 
 
 def test_a_tag_that_is_seen_at_two_places_counts_once():
-    """As a reader may see it whose copy of a bucket is begun before the entry goes from one place, and ended when it is at another."""
+    """See a bucket as a reader may whose copy begins before an entry moves within the bucket, and ends after that."""
     below = Below()
     keys = [user(i) for i in range(60)]
     below.pairs = {key: b"%04d" % i for i, key in enumerate(keys)}
