@@ -316,7 +316,7 @@ def operator(*variables: StateVariable, **how: Any) -> OperatorSchema:
 
 
 def go_on(stored: OperatorSchema | None, *programs: OperatorSchema) -> OperatorSchema:
-    """Program after program, each of them registered several times: by its driver, and by hosts with what came of it."""
+    """Program after program, each of them registered more than once: by its driver, and by hosts with the result."""
     for program in programs:
         made = evolved(stored, program)
         assert evolved(stored, made) == evolved(made, made) == evolved(made, program) == made
