@@ -38,7 +38,8 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
-from backends.engines.row_cache import CacheBudget, KeyHashes, RowCache, hash_keys
+from backends.engines.key_hashes import KeyHashes, hash_keys
+from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState

@@ -10,10 +10,11 @@ import pytest
 from backends import StateStoreConf
 from backends.encoding.columns import even_rows
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import cached_rows, rocksdb, row_cache
+from backends.engines import cached_rows, key_hashes, rocksdb, row_cache
 from backends.engines.cached_rows import EvenRows, VaryingRows
+from backends.engines.key_hashes import hash_keys
 from backends.engines.rocksdb import LocalRocksDB
-from backends.engines.row_cache import CacheBudget, RowCache, hash_keys
+from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -26,8 +27,8 @@ MIB = 1 << 20
 def same_hashes_each_time(monkeypatch):
     """A few of many rows find no place, other ones in each process."""
     rng = random.Random(7)
-    monkeypatch.setattr(cached_rows, "_FACTORS", [np.uint64(rng.getrandbits(64) | 1) for _ in cached_rows._FACTORS])
-    monkeypatch.setattr(cached_rows, "_SEED", np.uint64(7))
+    monkeypatch.setattr(key_hashes, "_FACTORS", [np.uint64(rng.getrandbits(64) | 1) for _ in key_hashes._FACTORS])
+    monkeypatch.setattr(key_hashes, "_SEED", np.uint64(7))
 
 
 def binary(values):
