@@ -254,16 +254,19 @@ def named_variables() -> dict[str, tuple[str, str | None]]:
     return {f"{o}.{v}" if v else o: (o, v) for o, names in VARIABLES.items() for v in names}
 
 
+def read_tables(checkpoint: str, version: int | None = None) -> dict[str, pa.Table]:
+    """The table of each state variable of a checkpoint, read from storage without Spark."""
+    return {name: state_table(checkpoint, o, v, version) for name, (o, v) in named_variables().items()}
+
+
 def read(checkpoint: str, version: int | None = None) -> State:
     """The whole state of a checkpoint, read from storage without Spark."""
-    return {n: rows_of(state_table(checkpoint, o, v, version)) for n, (o, v) in named_variables().items()}
+    return {name: rows_of(table) for name, table in read_tables(checkpoint, version).items()}
 
 
-def columns(checkpoint: str, name: str) -> dict[str, str]:
-    """The columns of a variable and their types: those of its results, then those of what is kept, where they differ."""
-    operator, variable = named_variables()[name]
-    tables = [state_table(checkpoint, operator, variable, state_columns=kept) for kept in (False, True)]
-    return {f.name: str(f.type) for table in tables for f in table.schema}
+def columns_of(table: pa.Table) -> dict[str, str]:
+    """The columns of a table and their types."""
+    return {f.name: str(f.type) for f in table.schema}
 
 
 def changes(
