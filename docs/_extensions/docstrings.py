@@ -9,7 +9,7 @@ import re
 
 from sphinx.application import Sphinx
 
-_LITERAL_THEN_LETTER = re.compile(r"(``[^`]+``)(?=\w)")
+_LITERAL_THEN_LETTER = re.compile(r"(``[^`]+``)(?=[\w`])")
 
 
 def as_rst(lines: list[str]) -> list[str]:
