@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from backends.conf import StateStoreConf
-    from backends.file import FileStateStoreProvider
     from backends.ids import StateStoreId, StateStoreProviderId
     from backends.metrics import StateStoreMetrics
-    from backends.rocksdb import RocksDBStateStoreProvider
+    from backends.providers.file import FileStateStoreProvider
+    from backends.providers.rocksdb import RocksDBStateStoreProvider
     from backends.store import StateStore, StateStoreProvider
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FileStateStoreProvider": "backends.file",
-    "RocksDBStateStoreProvider": "backends.rocksdb",
+    "FileStateStoreProvider": "backends.providers.file",
+    "RocksDBStateStoreProvider": "backends.providers.rocksdb",
     "StateStore": "backends.store",
     "StateStoreConf": "backends.conf",
     "StateStoreId": "backends.ids",

@@ -8,7 +8,10 @@ from importlib import import_module
 
 from backends.exceptions import InvalidStateStoreArgument
 
-PROVIDERS = {"rocksdb": "backends.rocksdb.RocksDBStateStoreProvider", "file": "backends.file.FileStateStoreProvider"}
+PROVIDERS = {
+    "rocksdb": "backends.providers.rocksdb.RocksDBStateStoreProvider",
+    "file": "backends.providers.file.FileStateStoreProvider",
+}
 COMPRESSIONS = ("none", "lz4", "zstd")
 _MIB = 1 << 20
 
@@ -20,7 +23,7 @@ class StateStoreConf:
     Which, and where:
 
     - ``provider``: the backend that keeps the state: "rocksdb" (on local disk, for any size), "file"
-      (in memory, for what fits), or the import path of a ``backends.provider.LocalStateStoreProvider``.
+      (in memory, for what fits), or the import path of a ``backends.providers.local_provider.LocalStateStoreProvider``.
     - ``storage_options``: how the checkpoint location is reached: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
 
     What is durable, and for how long:

@@ -56,3 +56,6 @@ class StateStoreProviderId:
 
     def __str__(self) -> str:
         return f"StateStoreProviderId[{self.store_id}, queryRunId={self.query_run_id}]"
+
+
+DEFAULT_FAMILY = "default"

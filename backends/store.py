@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.changelog import DEFAULT_FAMILY
+from backends.ids import DEFAULT_FAMILY
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -39,7 +39,7 @@ class _Get:
     __isabstractmethod__ = True
 
     def __get__(self, store: StateStore | None, owner: type[StateStore]) -> Any:
-        from backends.registry import loaded_providers
+        from backends.providers.loaded_providers import loaded_providers
 
         return loaded_providers.get
 
@@ -53,7 +53,7 @@ class StateStore(ABC):
     Iteration is in byte order of the keys. One store is for one thread.
 
     ``StateStore.get``, ``get_read_only``, ``unload``, ``stop``, ``is_loaded`` and ``is_maintenance_running``,
-    called on the class, are those of this process's loaded providers (``backends.registry``).
+    called on the class, are those of this process's loaded providers (``backends.providers.loaded_providers``).
     """
 
     @staticmethod
@@ -61,35 +61,35 @@ class StateStore(ABC):
         provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
     ) -> StateStore:
         """Open a version of a loaded provider, which is loaded if need be, to read."""
-        from backends.registry import loaded_providers
+        from backends.providers.loaded_providers import loaded_providers
 
         return loaded_providers.get_read_only(provider_id, version, conf)
 
     @staticmethod
     def unload(provider_id: StateStoreProviderId) -> None:
         """Close a provider, if it is loaded."""
-        from backends.registry import loaded_providers
+        from backends.providers.loaded_providers import loaded_providers
 
         loaded_providers.unload(provider_id)
 
     @staticmethod
     def stop() -> None:
         """Close all loaded providers, and stop their maintenance."""
-        from backends.registry import loaded_providers
+        from backends.providers.loaded_providers import loaded_providers
 
         loaded_providers.stop()
 
     @staticmethod
     def is_loaded(provider_id: StateStoreProviderId) -> bool:
         """Whether a provider is loaded in this process."""
-        from backends.registry import loaded_providers
+        from backends.providers.loaded_providers import loaded_providers
 
         return loaded_providers.is_loaded(provider_id)
 
     @staticmethod
     def is_maintenance_running() -> bool:
         """Whether the maintenance thread runs."""
-        from backends.registry import loaded_providers
+        from backends.providers.loaded_providers import loaded_providers
 
         return loaded_providers.is_maintenance_running()
 

@@ -38,13 +38,13 @@ from rich.console import Console
 from rich.table import Table
 
 from backends import StateStoreId, StateStoreProviderId
-from backends.changelog import changelog_path
-from backends.engine import LocalState
-from backends.manifest import FileRef, SnapshotRef
-from backends.schema import StateSchema
-from backends.sealed import seal
-from backends.snapshot import Snapshot
-from backends.storage import CheckpointStorage, digest
+from backends.encoding.schema import StateSchema
+from backends.formats.changelog import changelog_path
+from backends.formats.manifest import SnapshotRef
+from backends.formats.sealed import seal
+from backends.formats.snapshot import LocalState, Snapshot
+from backends.storage.checkpoint_storage import CheckpointStorage, digest
+from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import (
     Acknowledge,

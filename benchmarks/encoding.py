@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from backends.keys import decode_keys, encode_keys
-from backends.values import decode_values, encode_values
+from backends.encoding.keys import decode_keys, encode_keys
+from backends.encoding.values import decode_values, encode_values
 
 KEY_GROUPS = 1024
 ALPHABET = np.array(list("abcdefghijklmnopqrstuvwxyz"))

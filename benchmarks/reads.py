@@ -33,11 +33,11 @@ from rich.table import Table
 from rocksdict import Options, Rdict, WriteBatch
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf
-from backends.changelog import ChangelogMeta, Changes
-from backends.partition_state import PartitionState
-from backends.provider import LocalStateStoreProvider
-from backends.sorted_pairs import to_bytes_list
-from backends.storage import CheckpointStorage
+from backends.encoding.sorted_pairs import to_bytes_list
+from backends.formats.changelog import ChangelogMeta, Changes
+from backends.partition.partition_state import PartitionState
+from backends.providers.local_provider import LocalStateStoreProvider
+from backends.storage.checkpoint_storage import CheckpointStorage
 
 KEY_BYTES, VALUE_BYTES = 11, 30
 REQUESTS = (50_000, 1_000, 125, 16, 8)
@@ -122,7 +122,7 @@ class Loaded:
 
 def _state(directory: Path, kind: type[LocalStateStoreProvider], conf: StateStoreConf) -> PartitionState:
     storage = CheckpointStorage.open(str(directory / "checkpoint"), fsync=False)
-    return kind.partition_state(directory / "local", storage, "operators/bench/1/0/default", conf)
+    return PartitionState(directory / "local", storage, "operators/bench/1/0/default", conf, kind.backend, kind.engine)
 
 
 def take_turns(contestants: dict[str, Callable[[], float]], rounds: int) -> Times:

@@ -39,8 +39,8 @@ from rich.table import Table
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
-from backends.provider import LocalStateStoreProvider
-from backends.rocksdb import LocalRocksDB
+from backends.engines.rocksdb import LocalRocksDB
+from backends.providers.local_provider import LocalStateStoreProvider
 
 PROVIDERS = {"rocksdb provider": RocksDBStateStoreProvider, "file provider": FileStateStoreProvider}
 SCAN_ROWS = 1 << 14

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.key_groups import spark_xxhash64
+from backends.encoding.key_groups import spark_xxhash64
 
 Longs = npt.NDArray[np.int64]
 Gives = Literal["totals", "totals of the batch", "rows"]

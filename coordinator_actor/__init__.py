@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coordinator_actor.actor import StateStoreCoordinator
-    from coordinator_actor.checkpoint_coordinator import CheckpointCoordinator
-    from coordinator_actor.checkpoint_id import CheckpointIDCounter
-    from coordinator_actor.checkpoint_stats import CheckpointStatsTracker
+    from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+    from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+    from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
     from coordinator_actor.location_oracle import KvStateLocationOracle
     from coordinator_actor.reference import StateStoreCoordinatorRef
-    from coordinator_actor.savepoint_coordinator import SavepointCoordinator
+    from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 
 __all__ = [
     "CheckpointCoordinator",
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CheckpointCoordinator": "coordinator_actor.checkpoint_coordinator",
-    "CheckpointIDCounter": "coordinator_actor.checkpoint_id",
-    "CheckpointStatsTracker": "coordinator_actor.checkpoint_stats",
+    "CheckpointCoordinator": "coordinator_actor.checkpoints.checkpoint_coordinator",
+    "CheckpointIDCounter": "coordinator_actor.checkpoints.checkpoint_id",
+    "CheckpointStatsTracker": "coordinator_actor.checkpoints.checkpoint_stats",
     "KvStateLocationOracle": "coordinator_actor.location_oracle",
-    "SavepointCoordinator": "coordinator_actor.savepoint_coordinator",
+    "SavepointCoordinator": "coordinator_actor.savepoints.savepoint_coordinator",
     "StateStoreCoordinator": "coordinator_actor.actor",
     "StateStoreCoordinatorRef": "coordinator_actor.reference",
 }

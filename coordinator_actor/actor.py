@@ -13,9 +13,9 @@ from typing import Any
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from backends.formats.manifest import Lineage, PartitionEntry
 from backends.ids import StateStoreProviderId
-from backends.manifest import Lineage, PartitionEntry
-from backends.storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens, IssuedToken
 from coordinator_actor.cluster_store import ClusterStore

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from backends.changelog import DEFAULT_FAMILY
+from backends.encoding.operator_schema import OperatorSchema, evolved
+from backends.encoding.schema import StateSchema
+from backends.encoding.schema_evolution import in_words
 from backends.exceptions import IncompatibleSchemaError
-from backends.manifest import Manifest
-from backends.operator_schema import OperatorSchema, evolved
-from backends.schema import StateSchema
-from backends.schema_evolution import in_words
+from backends.formats.manifest import Manifest
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query import QueryState, incomplete_message, tasks_of
 

@@ -18,12 +18,14 @@ from datetime import datetime, timezone
 from typing import Any
 
 from backends.exceptions import StateStoreError, StorageError, VersionNotFoundError
+from backends.formats.manifest import Lineage, PartitionEntry
 from backends.ids import StateStoreId, StateStoreProviderId
-from backends.manifest import Lineage, PartitionEntry
-from backends.storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.assignment import assign
-from coordinator_actor.checkpoints import CompletedCheckpoint, TaskKey
+from coordinator_actor.checkpoints.checkpoints import CompletedCheckpoint, TaskKey
+from coordinator_actor.checkpoints.job_status import JobStatus
+from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
 from coordinator_actor.compatibility import evolved_operators, refusal_of
 from coordinator_actor.exceptions import (
     BatchHeldError,
@@ -40,7 +42,6 @@ from coordinator_actor.exceptions import (
     UnknownRunError,
     error_from,
 )
-from coordinator_actor.job_status import JobStatus
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.manifests import ManifestLog, QueryFile, SparkCommits, schema_path
 from coordinator_actor.messages import (
@@ -66,8 +67,7 @@ from coordinator_actor.messages import (
 from coordinator_actor.query import Assignment, QueryState
 from coordinator_actor.registry import HostRegistry, InstanceRegistry
 from coordinator_actor.retention import remove_garbage
-from coordinator_actor.savepoints import InBackground, RunSavepoints, status_of
-from coordinator_actor.snapshot_lag import SnapshotLag, SnapshotLagConf
+from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints, status_of
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from backends.manifest import FileRef
+from backends.storage.file_ref import FileRef
 
 
 class ExportedFile(Struct, frozen=True):

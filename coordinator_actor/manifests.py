@@ -13,14 +13,14 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct, field
 
-from backends import chain
-from backends.chain import Layout
 from backends.decoders import json_decoder
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError
-from backends.manifest import FORMAT_VERSION, Manifest
-from backends.sealed import seal, unseal
-from backends.storage import CheckpointStorage
-from coordinator_actor.checkpoint_id import CheckpointIDCounter
+from backends.formats import chain
+from backends.formats.chain import Layout
+from backends.formats.manifest import FORMAT_VERSION, Manifest
+from backends.formats.sealed import seal, unseal
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.exceptions import FencedError
 from coordinator_actor.messages import BatchTimes
 

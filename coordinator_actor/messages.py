@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from backends.manifest import FileRef, SnapshotRef
+from backends.formats.manifest import SnapshotRef
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exported_file import ExportedFile
 
 
 class OperatorSpec(Struct, frozen=True):
     """One stateful operator of a query, as the program declares it.
 
-    ``schema`` is the JSON of a ``backends.operator_schema.OperatorSchema``; its digest is the schema id.
+    ``schema`` is the JSON of a ``backends.encoding.operator_schema.OperatorSchema``; its digest is the schema id.
     ``kind`` tells readers how to turn stored values into results. ``uses_time``: its tasks need the times of the batch.
     """
 

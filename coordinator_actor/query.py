@@ -9,28 +9,29 @@ from types import MappingProxyType
 
 import msgspec
 
-from backends import chain as chains
-from backends.chain import Layout, Retention
-from backends.changelog import read_changelog_meta
-from backends.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.operator_schema import OperatorSchema
-from backends.snapshot import Snapshot
-from backends.storage import digest
-from coordinator_actor.checkpoint_coordinator import CheckpointCoordinator
-from coordinator_actor.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.checkpoint_stats import CheckpointStatsTracker
-from coordinator_actor.checkpoints import (
+from backends.encoding.operator_schema import OperatorSchema
+from backends.formats import chain as chains
+from backends.formats.chain import Layout, Retention
+from backends.formats.changelog import read_changelog_meta
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.snapshot import Snapshot
+from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import FileRef
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
+from coordinator_actor.checkpoints.checkpoints import (
     AcknowledgeCheckpoint,
     CompletedCheckpoint,
     NoCheckpointStore,
     PendingCheckpoint,
     TaskKey,
 )
+from coordinator_actor.checkpoints.job_status import JobStatus
+from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag
 from coordinator_actor.exceptions import IncompleteBatchError, LineageError
-from coordinator_actor.job_status import JobStatus
 from coordinator_actor.manifests import ManifestLog, SparkCommits
 from coordinator_actor.messages import BatchTimes, Completed, HostInfo, OperatorSpec, QueryRegistration
-from coordinator_actor.snapshot_lag import SnapshotLag
 
 EMPTY: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
 NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})

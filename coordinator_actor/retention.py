@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from backends import chain as chains
-from backends import snapshot
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.manifest import SnapshotRef
+from backends.formats import chain as chains
+from backends.formats import snapshot
+from backends.formats.manifest import SnapshotRef
 from coordinator_actor.query import QueryState
 
 log = logging.getLogger(__name__)

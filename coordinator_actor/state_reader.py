@@ -18,16 +18,15 @@ from typing import NamedTuple
 import pyarrow as pa
 from msgspec import Struct, structs
 
-from backends import chain as chains
-from backends.chain import Layout
-from backends.changelog import read_changelog
 from backends.conf import StateStoreConf
+from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
-from backends.manifest import Lineage, Manifest, OperatorEntry
-from backends.operator_schema import OperatorSchema
-from backends.partition_state import PartitionState
-from backends.provider import provider_class
-from backends.storage import CheckpointStorage
+from backends.formats import chain as chains
+from backends.formats.chain import Layout
+from backends.formats.changelog import read_changelog
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry
+from backends.partition.partition_state import PartitionState, open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.manifests import ManifestLog, SparkCommits
 
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
@@ -266,7 +265,7 @@ def opened(
         max_versions_in_memory=0,
     )
     with TemporaryDirectory(prefix="statestore-read-") as scratch:
-        state = provider_class(conf).partition_state(Path(scratch) / "state", storage, piece.directory, conf)
+        state = open_partition(Path(scratch) / "state", storage, piece.directory, conf)
         try:
             load(place, state, piece, piece.lineage.version if version is None else version, open_storage=open_storage)
             yield state

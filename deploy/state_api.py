@@ -23,7 +23,7 @@ from deploy.state_http.app import create_app
 from deploy.state_http.coordinator_tokens import CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.service import AsyncStateClient
-from spark_bridge.queryable.tls import TlsConf
+from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
 
@@ -55,7 +55,7 @@ class Settings(BaseModel):
 def build_http(settings: Settings) -> FastAPI:
     """What a replica runs: the application on a client of this Ray cluster."""
     from spark_bridge import AsyncQueryableStateClient
-    from spark_bridge.host_actor import RayCoordinatorPort
+    from spark_bridge.host_actor.actor import RayCoordinatorPort
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(port.call)

@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spark_bridge import functions
-    from spark_bridge.aggregate_operator import aggregate
-    from spark_bridge.deduplicate import deduplicate
-    from spark_bridge.host_actor import StateStoreHost
-    from spark_bridge.operator_progress import (
+    from spark_bridge.host_actor.actor import StateStoreHost
+    from spark_bridge.operators.aggregate.operator import aggregate
+    from spark_bridge.operators.deduplicate.operator import deduplicate
+    from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+    from spark_bridge.queryable.client.client import QueryableStateClient
+    from spark_bridge.queryable.client.scans import StateScan
+    from spark_bridge.queryable.client.watch import StateChange, StateWatch
+    from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+    from spark_bridge.queryable.server.limits import RequestLimits
+    from spark_bridge.queryable.server.server import KvStateServer
+    from spark_bridge.session.operator_progress import (
         StateOperatorListener,
         StateOperatorProgress,
         add_state_operator_listener,
         remove_state_operator_listener,
         state_operator_progress,
     )
-    from spark_bridge.queryable.async_client import AsyncQueryableStateClient
-    from spark_bridge.queryable.client import QueryableStateClient
-    from spark_bridge.queryable.client_proxy import KvStateClientProxy
-    from spark_bridge.queryable.client_scans import StateScan
-    from spark_bridge.queryable.limits import RequestLimits
-    from spark_bridge.queryable.server import KvStateServer
-    from spark_bridge.queryable.tls import TlsConf
-    from spark_bridge.queryable.watch import StateChange, StateWatch
-    from spark_bridge.savepoints import (
+    from spark_bridge.session.savepoints import (
         delete_savepoint,
         describe_savepoint,
         list_savepoints,
@@ -36,9 +35,9 @@ if TYPE_CHECKING:
         restore_savepoint,
         trigger_savepoint,
     )
-    from spark_bridge.session import attach, init_spark, stop_spark
-    from spark_bridge.state_data import read_state, read_state_changes, state_metadata
-    from spark_bridge.state_tables import (
+    from spark_bridge.session.spark_session import attach, init_spark, stop_spark
+    from spark_bridge.state_data.spark_frames import read_state, read_state_changes, state_metadata
+    from spark_bridge.state_data.state_tables import (
         state_batches,
         state_changes_batches,
         state_changes_table,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
         transform_with_state_in_pandas,
     )
     from spark_bridge.stateful.value_state import ValueState
+    from spark_bridge.transport.tls import TlsConf
 
 __all__ = [
     "ArrowBatch",
@@ -114,51 +114,51 @@ _HOMES = {
     "ArrowBatch": "spark_bridge.stateful.arrow_processor",
     "ArrowResult": "spark_bridge.stateful.arrow_processor",
     "ArrowStatefulProcessor": "spark_bridge.stateful.arrow_processor",
-    "AsyncQueryableStateClient": "spark_bridge.queryable.async_client",
+    "AsyncQueryableStateClient": "spark_bridge.queryable.client.async_client",
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
-    "KvStateClientProxy": "spark_bridge.queryable.client_proxy",
-    "KvStateServer": "spark_bridge.queryable.server",
+    "KvStateClientProxy": "spark_bridge.queryable.server.client_proxy",
+    "KvStateServer": "spark_bridge.queryable.server.server",
     "ListState": "spark_bridge.stateful.list_state",
     "MapState": "spark_bridge.stateful.map_state",
     "ProcessorTester": "spark_bridge.stateful.tester",
-    "QueryableStateClient": "spark_bridge.queryable.client",
-    "StateChange": "spark_bridge.queryable.watch",
-    "RequestLimits": "spark_bridge.queryable.limits",
-    "StateOperatorListener": "spark_bridge.operator_progress",
-    "StateOperatorProgress": "spark_bridge.operator_progress",
-    "StateScan": "spark_bridge.queryable.client_scans",
-    "StateStoreHost": "spark_bridge.host_actor",
-    "StateWatch": "spark_bridge.queryable.watch",
+    "QueryableStateClient": "spark_bridge.queryable.client.client",
+    "StateChange": "spark_bridge.queryable.client.watch",
+    "RequestLimits": "spark_bridge.queryable.server.limits",
+    "StateOperatorListener": "spark_bridge.session.operator_progress",
+    "StateOperatorProgress": "spark_bridge.session.operator_progress",
+    "StateScan": "spark_bridge.queryable.client.scans",
+    "StateStoreHost": "spark_bridge.host_actor.actor",
+    "StateWatch": "spark_bridge.queryable.client.watch",
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
     "StatefulProcessorHandle": "spark_bridge.stateful.handle",
     "TimerValues": "spark_bridge.stateful.stateful_processor",
-    "TlsConf": "spark_bridge.queryable.tls",
+    "TlsConf": "spark_bridge.transport.tls",
     "ValueState": "spark_bridge.stateful.value_state",
-    "add_state_operator_listener": "spark_bridge.operator_progress",
-    "aggregate": "spark_bridge.aggregate_operator",
-    "attach": "spark_bridge.session",
-    "deduplicate": "spark_bridge.deduplicate",
-    "delete_savepoint": "spark_bridge.savepoints",
-    "describe_savepoint": "spark_bridge.savepoints",
-    "init_spark": "spark_bridge.session",
-    "list_savepoints": "spark_bridge.savepoints",
-    "read_state": "spark_bridge.state_data",
-    "read_state_changes": "spark_bridge.state_data",
-    "rebalance": "spark_bridge.savepoints",
-    "remove_state_operator_listener": "spark_bridge.operator_progress",
-    "restore_savepoint": "spark_bridge.savepoints",
-    "state_batches": "spark_bridge.state_tables",
-    "state_changes_batches": "spark_bridge.state_tables",
-    "state_changes_table": "spark_bridge.state_tables",
-    "state_metadata": "spark_bridge.state_data",
-    "state_metadata_table": "spark_bridge.state_tables",
-    "state_operator_progress": "spark_bridge.operator_progress",
-    "state_table": "spark_bridge.state_tables",
-    "stop_spark": "spark_bridge.session",
+    "add_state_operator_listener": "spark_bridge.session.operator_progress",
+    "aggregate": "spark_bridge.operators.aggregate.operator",
+    "attach": "spark_bridge.session.spark_session",
+    "deduplicate": "spark_bridge.operators.deduplicate.operator",
+    "delete_savepoint": "spark_bridge.session.savepoints",
+    "describe_savepoint": "spark_bridge.session.savepoints",
+    "init_spark": "spark_bridge.session.spark_session",
+    "list_savepoints": "spark_bridge.session.savepoints",
+    "read_state": "spark_bridge.state_data.spark_frames",
+    "read_state_changes": "spark_bridge.state_data.spark_frames",
+    "rebalance": "spark_bridge.session.savepoints",
+    "remove_state_operator_listener": "spark_bridge.session.operator_progress",
+    "restore_savepoint": "spark_bridge.session.savepoints",
+    "state_batches": "spark_bridge.state_data.state_tables",
+    "state_changes_batches": "spark_bridge.state_data.state_tables",
+    "state_changes_table": "spark_bridge.state_data.state_tables",
+    "state_metadata": "spark_bridge.state_data.spark_frames",
+    "state_metadata_table": "spark_bridge.state_data.state_tables",
+    "state_operator_progress": "spark_bridge.session.operator_progress",
+    "state_table": "spark_bridge.state_data.state_tables",
+    "stop_spark": "spark_bridge.session.spark_session",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_pandas": "spark_bridge.stateful.transform_with_state",
-    "trigger_savepoint": "spark_bridge.savepoints",
+    "trigger_savepoint": "spark_bridge.session.savepoints",
 }
 
 

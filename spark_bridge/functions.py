@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_bridge.distinct_sketch import MAX_PRECISION, MIN_PRECISION, precision_of
+from spark_bridge.aggregates.distinct_sketch import MAX_PRECISION, MIN_PRECISION, precision_of
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.windows import session_window, window
+from spark_bridge.operators.windows import session_window, window
 
 __all__ = [
     "AggregateFunction",

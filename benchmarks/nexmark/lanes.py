@@ -22,7 +22,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from backends.key_groups import spark_xxhash64
+from backends.encoding.key_groups import spark_xxhash64
 
 from .generator import SPARK_SCHEMA, NexmarkConf
 from .queries import NexmarkContestant

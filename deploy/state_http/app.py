@@ -17,7 +17,7 @@ from deploy.state_http import models, problems, values
 from deploy.state_http.access import Gate
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.service import AsyncStateClient, StateService, arrow_stream
-from spark_bridge.queryable.access import TokenVerifier
+from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
 ARROW = "application/vnd.apache.arrow.stream"
 LINES = "application/x-ndjson"

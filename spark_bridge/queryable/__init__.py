@@ -1,1 +1,1 @@
-"""Queryable state: the servers in the hosts, the clients, and what they say to each other. Needs neither Ray nor Spark."""
+"""Queryable state: lookups, scans, SQL and change feeds of running queries (Flink's queryable state)."""

@@ -1,1 +1,1 @@
-"""Arbitrary stateful processing of keyed rows: Spark 4's ``transformWithState`` on this state store."""
+"""Stateful processors with PySpark 4.2's interface: state variables, timers, TTL, tester."""

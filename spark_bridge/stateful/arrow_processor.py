@@ -13,25 +13,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
+from backends.encoding.keys import decode_keys
+from backends.encoding.schema import StateSchema, to_spark_type
 from backends.exceptions import StateStoreError
-from backends.keys import decode_keys
-from backends.schema import StateSchema, to_spark_type
-from spark_bridge.event_time import EventTime
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
-from spark_bridge.state_access import StateAccess
-from spark_bridge.state_families import TTL_COLUMN, family_of
-from spark_bridge.state_task import StepTimer
-from spark_bridge.stateful.expiry import alive_at
+from spark_bridge.state_format.families import TTL_COLUMN, family_of
 from spark_bridge.stateful.handle import StatefulProcessorHandle
 from spark_bridge.stateful.process_task import figures_of, started
 from spark_bridge.stateful.processor_output import OutputSink
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
-from spark_bridge.stateful.sorted_runs import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.stateful.spool import Spool
 from spark_bridge.stateful.stateful_processor import TimerValues
 from spark_bridge.stateful.step import INT64_MAX, StateFigures
 from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.stateful.ttl import alive_at
+from spark_bridge.task.sorted_runs import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.spool import Spool
+from spark_bridge.task.state_access import StateAccess
+from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.watermark import EventTime
 
 Columns: TypeAlias = pa.Table | pa.RecordBatch
 Flags: TypeAlias = npt.NDArray[np.bool_]

@@ -10,8 +10,8 @@ from typing import TypeVar
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import InvalidStateStoreArgument
-from backends.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.deleted_state import make_deleted

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.columns import Offsets
-from backends.operator_schema import StateVariable
+from backends.encoding.columns import Offsets
+from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
-from spark_bridge.state_families import CHUNKS, family_of
-from spark_bridge.stateful.expiry import Ttl
+from spark_bridge.state_format.families import CHUNKS, family_of
+from spark_bridge.state_format.stored_keys import longs_of_key, prefix_range, with_more
 from spark_bridge.stateful.ranges import (
     LazyLists,
     alive_lists,
@@ -31,7 +31,7 @@ from spark_bridge.stateful.ranges import (
 )
 from spark_bridge.stateful.state_values import StateValues, null_value
 from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.stored_keys import longs_of_key, prefix_range, with_more
+from spark_bridge.stateful.ttl import Ttl
 from spark_bridge.stateful.variables import Declaration
 
 TAIL_ELEMENTS = 64

@@ -15,16 +15,16 @@ import pyarrow.compute as pc
 from pyspark.sql import Row
 from pyspark.sql import types as T
 
-from backends.columns import list_array, struct_array
-from backends.keys import decode_keys
-from backends.operator_schema import StateVariable
-from spark_bridge.state_families import ENTRIES, TTL_COLUMN, family_of
-from spark_bridge.stateful.expiry import Ttl
+from backends.encoding.columns import list_array, struct_array
+from backends.encoding.keys import decode_keys
+from backends.encoding.operator_schema import StateVariable
+from spark_bridge.state_format.families import ENTRIES, TTL_COLUMN, family_of
+from spark_bridge.state_format.stored_keys import columns_of_key, prefix_range, with_more
 from spark_bridge.stateful.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of, sizes_of, structs
 from spark_bridge.stateful.row_values import row_class
 from spark_bridge.stateful.state_values import StateValues
 from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.stored_keys import columns_of_key, prefix_range, with_more
+from spark_bridge.stateful.ttl import Ttl
 from spark_bridge.stateful.variables import Declaration
 
 SMALL_ENTRIES = 64

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from backends.columns import is_list_like, list_array, list_parts, null_mask, struct_array
+from backends.encoding.columns import is_list_like, list_array, list_parts, null_mask, struct_array
 from spark_bridge.stateful.row_values import RowCodec, to_array
 
 Values: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"

@@ -16,19 +16,19 @@ from typing import Any, Literal, TypeAlias
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from backends.keys import decode_keys
+from backends.encoding.keys import decode_keys
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.event_time import EventTime
-from spark_bridge.state_access import StateAccess
-from spark_bridge.state_task import StepTimer
 from spark_bridge.stateful.pandas_values import PandasCodec, rows_of
 from spark_bridge.stateful.processor_output import OutputFrames, OutputRows, OutputSink
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
-from spark_bridge.stateful.sorted_runs import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.stateful.spool import Spool
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
 from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.task.sorted_runs import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.spool import Spool
+from spark_bridge.task.state_access import StateAccess
+from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.watermark import EventTime
 
 ROWS_PER_FRAME = 10_000
 """Rows of a DataFrame that a processor is given, at most: Spark's ``spark.sql.execution.arrow.maxRecordsPerBatch``."""

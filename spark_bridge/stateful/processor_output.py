@@ -15,11 +15,11 @@ import pyarrow as pa
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
-from spark_bridge.event_time import EventTime
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful.pandas_values import Columns, PandasCodec
 from spark_bridge.stateful.row_values import RowCodec, shown
-from spark_bridge.stateful.spool import Spool
+from spark_bridge.task.spool import Spool
+from spark_bridge.task.watermark import EventTime
 
 ROWS_AT_ONCE = 1 << 14
 """Rows turned into Arrow at once."""

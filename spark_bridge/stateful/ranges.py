@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from backends.columns import (
+from backends.encoding.columns import (
     Mask,
     Offsets,
     binary_content,

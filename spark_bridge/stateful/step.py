@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_bridge.exceptions import HandleStateError, StatefulProcessorError
-from spark_bridge.state_access import StateAccess
+from spark_bridge.task.state_access import StateAccess
 
 INT64_MAX = (1 << 63) - 1
 

@@ -9,9 +9,9 @@ from functools import cached_property
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from spark_bridge.event_time import EventTime, late_rows_removed
-from spark_bridge.state_task import StepTimer
-from spark_bridge.stateful.sorted_runs import RowSorter
+from spark_bridge.task.sorted_runs import RowSorter
+from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.watermark import EventTime, late_rows_removed
 
 
 @dataclass(frozen=True)

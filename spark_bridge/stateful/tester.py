@@ -19,12 +19,11 @@ from pyspark.sql import Row
 from pyspark.sql import types as T
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
-from backends.key_groups import key_groups
-from backends.keys import decode_keys, encode_keys
-from backends.operator_schema import OperatorSchema
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import decode_keys, encode_keys
+from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
-from spark_bridge.local_state import LocalStateAccess
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, PROCESSING_TIME, TIME_MODES
 from spark_bridge.stateful.list_state import ListState
@@ -34,6 +33,7 @@ from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
 from spark_bridge.stateful.value_state import ValueState
+from spark_bridge.task.local_state import LocalStateAccess
 
 if TYPE_CHECKING:
     import pandas as pd

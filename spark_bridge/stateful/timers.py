@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.columns import list_array, list_parts
-from backends.operator_schema import StateVariable
-from spark_bridge.state_families import TIMERS_BY_EXPIRY, TIMERS_BY_KEY, family_of
+from backends.encoding.columns import list_array, list_parts
+from backends.encoding.operator_schema import StateVariable
+from spark_bridge.state_format.families import TIMERS_BY_EXPIRY, TIMERS_BY_KEY, family_of
+from spark_bridge.state_format.stored_keys import by_expiry, expired_ranges, without_expiry
 from spark_bridge.stateful.ranges import offsets_of
 from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.stored_keys import by_expiry, expired_ranges, without_expiry
 
 
 class Timers:

@@ -11,14 +11,13 @@ from pyspark import cloudpickle
 from pyspark.sql import DataFrame, GroupedData
 from pyspark.sql import types as T
 
+from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StateStoreError
-from backends.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorSpec
-from spark_bridge.aggregate_functions import arrow_type
-from spark_bridge.event_time import WATERMARK_METADATA, EventTime
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.initial_state import InitialState
-from spark_bridge.operator_input import (
+from spark_bridge.operators.declared import check_operator_name, declare
+from spark_bridge.operators.initial_state import InitialState
+from spark_bridge.operators.input import (
     OWN_COLUMNS,
     check_keys,
     event_time_of,
@@ -27,15 +26,16 @@ from spark_bridge.operator_input import (
     partition_count,
     routed,
 )
-from spark_bridge.operators import check_operator_name, declare
-from spark_bridge.state_task import Logic, StateTask
+from spark_bridge.operators.ticks import with_ticks
+from spark_bridge.operators.types import arrow_type
 from spark_bridge.stateful.arrow_processor import ArrowLogic, ArrowStatefulProcessor, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
 from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.ticks import with_ticks
+from spark_bridge.task.state_task import Logic, StateTask
+from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
 
 KIND = "transform_with_state"
 OUTPUT_MODES = ("update", "append")

@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.operator_schema import StateVariable
+from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
-from spark_bridge.state_families import family_of
-from spark_bridge.stateful.expiry import Ttl
+from spark_bridge.state_format.families import family_of
 from spark_bridge.stateful.state_values import StateValues
 from spark_bridge.stateful.step import Step
+from spark_bridge.stateful.ttl import Ttl
 from spark_bridge.stateful.variables import Declaration
 
 _UNREAD: Any = object()

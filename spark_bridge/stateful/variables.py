@@ -19,13 +19,12 @@ from functools import cached_property
 import pyarrow as pa
 from pyspark.sql import types as T
 
-from backends.changelog import DEFAULT_FAMILY
+from backends.encoding.operator_schema import StateVariable
+from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
-from backends.ids import check_name
-from backends.operator_schema import StateVariable
-from backends.schema import StateSchema
+from backends.ids import DEFAULT_FAMILY, check_name
 from spark_bridge.exceptions import StateDeclarationError
-from spark_bridge.state_families import CHUNKS, ENTRIES, TIMERS_BY_EXPIRY, TIMERS_BY_KEY, TTL_COLUMN
+from spark_bridge.state_format.families import CHUNKS, ENTRIES, TIMERS_BY_EXPIRY, TIMERS_BY_KEY, TTL_COLUMN
 from spark_bridge.stateful.row_values import RowCodec
 
 CHUNK_COLUMN = "__chunk"

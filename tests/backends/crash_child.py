@@ -32,8 +32,8 @@ from backends import (
     StateStoreConf,
     StateStoreId,
     fault_points,
-    rocksdb,
 )
+from backends.engines import rocksdb
 
 KILLED, DONE = 9, 7
 SAY = os.write

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.changelog import (
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StateStoreError
+from backends.formats.changelog import (
     ChangelogMeta,
     Changes,
     changelog_path,
@@ -13,10 +15,8 @@ from backends.changelog import (
     read_changelog_meta,
     write_changelog,
 )
-from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StateStoreError
-from backends.sealed import seal, unseal
-from backends.sorted_pairs import SortedPairs
-from backends.storage import CheckpointStorage
+from backends.formats.sealed import seal, unseal
+from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.effort import examples
 
 META = ChangelogMeta("run", "op", 1, 4, 3, "attempt", "operators/op/4/1/default/2-x.changelog")

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.columns import EVEN_ROWS, EVEN_WIDTH, concatenated, content_bytes, even_array, even_rows, placed, taken
+from backends.encoding.columns import (
+    EVEN_ROWS,
+    EVEN_WIDTH,
+    concatenated,
+    content_bytes,
+    even_array,
+    even_rows,
+    placed,
+    taken,
+)
 from tests.effort import examples
 
 

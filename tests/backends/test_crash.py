@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from backends import chain
+from backends.formats import chain
 from tests.backends.crash_child import CLASSES, CONF, MADE_BEFORE, content_of, make_version, provider_in
 from tests.effort import effort
 from tests.patience import PATIENCE

@@ -12,8 +12,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from backends.encoding.key_groups import key_groups, partition_of, partition_range, spark_xxhash64
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
-from backends.key_groups import key_groups, partition_of, partition_range, spark_xxhash64
 
 NAN, INF = float("nan"), float("inf")
 UTC = dt.timezone.utc

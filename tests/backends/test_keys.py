@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.encoding.keys import decode_keys, encode_keys
 from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError, UnsupportedTypeError
-from backends.keys import decode_keys, encode_keys
 from tests.backends.strategies import LADDERS, LEAVES, batches, comparable, hide, kinds, normal, sort_key, values_of
 from tests.effort import examples
 

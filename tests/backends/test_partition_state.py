@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf
-from backends.changelog import ChangelogMeta, Changes
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import (
     ConcurrentCommitError,
     DamagedFileError,
@@ -19,9 +19,10 @@ from backends.exceptions import (
     StoreClosedError,
     VersionNotFoundError,
 )
-from backends.manifest import ChangelogRef, Lineage
-from backends.sorted_pairs import SortedPairs
-from backends.storage import CheckpointStorage
+from backends.formats.changelog import ChangelogMeta, Changes
+from backends.formats.manifest import ChangelogRef, Lineage
+from backends.partition.partition_state import PartitionState
+from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.patience import HANG, PATIENCE
 
 DIRECTORY = "operators/op/1/0/default"
@@ -43,7 +44,7 @@ def open_state(provider, storage):
     made = []
 
     def opened(local_dir):
-        made.append(provider.partition_state(local_dir, storage, DIRECTORY, CONF))
+        made.append(PartitionState(local_dir, storage, DIRECTORY, CONF, provider.backend, provider.engine))
         return made[-1]
 
     yield opened

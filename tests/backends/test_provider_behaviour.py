@@ -80,8 +80,8 @@ from backends.exceptions import (
     UnsupportedLocationError,
     VersionNotFoundError,
 )
-from backends.local_files import LocalFiles
-from backends.overlay import successor
+from backends.providers.overlay import successor
+from backends.storage.local_files import LocalFiles
 from tests.patience import HANG, PATIENCE
 
 from .third_provider import ThirdStateStoreProvider
@@ -1295,7 +1295,7 @@ def test_a_provider_is_named_by_its_import_path(location):
     conf = StateStoreConf(provider="tests.backends.third_provider.ThirdStateStoreProvider")
     assert conf.provider_class() is ThirdStateStoreProvider
     assert StateStoreConf(provider="file").provider_class() is FileStateStoreProvider
-    for wrong in ("no.such.module.Class", "backends.file.NoSuchClass", "backends.file.lists_of"):
+    for wrong in ("no.such.module.Class", "backends.engines.file.NoSuchClass", "backends.engines.file.lists_of"):
         with pytest.raises(InvalidStateStoreArgument, match="cannot be imported"):
             StateStoreConf(provider=wrong).provider_class()
     with pytest.raises(InvalidStateStoreArgument, match="choose one of rocksdb, file"):

@@ -23,7 +23,7 @@ from backends.exceptions import (
     UnsupportedLocationError,
     VersionNotFoundError,
 )
-from backends.registry import LoadedProviders, load_provider, loaded_providers
+from backends.providers.loaded_providers import LoadedProviders, load_provider, loaded_providers
 from tests.patience import HANG, PATIENCE
 
 from .test_provider_behaviour import content
@@ -137,10 +137,12 @@ def slow():
 @pytest.fixture
 def logged(caplog):
     """The registry's messages so far, with their levels; each is told once."""
-    caplog.set_level(logging.DEBUG, "backends.registry")
+    caplog.set_level(logging.DEBUG, "backends.providers.loaded_providers")
 
     def told():
-        messages = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "backends.registry"]
+        messages = [
+            (r.levelname, r.getMessage()) for r in caplog.records if r.name == "backends.providers.loaded_providers"
+        ]
         caplog.clear()
         return messages
 
@@ -406,7 +408,9 @@ def test_an_instance_that_fails_is_unloaded_and_the_others_go_on(loaded, provide
     assert len(list((tmp_path / "ck").rglob("*.snapshot"))) == 1
     with pytest.raises(StoreClosedError):
         provider.latest_version()
-    (warning,) = [r for r in caplog.records if r.name == "backends.registry" and r.levelname == "WARNING"]
+    (warning,) = [
+        r for r in caplog.records if r.name == "backends.providers.loaded_providers" and r.levelname == "WARNING"
+    ]
     assert warning.getMessage() == f"Error managing {provider}, unloading state store provider"
     assert "maintenance failed on purpose" in str(warning.exc_info[1])
     maintain(loaded)

@@ -11,20 +11,21 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from backends import chain as chains
-from backends import fault_points, snapshot
-from backends.chain import Layout, Retention, Segment
-from backends.changelog import ChangelogMeta, Changes
+from backends import fault_points
 from backends.conf import StateStoreConf
+from backends.encoding.key_groups import partition_of, partition_range
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.key_groups import partition_of, partition_range
-from backends.manifest import FileRef, Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
-from backends.partition_entries import PartitionEntries, StoredEntries
-from backends.partition_state import PartitionState
-from backends.provider import provider_class
-from backends.sealed import seal, unseal
-from backends.sorted_pairs import SortedPairs
-from backends.storage import CheckpointStorage
+from backends.formats import chain as chains
+from backends.formats import snapshot
+from backends.formats.chain import Layout, Retention, Segment
+from backends.formats.changelog import ChangelogMeta, Changes
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.partition_entries import PartitionEntries, StoredEntries
+from backends.formats.sealed import seal, unseal
+from backends.partition.partition_state import PartitionState, open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 
 G = 32
 Pairs = dict[bytes, bytes | None]
@@ -77,7 +78,7 @@ class Query:
         layout = layout or self.layout
         conf = StateStoreConf(provider=layout.backend, fsync=False)
         local = local or self.root / "local" / uuid.uuid4().hex
-        state = provider_class(conf).partition_state(local, self.storage, layout.directory(p), conf)
+        state = open_partition(local, self.storage, layout.directory(p), conf)
         self.opened.append(state)
         return state
 
@@ -676,7 +677,7 @@ def test_columns_that_do_not_fit_together_are_damage(column):
 
 
 def seal_digest(content: bytes) -> bytes:
-    from backends.storage import digest
+    from backends.storage.checkpoint_storage import digest
 
     return digest(content).encode() + b"\n"
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points, rocksdb
+from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
+from backends.engines import rocksdb
 from backends.exceptions import LocalStateDamagedError, MissingFileError
 
 from .test_provider_behaviour import commit, content

@@ -7,15 +7,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from backends import StateStoreConf, cached_rows, rocksdb, row_cache
-from backends.cached_rows import EvenRows, VaryingRows
-from backends.changelog import Changes
-from backends.columns import even_rows
-from backends.engine import LocalState
+from backends import StateStoreConf
+from backends.encoding.columns import even_rows
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines import cached_rows, rocksdb, row_cache
+from backends.engines.cached_rows import EvenRows, VaryingRows
+from backends.engines.rocksdb import LocalRocksDB
+from backends.engines.row_cache import CacheBudget, RowCache, hash_keys
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
-from backends.rocksdb import LocalRocksDB
-from backends.row_cache import CacheBudget, RowCache, hash_keys
-from backends.sorted_pairs import SortedPairs
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
 from tests.patience import PATIENCE
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ from backends.exceptions import (
     StorageError,
     VersionNotFoundError,
 )
-from backends.storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage
 
 from .s3_server import faulty_s3
 

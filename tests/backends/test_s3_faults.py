@@ -14,8 +14,8 @@ import pytest
 
 from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
-from backends.manifest import FileRef
-from backends.storage import CheckpointStorage, digest
+from backends.storage.checkpoint_storage import CheckpointStorage, digest
+from backends.storage.file_ref import FileRef
 
 from .s3_faults import Fault, FaultProxy, S3Server, fault_proxy, s3_server
 

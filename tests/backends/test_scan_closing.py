@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends import rocksdb
-from backends.changelog import Changes
 from backends.conf import StateStoreConf
-from backends.engine import LocalState
+from backends.engines import rocksdb
 from backends.exceptions import StoreClosedError
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
 from tests.patience import HANG, PATIENCE
 
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends import schema as schema_module
-from backends import schema_evolution
-from backends import values as values_module
+from backends.encoding import schema as schema_module
+from backends.encoding import schema_evolution
+from backends.encoding import values as values_module
+from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
+from backends.encoding.schema import MAX_HISTORY, StateSchema
+from backends.encoding.schema_evolution import evolved_schema, problem_of
+from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument, SchemaMismatchError
-from backends.operator_schema import OperatorSchema, StateVariable, evolved
-from backends.schema import MAX_HISTORY, StateSchema
-from backends.schema_evolution import evolved_schema, problem_of
-from backends.values import decode_values, encode_values
 from tests.backends.strategies import comparable, kinds, values_of
 from tests.effort import examples
 

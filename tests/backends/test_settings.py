@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 import backends
 from backends import StateStoreConf, StateStoreId, StateStoreProviderId, exceptions
+from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
-from backends.schema import StateSchema
 from tests.backends.strategies import batches
 from tests.effort import examples
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.schema import StateSchema
+from backends.encoding.single_rows import KeyEncoder, ValueDecoder
+from backends.encoding.values import encode_values
 from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.schema import StateSchema
-from backends.single_rows import KeyEncoder, ValueDecoder
-from backends.values import encode_values
 from tests.backends.strategies import BINARIES, LADDERS, LEAVES, STRINGS, comparable, values_of
 
 NESTED = [pa.list_(pa.int8()), pa.struct([("a", pa.int8())])]

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends import sorted_map, sorted_pairs
-from backends.sorted_map import Run, SortedMap
-from backends.sorted_pairs import SortedPairs, to_bytes_list
+from backends.encoding import sorted_pairs
+from backends.encoding.sorted_pairs import SortedPairs, to_bytes_list
+from backends.engines import sorted_map
+from backends.engines.sorted_map import Run, SortedMap
 from tests.effort import effort
 
 KEYS = st.sampled_from(

@@ -18,9 +18,9 @@ from backends.exceptions import (
     StorageError,
     UnsupportedLocationError,
 )
-from backends.locations import parse_location, store_options
-from backends.manifest import FileRef
-from backends.storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
+from backends.storage.locations import parse_location, store_options
 
 
 @pytest.fixture(params=["path", "file:", "memory:"])

@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
+from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import SchemaMismatchError, UnsupportedTypeError
-from backends.values import decode_values, encode_values
 from tests.backends.strategies import LADDERS, batches, comparable, hide
 from tests.effort import examples
 

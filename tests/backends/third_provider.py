@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from backends.changelog import PAIRS_SCHEMA, Changes
 from backends.conf import StateStoreConf
-from backends.engine import LocalState
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from backends.exceptions import DamagedFileError, StoreClosedError
-from backends.provider import LocalStateStoreProvider
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
+from backends.providers.local_provider import LocalStateStoreProvider
 
 
 class DictEngine:

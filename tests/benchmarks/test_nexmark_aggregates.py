@@ -10,15 +10,15 @@ import pytest
 from nexmark import expected
 from nexmark.generator import NexmarkConf, batches, bids_of, closing_events
 
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import functions as S
-from spark_bridge.aggregate_functions import output_of
-from spark_bridge.aggregate_task import AggregateLogic
-from spark_bridge.aggregation import Aggregator
+from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.functions import AggregateFunction
-from spark_bridge.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.aggregate.columns import output_of
+from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
 from spark_bridge.stateful.ddl import struct_of
 from tests.spark_bridge.operator_runs import TS, WINDOW, OperatorRun
 

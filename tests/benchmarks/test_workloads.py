@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from workloads import FIVE, Expected, Workload
 
-from backends.key_groups import spark_xxhash64
+from backends.encoding.key_groups import spark_xxhash64
 
 WORKLOADS = [
     Workload("long", "", 300, 40),

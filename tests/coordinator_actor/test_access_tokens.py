@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_read_only, verified_id
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError

@@ -41,10 +41,10 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
-from coordinator_actor.checkpoint_coordinator import RECENT_IDS, CheckpointCoordinator, ThreadTimers
-from coordinator_actor.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.checkpoint_stats import CheckpointStatsTracker
-from coordinator_actor.checkpoints import (
+from coordinator_actor.checkpoints.checkpoint_coordinator import RECENT_IDS, CheckpointCoordinator, ThreadTimers
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
+from coordinator_actor.checkpoints.checkpoints import (
     AcknowledgeCheckpoint,
     CancelReason,
     CompletedCheckpoint,
@@ -54,6 +54,7 @@ from coordinator_actor.checkpoints import (
     Received,
     TaskKey,
 )
+from coordinator_actor.checkpoints.job_status import JobStatus
 from coordinator_actor.exceptions import (
     CheckpointCoordinatorShutdownError,
     CheckpointNotTriggeredError,
@@ -62,7 +63,6 @@ from coordinator_actor.exceptions import (
     InvalidRequestError,
     error_from,
 )
-from coordinator_actor.job_status import JobStatus
 from tests.patience import HANG, PATIENCE
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from coordinator_actor.checkpoint_stats import CheckpointStatsTracker, percentiles
-from coordinator_actor.checkpoints import PendingCheckpoint, TaskKey, Tasks
+from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker, percentiles
+from coordinator_actor.checkpoints.checkpoints import PendingCheckpoint, TaskKey, Tasks
 from coordinator_actor.exceptions import InvalidRequestError
 
 

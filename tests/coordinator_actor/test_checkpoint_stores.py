@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
-from backends.sealed import seal
-from backends.storage import CheckpointStorage
-from coordinator_actor.checkpoint_coordinator import CheckpointCoordinator
-from coordinator_actor.checkpoints import (
+from backends.formats.sealed import seal
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.checkpoints import (
     AcknowledgeCheckpoint,
     CompletedCheckpoint,
     CompletedCheckpointStore,

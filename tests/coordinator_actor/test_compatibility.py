@@ -10,10 +10,11 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from backends.manifest import FileRef, Manifest, OperatorEntry, PartitionEntry
-from backends.operator_schema import OperatorSchema, StateVariable, evolved
-from backends.schema import StateSchema
-from coordinator_actor.checkpoint_id import CheckpointIDCounter
+from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
+from backends.encoding.schema import StateSchema
+from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
+from backends.storage.file_ref import FileRef
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.compatibility import evolved_operators, refusal_of
 from coordinator_actor.manifests import ManifestLog, SparkCommits, schema_path
 from coordinator_actor.messages import OperatorSpec

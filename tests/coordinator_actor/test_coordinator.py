@@ -13,12 +13,12 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from backends.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
+from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError, StorageError
-from backends.manifest import Manifest
-from backends.schema import StateSchema
-from backends.sealed import unseal
-from backends.storage import CheckpointStorage
+from backends.formats.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
+from backends.formats.manifest import Manifest
+from backends.formats.sealed import unseal
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.assignment import assign
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
 from coordinator_actor.exceptions import (

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from backends.ids import StateStoreId, StateStoreProviderId
+from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
 from coordinator_actor.coordinator import CoordinatorConf
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownQueryError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
-from coordinator_actor.snapshot_lag import SnapshotLagConf
-from spark_bridge.protocol import TaskIdentity
+from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import HANG, PATIENCE
 
 from .test_coordinator import World

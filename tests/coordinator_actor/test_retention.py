@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from backends.engine import LocalState
-from backends.manifest import FileRef, SnapshotRef
-from backends.sealed import seal
-from backends.snapshot import Snapshot, SnapshotFile
+from backends.formats.manifest import SnapshotRef
+from backends.formats.sealed import seal
+from backends.formats.snapshot import LocalState, Snapshot, SnapshotFile
+from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import BUSY_SECONDS, Coordinator
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import SnapshotUploaded

@@ -28,10 +28,10 @@ from typing import Any
 import pytest
 
 from backends.exceptions import DamagedFileError, StorageError
-from backends.storage import CheckpointStorage
-from coordinator_actor.checkpoint_coordinator import CheckpointCoordinator
-from coordinator_actor.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.checkpoints import (
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.checkpoints import (
     AcknowledgeCheckpoint,
     CompletedCheckpoint,
     DeclineCheckpoint,
@@ -40,6 +40,7 @@ from coordinator_actor.checkpoints import (
     Received,
     TaskKey,
 )
+from coordinator_actor.checkpoints.job_status import JobStatus
 from coordinator_actor.exceptions import (
     CheckpointCoordinatorShutdownError,
     SavepointDeclinedError,
@@ -48,8 +49,7 @@ from coordinator_actor.exceptions import (
     SavepointMismatchError,
     error_from,
 )
-from coordinator_actor.job_status import JobStatus
-from coordinator_actor.savepoint_coordinator import SavepointCoordinator
+from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 from tests.coordinator_actor.test_checkpoint_coordinator import World
 from tests.patience import HANG, PATIENCE
 

@@ -15,8 +15,12 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 
-from backends import chain as chains
 from backends.conf import StateStoreConf
+from backends.encoding.key_groups import key_groups, partition_of, partition_range
+from backends.encoding.keys import encode_keys
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.values import encode_values
 from backends.exceptions import (
     DamagedFileError,
     FileExistsInStorageError,
@@ -24,20 +28,17 @@ from backends.exceptions import (
     SchemaMismatchError,
     StoreClosedError,
 )
-from backends.key_groups import key_groups, partition_of, partition_range
-from backends.keys import encode_keys
-from backends.provider import provider_class
-from backends.schema import StateSchema
-from backends.sealed import seal
-from backends.sorted_pairs import SortedPairs
-from backends.storage import CheckpointStorage
-from backends.values import encode_values
-from coordinator_actor import savepoint_export
+from backends.formats import chain as chains
+from backends.formats.sealed import seal
+from backends.partition.partition_state import open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.exported_file import ExportedFile
 from coordinator_actor.manifests import ManifestLog
-from coordinator_actor.savepoint_export import copy_spark_files, export_partition, file_schema
-from coordinator_actor.savepoint_format import (
+from coordinator_actor.savepoints import export as savepoint_export
+from coordinator_actor.savepoints.export import copy_spark_files, export_partition, file_schema
+from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
+from coordinator_actor.savepoints.savepoint_format import (
     SavepointMetadata,
     SavepointOperator,
     SavepointVariable,
@@ -49,7 +50,6 @@ from coordinator_actor.savepoint_format import (
     verify_savepoint,
     write_metadata,
 )
-from coordinator_actor.savepoint_restore import RestoredSavepoint, restore_savepoint
 
 G = 32
 BATCH = 4
@@ -169,7 +169,7 @@ def loaded(target: Path, operator: str, scratch: Path, num_groups: int = G) -> d
     for p in range(entry.num_partitions):
         lineage = chains.lineage(chain, version, layout, p, num_groups)
         local = scratch / uuid.uuid4().hex
-        partition = provider_class(conf).partition_state(local, state, layout.directory(p), conf)
+        partition = open_partition(local, state, layout.directory(p), conf)
         try:
             partition.load(lineage)
             assert (partition.version, partition.head) == (version, lineage.head)

@@ -17,27 +17,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
 from backends.exceptions import (
     DamagedFileError,
     InvalidStateStoreArgument,
     MissingFileError,
 )
-from backends.manifest import FileRef
-from backends.schema import StateSchema
-from backends.sealed import seal
-from backends.sorted_pairs import SortedPairs
-from backends.storage import CheckpointStorage
-from coordinator_actor import savepoint_export
+from backends.formats.sealed import seal
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.savepoint_export import export_partition
-from coordinator_actor.savepoint_format import (
+from coordinator_actor.savepoints import export as savepoint_export
+from coordinator_actor.savepoints.export import export_partition
+from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.savepoint_format import (
     delete_savepoint,
     list_savepoints,
     read_metadata,
     verify_savepoint,
 )
-from coordinator_actor.savepoint_restore import restore_savepoint
 from tests.backends.strategies import FIXED, LEAVES, batches
 from tests.effort import examples
 
@@ -133,7 +133,7 @@ def test_any_schema_comes_back_byte_for_byte(tmp_path: Path, data: st.DataObject
     file = export_partition(
         storage(directory), "op", "default", schema, 0, G - 1, cut(pairs, 0, G, rows=3), scratch=directory / "scratch"
     )
-    from coordinator_actor.savepoint_restore import _read
+    from coordinator_actor.savepoints.restore import _read
 
     found = list(_read(directory / file.path, file, schema, 0, G))
     assert_same(joined([pa.record_batch([p.keys, p.values], names=["key", "value"]) for p in found]), pairs)

@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends import snapshot
-from backends.manifest import FileRef
-from backends.sealed import unseal
-from backends.storage import CheckpointStorage
+from backends.formats import snapshot
+from backends.formats.sealed import unseal
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.manifests import QueryFile
 from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, QueryRegistration
-from coordinator_actor.savepoint_restore import RestoredSavepoint, restore_savepoint
+from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
 
 from .test_savepoint_files import (
     BATCH,

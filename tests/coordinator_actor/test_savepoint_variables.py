@@ -12,20 +12,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from backends.changelog import Changes
-from backends.key_groups import key_groups, partition_of
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema, StateVariable, evolved
-from backends.schema import StateSchema
-from backends.sealed import seal
-from backends.sorted_pairs import SortedPairs
+from backends.encoding.key_groups import key_groups, partition_of
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.formats.changelog import Changes
+from backends.formats.sealed import seal
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.manifests import ManifestLog, schema_path
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.savepoint_format import SavepointMetadata, read_metadata
-from coordinator_actor.savepoint_restore import restore_savepoint
-from coordinator_actor.savepoints import variables_of
-from spark_bridge.protocol import TaskIdentity
+from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.run_savepoints import variables_of
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, read_metadata
+from spark_bridge.transport.protocol import TaskIdentity
 
 from .test_savepoint_files import assert_same, loaded, storage
 from .test_savepoints import G, Stream, stream

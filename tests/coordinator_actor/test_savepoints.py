@@ -14,14 +14,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from backends.changelog import Changes
 from backends.conf import StateStoreConf
+from backends.encoding.key_groups import key_groups, partition_of
+from backends.encoding.keys import encode_keys
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import StorageError
-from backends.key_groups import key_groups, partition_of
-from backends.keys import encode_keys
-from backends.sorted_pairs import SortedPairs
-from backends.values import decode_values, encode_values
-from coordinator_actor.checkpoint_coordinator import CheckpointCoordinator
+from backends.formats.changelog import Changes
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
 from coordinator_actor.exceptions import (
     BatchHeldError,
@@ -36,10 +36,15 @@ from coordinator_actor.messages import (
     SavepointExported,
     SavepointStatus,
 )
-from coordinator_actor.savepoint_format import describe_savepoint, list_savepoints, read_metadata, verify_savepoint
-from coordinator_actor.savepoint_restore import restore_savepoint
-from spark_bridge.host import Host
-from spark_bridge.protocol import TaskIdentity
+from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.savepoint_format import (
+    describe_savepoint,
+    list_savepoints,
+    read_metadata,
+    verify_savepoint,
+)
+from spark_bridge.host.host import Host
+from spark_bridge.transport.protocol import TaskIdentity
 from tests.patience import PATIENCE
 
 from .test_coordinator import SCHEMA, World

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
 from coordinator_actor.exceptions import InvalidRequestError
-from coordinator_actor.snapshot_lag import SnapshotLag, SnapshotLagConf
 
 KEYS = [("op", p) for p in range(4)]
 CONF = SnapshotLagConf(

@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from backends.encoding.keys import decode_keys
+from backends.encoding.values import decode_values
 from backends.exceptions import (
     DamagedFileError,
     InvalidStateStoreArgument,
@@ -18,11 +20,9 @@ from backends.exceptions import (
     StateStoreError,
     VersionNotFoundError,
 )
-from backends.keys import decode_keys
-from backends.storage import CheckpointStorage
-from backends.values import decode_values
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import state_reader
-from coordinator_actor.savepoint_restore import restore_savepoint
+from coordinator_actor.savepoints.restore import restore_savepoint
 from coordinator_actor.state_reader import Piece, Reading, StateVersions, changes, find_state, opened
 
 from .test_savepoints import KEYS, VALUES, Rows, Stream, run_and_clean

@@ -20,7 +20,7 @@ from deploy.state_http.app import ARROW, create_app
 from deploy.state_http.coordinator_tokens import STALE_SECONDS, CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.queryable.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -217,7 +217,7 @@ def test_a_query_that_has_ended_is_409_for_those_who_have_read_it_too(
     try:
         with answering(made.client()) as http:
             assert http.get("/v1/operators/totals/keys/1").status_code == 200
-            monkeypatch.setattr("spark_bridge.queryable.client.Attempts", UntilGone)
+            monkeypatch.setattr("spark_bridge.queryable.client.client.Attempts", UntilGone)
             made.c.deactivate_instances("run1")
             for host in made.hosts:
                 host.host.heartbeat()

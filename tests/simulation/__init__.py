@@ -1,7 +1,7 @@
 """A simulator of the state store: the real coordinator, hosts and task clients in a world where everything goes wrong.
 
-Real are ``coordinator_actor.coordinator.Coordinator`` and all beneath it, ``spark_bridge.host.Host``,
-``backends.partition_state.PartitionState`` and ``spark_bridge.task_client.TaskStore``. Simulated are time, threads and
+Real are ``coordinator_actor.coordinator.Coordinator`` and all beneath it, ``spark_bridge.host.host.Host``,
+``backends.partition.partition_state.PartitionState`` and ``spark_bridge.task.task_store.TaskStore``. Simulated are time, threads and
 locks, the network between processes (Ray calls and Flight alike), the checkpoint storage, the engine below a
 partition (in memory, and it outlives its process), and Spark's driver, its executors and their tasks. One seeded
 scheduler decides what happens next, so a seed always gives the same run.

@@ -11,7 +11,7 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator, CoordinatorConf
 from coordinator_actor.messages import HostInfo
-from spark_bridge.host import Host
+from spark_bridge.host.host import Host
 from tests.simulation import engine
 from tests.simulation import scheduler as scheduling
 from tests.simulation.network import KNOWN_ERRORS, CoordinatorPort, UnreachableError
@@ -120,7 +120,7 @@ class HostSlot:
         self.start()
 
     def _run(self, process: Process, incarnation: str) -> None:
-        """What ``spark_bridge.host_actor.StateStoreHost`` does when it is made."""
+        """What ``spark_bridge.host_actor.actor.StateStoreHost`` does when it is made."""
         world = self.session.world
         s = world.scheduler
         info = HostInfo(self.host_id, incarnation, f"grpc://{process.name}", "node", self.session.session_id)
@@ -236,7 +236,7 @@ class LocalLocks:
         self._last = 100
 
     def lock(self, local_dir: Path) -> int:
-        """See ``backends.partition_state._lock``."""
+        """See ``backends.partition.partition_state._lock``."""
         local_dir.mkdir(parents=True, exist_ok=True)
         holder = self._held.get(str(local_dir))
         if holder is not None and holder[0].is_alive:

@@ -2,7 +2,7 @@
 
 It plans batch N into ``offsets/N``, runs a task per partition with retries and speculation, now and then the whole
 plan twice (``foreachBatch``), and writes ``commits/N`` when all are done (Spark's ``MicroBatchExecution``).
-Tasks use the real ``spark_bridge.task_client.TaskStore``.
+Tasks use the real ``spark_bridge.task.task_store.TaskStore``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.changelog import DEFAULT_FAMILY, Changes
 from backends.exceptions import FileExistsInStorageError, StorageError
+from backends.formats.changelog import Changes
+from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import Acknowledged, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.flight_server import changes_of
-from spark_bridge.protocol import CommitCommand, GetCommand, Opened, TaskIdentity
-from spark_bridge.task_client import Endpoints, TaskStore
+from spark_bridge.host_actor.flight_server import changes_of
+from spark_bridge.task.task_store import Endpoints, TaskStore
+from spark_bridge.transport.protocol import CommitCommand, GetCommand, Opened, TaskIdentity
 from tests.simulation import model
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import RECOVERY_TIMEOUT, Session
@@ -36,7 +37,7 @@ KEEP = 4
 
 
 class HostClient:
-    """``spark_bridge.flight_client.HostClient`` over the simulated network."""
+    """``spark_bridge.transport.flight_client.HostClient`` over the simulated network."""
 
     def __init__(self, world: World, address: str) -> None:
         self.address = address

@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 import pyarrow as pa
 
-from backends.changelog import DEFAULT_FAMILY, Changes
 from backends.conf import StateStoreConf
-from backends.engine import LocalState
 from backends.exceptions import StoreClosedError
-from backends.provider import LocalStateStoreProvider
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
+from backends.ids import DEFAULT_FAMILY
+from backends.providers.local_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
 
 _kept: dict[str, tuple[LocalState, dict[bytes, bytes]]] = {}
@@ -34,7 +35,7 @@ def forget_all() -> None:
 
 
 class SimulatedEngine:
-    """See ``backends.engine.StateEngine``. One column family."""
+    """See ``backends.engines.engine.StateEngine``. One column family."""
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path

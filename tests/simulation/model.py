@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from backends import chain as chains
-from backends.chain import Layout
-from backends.changelog import read_changelog
-from backends.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
-from backends.sealed import unseal
-from backends.snapshot import Snapshot
-from backends.storage import digest
+from backends.formats import chain as chains
+from backends.formats.chain import Layout
+from backends.formats.changelog import read_changelog
+from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
+from backends.formats.sealed import unseal
+from backends.formats.snapshot import Snapshot
+from backends.storage.checkpoint_storage import digest
 from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
 

@@ -116,7 +116,7 @@ class Network:
 
 
 class CoordinatorPort:
-    """The coordinator's messages as ``spark_bridge.host_actor.RayCoordinatorPort`` sends them: again, until a deadline."""
+    """The coordinator's messages as ``spark_bridge.host_actor.actor.RayCoordinatorPort`` sends them: again, until a deadline."""
 
     def __init__(self, network: Network, find: Callable[[], Process | None], timeout: float) -> None:
         self._network = network

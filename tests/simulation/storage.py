@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
-from backends.manifest import FileRef
-from backends.storage import digest
+from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import FileRef
 from tests.simulation import scheduler as scheduling
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class Disk:
 
 
 class SimulatedStorage:
-    """The interface of ``backends.storage.CheckpointStorage``. A file is there, whole and durable, or not at all."""
+    """The interface of ``backends.storage.checkpoint_storage.CheckpointStorage``. A file is there, whole and durable, or not at all."""
 
     is_local = False
 

@@ -13,7 +13,7 @@ import pytest
 from backends.exceptions import StorageError
 from coordinator_actor import manifests
 from coordinator_actor.messages import Acknowledged
-from spark_bridge import host
+from spark_bridge.host import host
 from tests.effort import effort
 from tests.simulation.scheduler import Violation
 from tests.simulation.world import Result, run

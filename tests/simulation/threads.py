@@ -412,17 +412,17 @@ TIME = types.SimpleNamespace(
 )
 
 MODULES = (
-    "backends.partition_state",
-    "backends.snapshot",
-    "backends.chain",
+    "backends.partition.partition_state",
+    "backends.formats.snapshot",
+    "backends.formats.chain",
     "coordinator_actor.",
-    "spark_bridge.acknowledgements",
-    "spark_bridge.host",
-    "spark_bridge.savepoint_exports",
-    "spark_bridge.task_client",
+    "spark_bridge.host.acknowledgements",
+    "spark_bridge.host.host",
+    "spark_bridge.host.savepoint_exports",
+    "spark_bridge.task.task_store",
 )
 """The modules under test, and beginnings of their names."""
-REAL = ("coordinator_actor.actor", "coordinator_actor.reference", "spark_bridge.host_actor")
+REAL = ("coordinator_actor.actor", "coordinator_actor.reference", "spark_bridge.host_actor.actor")
 _FACTORIES: dict[Any, Any] = {
     threading.Lock: Lock,
     threading.RLock: RLock,

@@ -15,11 +15,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from backends.chain import version_in
 from backends.conf import StateStoreConf
+from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.provider import provider_class
-from backends.schema import StateSchema
+from backends.formats.chain import version_in
+from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
@@ -453,7 +453,7 @@ class World:
         conf = StateStoreConf(provider=self.backend, compression="none")
         layout = f"operators/{operator}/{n}/{partition}/default"
         local = self.root / "verify" / f"{version}-{operator}-{partition}"
-        state = provider_class(conf).partition_state(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
+        state = open_partition(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
         state.load(run.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
         contents = state.get_many(model.to_array(keys)).to_pylist()
@@ -481,16 +481,16 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     locks = LocalLocks()
     replacements = {
-        ("backends.partition_state", "_lock"): locks.lock,
-        ("backends.partition_state", "os"): types.SimpleNamespace(close=locks.close),
-        ("backends.partition_state", "_background"): threads.Background(),
-        ("spark_bridge.task_client", "_owners"): PerProcess(),
-        ("spark_bridge.task_client", "forget_client"): lambda address, token: None,
+        ("backends.partition.partition_state", "_lock"): locks.lock,
+        ("backends.partition.partition_state", "os"): types.SimpleNamespace(close=locks.close),
+        ("backends.partition.partition_state", "_background"): threads.Background(),
+        ("spark_bridge.task.task_store", "_owners"): PerProcess(),
+        ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
     }
     try:
         with _quiet(), threads.installed(replacements):
             world = World(seed, root, traced=traced)
-            import spark_bridge.task_client as task_client
+            import spark_bridge.task.task_store as task_client
 
             real_client, real_files = task_client.client_for, task_client.read_host_files
             task_client.client_for = lambda address, token, tls=None: HostClient(world, address)  # type: ignore[assignment,return-value]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.schema import StateSchema
-from spark_bridge.aggregation import Aggregator, result_fields, results
-from spark_bridge.row_groups import group_rows, merge_keys
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.schema import StateSchema
+from spark_bridge.aggregates.aggregator import Aggregator, result_fields, results
+from spark_bridge.aggregates.row_groups import group_rows, merge_keys
 
 KEY = "key"
 KEYS = pa.schema([(KEY, pa.int64())])

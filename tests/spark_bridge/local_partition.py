@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
-from backends.keys import decode_keys, encode_keys
-from backends.operator_schema import OperatorSchema
+from backends.encoding.keys import decode_keys, encode_keys
+from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
-from spark_bridge.local_state import LocalStateAccess
 from spark_bridge.stateful.processor_state import ProcessorState
+from spark_bridge.task.local_state import LocalStateAccess
 
 KEY = pa.schema([pa.field("user", pa.string()), pa.field("n", pa.int32())])
 KEY_GROUPS = (3, 11)

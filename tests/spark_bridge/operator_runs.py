@@ -10,12 +10,12 @@ from typing import Any
 import pyarrow as pa
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
-from backends.key_groups import key_groups, partition_range
-from backends.keys import decode_keys
-from backends.operator_schema import OperatorSchema
+from backends.encoding.key_groups import key_groups, partition_range
+from backends.encoding.keys import decode_keys
+from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
-from spark_bridge.local_state import LocalStateAccess
-from spark_bridge.state_task import Logic, StepTimer
+from spark_bridge.task.local_state import LocalStateAccess
+from spark_bridge.task.state_task import Logic, StepTimer
 
 NUM_GROUPS = 16
 TS = pa.timestamp("us", "UTC")

@@ -14,18 +14,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from backends.changelog import Changes
 from backends.conf import StateStoreConf
-from backends.key_groups import key_groups, partition_of, partition_range
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema
-from backends.sorted_pairs import SortedPairs
+from backends.encoding.key_groups import key_groups, partition_of, partition_range
+from backends.encoding.keys import KeyRange, encode_keys
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
-from spark_bridge.host import Host
-from spark_bridge.protocol import ScanCommand, TaskIdentity
-from spark_bridge.state_access import KeyRange
-from spark_bridge.state_task import Logic, StepTimer
+from spark_bridge.host.host import Host
 from spark_bridge.stateful.processor_state import ProcessorState
+from spark_bridge.task.state_task import Logic, StepTimer
+from spark_bridge.transport.protocol import ScanCommand, TaskIdentity
 from tests.coordinator_actor.test_coordinator import World
 
 G = 16

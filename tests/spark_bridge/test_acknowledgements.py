@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
-from backends.manifest import FileRef
+from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import LineageError, StaleOwnerError
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
-from spark_bridge.acknowledgements import Acknowledgements
 from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.host.acknowledgements import Acknowledgements
 from tests.patience import PATIENCE
 
 WAIT = PATIENCE

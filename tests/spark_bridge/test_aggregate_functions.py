@@ -9,10 +9,10 @@ import pytest
 from pyspark.sql import types as T
 
 from spark_bridge import functions as S
-from spark_bridge.aggregate_functions import output_of
-from spark_bridge.aggregation import Aggregator, Output
+from spark_bridge.aggregates.aggregator import Aggregator, Output
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
+from spark_bridge.operators.aggregate.columns import output_of
 
 SCHEMA = T.StructType(
     [

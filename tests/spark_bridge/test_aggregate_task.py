@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import BatchTimes
-from spark_bridge import aggregate_task
-from spark_bridge.aggregate_task import AggregateLogic
-from spark_bridge.aggregation import Aggregator, Output
-from spark_bridge.event_time import EventTime
-from spark_bridge.keyed_rows import one_batch
-from spark_bridge.partial_aggregation import PartialTask
-from spark_bridge.stateful.sorted_runs import Limits
+from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.operators.aggregate import aggregate_task
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.aggregate.partial_aggregation import PartialTask
+from spark_bridge.task.keyed_rows import one_batch
+from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.watermark import EventTime
 from tests.effort import examples
 
 from .operator_runs import SECOND, TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
@@ -166,7 +166,7 @@ def test_keys_without_event_time_stay_for_good(
 @pytest.mark.parametrize("limits", [None, Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)])
 def test_many_keys_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregate_task, "FIXED_KEYS_PER_STEP", 7)
-    monkeypatch.setattr("spark_bridge.keyed_rows.ROWS_PER_PART", 50)
+    monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)
     logic = logic_of(WINDOWED, mode, EventTime("window", True, 10 * SECOND), limits)
     batches = [
         [(((w, w + 10), f"k{i % 61}"), (w + i % 10, i)) for i in range(700) for w in [base + i % 7 * 10]]
@@ -177,7 +177,7 @@ def test_many_keys_in_small_steps(mode: str, limits: Limits | None, monkeypatch:
 
 @pytest.mark.parametrize("num_keys", [3, 500])
 def test_rows_aggregated_ahead_give_what_rows_give(num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.keyed_rows.ROWS_PER_PART", 100)
+    monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 100)
     logic = logic_of(WINDOWED, "update", EventTime("window", True, 10 * SECOND))
     schema = pa.schema([*WINDOWED, pa.field("ts", TS), pa.field("v", pa.int64())])
     rows = batch_of(schema, [((w, w + 10), f"k{i % num_keys}", w + i % 9, i) for i in range(400) for w in [i % 3 * 10]])

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.key_groups import spark_xxhash64
-from spark_bridge.aggregation import Aggregator, Output, results
-from spark_bridge.distinct_sketch import LINEAR_COUNTING_UP_TO, precision_of
+from backends.encoding.key_groups import spark_xxhash64
+from spark_bridge.aggregates.aggregator import Aggregator, Output, results
+from spark_bridge.aggregates.distinct_sketch import LINEAR_COUNTING_UP_TO, precision_of
 from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 

@@ -24,7 +24,7 @@ def run_demo(scratch: Path, *options: str) -> str:
     """Its output; fails the test unless it ends with 0 and leaves only its log file behind."""
     scratch.mkdir(exist_ok=True)
     result = subprocess.run(
-        [sys.executable, "-m", "spark_bridge.cli", "demo", *options],
+        [sys.executable, "-m", "spark_bridge.cli.main", "demo", *options],
         env={**os.environ, "TMPDIR": str(scratch)},
         capture_output=True,
         text=True,

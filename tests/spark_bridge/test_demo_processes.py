@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from spark_bridge.cli import app
+from spark_bridge.cli.main import app
 from spark_bridge.demo.app import Record
 from spark_bridge.demo.display import LineDisplay, LiveDisplay, choose_display
 from spark_bridge.demo.events import (

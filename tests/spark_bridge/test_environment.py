@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from spark_bridge import java, session
 from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.session import java
+from spark_bridge.session import spark_session as session
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
-from spark_bridge.session import current_cluster
+from spark_bridge.session.spark_session import current_cluster
 from tests.effort import effort
 from tests.patience import HANG
 
@@ -211,7 +211,7 @@ from pathlib import Path
 import ray
 from pyspark.sql import SparkSession
 from spark_bridge import aggregate, attach, functions as S
-from spark_bridge.java import ensure_java
+from spark_bridge.session.java import ensure_java
 
 root, kill_at = Path(sys.argv[1]), int(sys.argv[2])
 ensure_java()

@@ -23,9 +23,9 @@ from pyarrow import flight
 
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.exceptions import RequestError
-from spark_bridge.flight_client import HostClient
-from spark_bridge.flight_server import HostFlightServer
-from spark_bridge.protocol import (
+from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.transport.flight_client import HostClient
+from spark_bridge.transport.protocol import (
     CHANGES_SCHEMA,
     END_OF_CHANGES,
     KEYS_SCHEMA,

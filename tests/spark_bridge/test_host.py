@@ -17,16 +17,16 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from backends.changelog import Changes
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StorageError
-from backends.partition_state import PartitionState
+from backends.formats.changelog import Changes
+from backends.partition.partition_state import PartitionState
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError
 from coordinator_actor.messages import HostReport, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host import Host
-from spark_bridge.protocol import TaskIdentity
+from spark_bridge.host.host import Host
+from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.test_coordinator import SCHEMA, World
 from tests.patience import HANG, PATIENCE
 

@@ -8,15 +8,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends.changelog import Changes
 from backends.conf import StateStoreConf
+from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.operator_schema import OperatorSchema, StateVariable
-from backends.schema import StateSchema
+from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.exceptions import NotOwnerError
-from spark_bridge.initial_state import InitialStateAccess
-from spark_bridge.protocol import ScanCommand
+from spark_bridge.operators.initial_state import InitialStateAccess
+from spark_bridge.transport.protocol import ScanCommand
 from tests.coordinator_actor.test_coordinator import World
 from tests.spark_bridge.test_host import make_host, plan_spark, task
 

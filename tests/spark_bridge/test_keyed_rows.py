@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.keys import decode_keys
-from spark_bridge.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
-from spark_bridge.row_groups import group_rows
-from spark_bridge.state_task import StepTimer
-from spark_bridge.stateful.sorted_runs import Limits
+from backends.encoding.keys import decode_keys
+from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of
+from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.state_task import StepTimer
 from tests.effort import examples
 
 KEYS = pa.schema([pa.field("k", pa.string()), pa.field("n", pa.int32())])

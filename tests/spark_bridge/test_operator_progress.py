@@ -30,7 +30,7 @@ class Told:
 
 
 def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spark_bridge.operator_progress.WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.session.operator_progress.WAIT_SECONDS", PATIENCE)
     stream = make_stream("k long, v double")
     stream.add([(k, 1.0) for k in range(100)])
     told = Told()

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from pyspark import cloudpickle
 from pyspark.sql import Row
 
-from backends.keys import decode_keys
-from backends.operator_schema import OperatorSchema
+from backends.encoding.keys import decode_keys
+from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.event_time import EventTime
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
-from spark_bridge.state_task import Logic
 from spark_bridge.stateful.arrow_processor import (
     ArrowBatch,
     ArrowLogic,
@@ -33,9 +31,11 @@ from spark_bridge.stateful.arrow_processor import (
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.stateful.sorted_runs import Limits
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.state_task import Logic
+from spark_bridge.task.watermark import EventTime
 from tests.effort import examples
 
 from .operator_runs import TS, OperatorRun, batch_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spark_bridge.operator_progress import progress_of
+from spark_bridge.session.operator_progress import progress_of
 
 
 class Cluster:

@@ -10,16 +10,16 @@ import random
 import pyarrow as pa
 import pytest
 
-from backends.operator_schema import OperatorSchema
+from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import StatefulProcessor
-from spark_bridge.event_time import EventTime
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.process_task import InitialStateLogic, ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
-from spark_bridge.stateful.sorted_runs import Limits
 from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.watermark import EventTime
 from tests.effort import effort
 
 from .operator_runs import OperatorRun

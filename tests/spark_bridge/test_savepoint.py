@@ -29,7 +29,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
-from coordinator_actor.savepoint_format import SavepointInfo, SavepointMetadata
+from coordinator_actor.savepoints.savepoint_format import SavepointInfo, SavepointMetadata
 from spark_bridge import (
     QueryableStateClient,
     aggregate,
@@ -40,7 +40,7 @@ from spark_bridge import (
     trigger_savepoint,
 )
 from spark_bridge import functions as S
-from spark_bridge.session import current_cluster
+from spark_bridge.session.spark_session import current_cluster
 from tests.patience import HANG, PATIENCE
 
 from .conftest import Stream, remove_checkpoint, settle, wait_until
@@ -475,7 +475,7 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
     flow: Flow, client: QueryableStateClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The query is stopped only that late: time enough for batches that nothing holds.
-    monkeypatch.setattr("spark_bridge.savepoints.POLL_SECONDS", 4.0)
+    monkeypatch.setattr("spark_bridge.session.savepoints.POLL_SECONDS", 4.0)
     flow.add(2)
     sink = Sink(0.15)
     query = start(flow.frame(), flow.stream.checkpoint, sink)

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from backends.encoding.key_groups import key_groups, partition_of
+from backends.encoding.keys import encode_keys
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.encoding.values import encode_values
 from backends.exceptions import MissingFileError, StoreClosedError
-from backends.key_groups import key_groups, partition_of
-from backends.keys import encode_keys
-from backends.schema import StateSchema
-from backends.sorted_pairs import SortedPairs
-from backends.storage import CheckpointStorage
-from backends.values import encode_values
-from coordinator_actor import savepoint_export
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import HostInfo, OperatorSpec, QueryRegistration, SavepointExported, SavepointOrder
+from coordinator_actor.savepoints import export as savepoint_export
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.savepoint_exports import SHARE_OF_A_CORE, SavepointExports
+from spark_bridge.host.savepoint_exports import SHARE_OF_A_CORE, SavepointExports
 from tests.patience import HANG, PATIENCE
 
 G, N = 16, 2
@@ -287,7 +287,7 @@ def test_what_a_failed_export_has_opened_is_closed(host, monkeypatch):
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("spark_bridge.savepoint_exports.export_partition", fail)
+    monkeypatch.setattr("spark_bridge.host.savepoint_exports.export_partition", fail)
     host.take(0)
     (message,) = host.wait_sent(1)
     assert message.failure == "OSError: disk full" and host.closed == [0]
@@ -342,7 +342,7 @@ def test_orders_are_taken_without_waiting_for_exports(host):
 
 def test_a_message_says_how_long_the_export_took(host, monkeypatch):
     ticks = iter((100.0, 103.5))
-    monkeypatch.setattr("spark_bridge.savepoint_exports.time", _Clock(lambda: next(ticks)))
+    monkeypatch.setattr("spark_bridge.host.savepoint_exports.time", _Clock(lambda: next(ticks)))
     host.take(0)
     assert host.wait_sent(1)[0].duration == 3.5
     assert msgspec.json.decode(msgspec.json.encode(host.sent[0]), type=SavepointExported) == host.sent[0]

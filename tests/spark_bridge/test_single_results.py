@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.schema import StateSchema
-from backends.single_rows import ValueDecoder
-from spark_bridge.aggregate_output import Output
-from spark_bridge.aggregation import result_fields, results, state_fields
-from spark_bridge.queryable.single_results import MOMENTS, SingleResults
+from backends.encoding.schema import StateSchema
+from backends.encoding.single_rows import ValueDecoder
+from spark_bridge.aggregates.aggregator import result_fields, results, state_fields
+from spark_bridge.aggregates.outputs import Output
+from spark_bridge.queryable.client.single_results import MOMENTS, SingleResults
 from tests.backends.strategies import LEAVES, comparable, values_of
 
 INT, FLOAT, MONEY = pa.int32(), pa.float64(), pa.decimal128(12, 2)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from spark_bridge.stateful.sorted_runs import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.stateful.spool import Spool
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from spark_bridge.task.sorted_runs import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.spool import Spool
 from tests.effort import examples
 
 KEYS = pa.schema([("k", pa.string())])

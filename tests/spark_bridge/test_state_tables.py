@@ -11,23 +11,23 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from backends.encoding.key_groups import key_groups, partition_of
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
-from backends.key_groups import key_groups, partition_of
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
-from spark_bridge import state_rows
-from spark_bridge.aggregate_task import AggregateLogic
-from spark_bridge.aggregation import Aggregator, Output
-from spark_bridge.deduplicate_task import DeduplicateLogic, deduplicate_schema
-from spark_bridge.event_time import EventTime
-from spark_bridge.session_windows import SessionLogic, session_schema
-from spark_bridge.state_tables import (
+from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
+from spark_bridge.state_data.state_tables import (
     state_batches,
     state_changes_batches,
     state_changes_table,
     state_metadata_table,
     state_table,
 )
+from spark_bridge.state_format import stored_rows as state_rows
+from spark_bridge.task.watermark import EventTime
 
 from .operator_runs import SECOND, TS, WINDOW, batch_of, seconds
 from .state_flows import KEYS, NAMES, Flow, G, Key, Operation, Query

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import Row
 
-from backends.operator_schema import OperatorSchema, evolved
+from backends.encoding.operator_schema import OperatorSchema, evolved
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.stateful import expiry
+from spark_bridge.stateful import ttl as expiry
 from spark_bridge.stateful.processor_state import ProcessorState
 from tests.effort import effort
 from tests.spark_bridge.local_partition import KEY_GROUPS, LocalPartition, encoded, run_step, steps

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from spark_bridge.status import render
+from spark_bridge.cli.status import render
 
 QUERY: dict[str, Any] = {
     "query_id": "q-1",

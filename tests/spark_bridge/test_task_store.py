@@ -13,18 +13,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from backends.changelog import PAIRS_SCHEMA
-from backends.key_groups import key_groups
+from backends.encoding.key_groups import key_groups
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import BatchHeldError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
-from spark_bridge import task_client
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
-from spark_bridge.flight_server import HostFlightServer
-from spark_bridge.protocol import Opened
-from spark_bridge.staged_changes import StagedChanges
-from spark_bridge.state_task import StateTask, partitions_of
-from spark_bridge.task_client import Endpoints, TaskStore
+from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.task import task_store as task_client
+from spark_bridge.task.staged_changes import StagedChanges
+from spark_bridge.task.state_task import StateTask, partitions_of
+from spark_bridge.task.task_store import Endpoints, TaskStore
+from spark_bridge.transport.protocol import Opened
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.test_host import make_host, task

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from coordinator_actor.access_tokens import IssuedToken, verified_id
 from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.exceptions import InvalidTokenError
-from spark_bridge.cli import app
-from spark_bridge.token_cli import rendered, seconds_of
+from spark_bridge.cli.main import app
+from spark_bridge.cli.token import rendered, seconds_of
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import wait_until
 
@@ -69,7 +69,7 @@ def test_a_name_is_needed() -> None:
 # The program as it is installed, but for how long it waits for the coordinator.
 PROGRAM = f"""
 import runpy, sys
-from spark_bridge import token_cli
+from spark_bridge.cli import token as token_cli
 token_cli.ANSWER_SECONDS = {PATIENCE}
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

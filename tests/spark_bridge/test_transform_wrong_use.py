@@ -11,7 +11,6 @@ import pytest
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from spark_bridge.event_time import WATERMARK_METADATA
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.stateful.arrow_processor import ArrowBatch, arrow_processor
 from spark_bridge.stateful.stateful_processor import StatefulProcessor, TimerValues
@@ -20,6 +19,7 @@ from spark_bridge.stateful.transform_with_state import (
     transform_with_state_in_arrow,
     transform_with_state_in_pandas,
 )
+from spark_bridge.task.watermark import WATERMARK_METADATA
 
 from .conftest import Stream
 

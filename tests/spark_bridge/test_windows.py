@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator_actor.messages import BatchTimes
-from spark_bridge import session_windows
-from spark_bridge.aggregation import Aggregator, Output
-from spark_bridge.event_time import between
-from spark_bridge.session_windows import ENDS_FAMILY, SessionLogic, joined_sessions, session_schema
-from spark_bridge.stateful.sorted_runs import Limits
-from spark_bridge.windows import SessionWindow, Window, session_window, window
+from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.operators.aggregate import session_windows
+from spark_bridge.operators.aggregate.session_windows import SessionLogic, joined_sessions, session_schema
+from spark_bridge.operators.windows import SessionWindow, Window, session_window, window
+from spark_bridge.state_format.layouts import ENDS_FAMILY
+from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.watermark import between
 from tests.effort import examples
 
 from .operator_runs import TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
@@ -128,7 +129,7 @@ def test_sessions_without_a_watermark_stay_for_good(batches: list[list[Row]], mo
 @pytest.mark.parametrize("limits", [None, Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)])
 def test_many_sessions_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_windows, "KEYS_PER_STEP", 5)
-    monkeypatch.setattr("spark_bridge.keyed_rows.ROWS_PER_PART", 50)
+    monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)
     batches = [[(f"k{i % 37}", base + i * 7 % 60, 3 + i % 5, i) for i in range(400)] for base in (0, 50, 300)]
     check(run_of(mode, 2, limits=limits), Model(mode), batches, 100)
 

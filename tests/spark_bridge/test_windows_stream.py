@@ -16,8 +16,8 @@ from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import aggregate
 from spark_bridge import functions as S
-from spark_bridge.deduplicate import deduplicate
 from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.operators.deduplicate.operator import deduplicate
 
 from .conftest import Stream, wait_until
 

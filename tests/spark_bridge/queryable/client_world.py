@@ -12,22 +12,22 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from backends.changelog import Changes
 from backends.conf import StateStoreConf
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
-from backends.sorted_pairs import SortedPairs
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostInfo, OperatorSpec
-from spark_bridge.host import Host
-from spark_bridge.protocol import TaskIdentity
-from spark_bridge.queryable.access import ClusterTokens
-from spark_bridge.queryable.client import QueryableStateClient
-from spark_bridge.queryable.client_proxy import KvStateClientProxy
-from spark_bridge.queryable.host_reads import HostReads
-from spark_bridge.queryable.limits import RequestLimits
+from spark_bridge.host.host import Host
+from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.reads.host_reads import HostReads
+from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.state_flows import Query

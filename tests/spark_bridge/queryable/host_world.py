@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from backends.changelog import Changes
 from backends.conf import StateStoreConf
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
-from backends.sorted_pairs import SortedPairs
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
-from spark_bridge.host import Host
-from spark_bridge.protocol import TaskIdentity
-from spark_bridge.queryable.host_reads import HostReads
-from spark_bridge.queryable.wire import At, Lookup, Scan
+from spark_bridge.host.host import Host
+from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
+from spark_bridge.queryable.reads.host_reads import HostReads
+from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.test_coordinator import World
 
 G = 16

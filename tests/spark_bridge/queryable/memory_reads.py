@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from backends.schema import StateSchema
+from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import (
     AccessDeniedError,
@@ -21,10 +21,7 @@ from spark_bridge.exceptions import (
     StateVersionError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.limits import RequestLimits
-from spark_bridge.queryable.reads import StateAnswer
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.wire import (
+from spark_bridge.queryable.protocol.messages import (
     PREFIX,
     PROTOCOL,
     Batch,
@@ -41,6 +38,9 @@ from spark_bridge.queryable.wire import (
     decode_reply,
     frame,
 )
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import PATIENCE
 
 TOKEN = "right-token"

@@ -10,19 +10,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends.storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostInfo
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
-from spark_bridge.flight_client import HostClient
-from spark_bridge.flight_server import HostFlightServer
-from spark_bridge.host import Host
-from spark_bridge.protocol import GetCommand, TaskIdentity
-from spark_bridge.queryable.access import ClusterTokens
-from spark_bridge.queryable.connections import KvConnection
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.wire import Lookup, Values, pack_one
+from spark_bridge.host.host import Host
+from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.queryable.protocol.connections import KvConnection
+from spark_bridge.queryable.protocol.messages import Lookup, Values, pack_one
+from spark_bridge.queryable.server.server import KvStateServer
+from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.transport.flight_client import HostClient
+from spark_bridge.transport.protocol import GetCommand, TaskIdentity
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
 

@@ -20,9 +20,9 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable import server_connection
-from spark_bridge.queryable import watch as watching
-from spark_bridge.queryable.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.client import watch as watching
+from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.server import server_connection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
 from tests.spark_bridge.state_flows import Flow
@@ -304,7 +304,7 @@ def test_a_watch_that_was_left_does_not_hold_up_the_end_of_the_program(
     code = f"""
 import asyncio
 from spark_bridge import AsyncQueryableStateClient
-from spark_bridge.queryable import watch
+from spark_bridge.queryable.client import watch
 
 watch.AWAIT_SECONDS = {HANG}
 

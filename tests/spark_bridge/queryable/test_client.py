@@ -18,12 +18,11 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import OperatorFigures
-from spark_bridge.deduplicate_task import DeduplicateLogic, deduplicate_schema
 from spark_bridge.exceptions import (
     AccessDeniedError,
     HostUnavailableError,
@@ -38,13 +37,14 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.client import QueryableStateClient
-from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.entries import CoordinatorEntry, addresses_of
-from spark_bridge.queryable.limits import RequestLimits
-from spark_bridge.queryable.retries import GONE, Attempts
-from spark_bridge.queryable.router import StateRouter
-from spark_bridge.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
+from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.discovery import CoordinatorEntry, addresses_of
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.routing.retries import GONE, Attempts
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.server.limits import RequestLimits
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.operator_runs import TS, WINDOW
@@ -179,7 +179,7 @@ def test_what_was_answered_before_a_limit_is_not_asked_for_again(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And columns are in chunks, as all of one may be more than an Arrow array can have."""
-    monkeypatch.setattr("spark_bridge.queryable.key_answers.KEYS_PER_REQUEST", 80)
+    monkeypatch.setattr("spark_bridge.queryable.client.key_answers.KEYS_PER_REQUEST", 80)
     client = filled.client(direct=True)
     asked: list[int] = []
     lookup = client._router.lookup
@@ -252,7 +252,7 @@ def test_the_rows_of_some_keys(client: QueryableStateClient) -> None:
 def test_operators_and_description(
     client: QueryableStateClient, filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.server.client_proxy.DESCRIBE_SECONDS", PATIENCE)
     client.get("totals", 1)
     (operator,) = client.operators()
     assert (operator["operator"], operator["query_name"], operator["completed_version"]) == ("totals", "name", 2)
@@ -418,7 +418,7 @@ def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: py
         h.host.heartbeat()
     # One that has had answers waits for the query to be started again.
     with monkeypatch.context() as patched, pytest.raises(QueryEndedError, match="'totals', ended"):
-        patched.setattr("spark_bridge.queryable.client.Attempts", UntilGone)
+        patched.setattr("spark_bridge.queryable.client.client.Attempts", UntilGone)
         client.get("totals", 3)
     with c.client() as another, pytest.raises(QueryEndedError, match="ended"):
         another.get("totals", 3)
@@ -455,8 +455,8 @@ def test_locations_are_refreshed_behind_the_back_of_lookups(
     client = c.client(direct=True)
     client.get("totals", 3)
     first = client.known(("totals", None), time.monotonic() + PATIENCE)
-    monkeypatch.setattr("spark_bridge.queryable.locations.REFRESH_SECONDS", 0.01)
-    monkeypatch.setattr("spark_bridge.queryable.client.REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr("spark_bridge.queryable.client.locations.REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr("spark_bridge.queryable.client.client.REFRESH_SECONDS", 0.01)
     deadline = time.monotonic() + PATIENCE
     while client.known(("totals", None), time.monotonic() + PATIENCE).location is first.location:
         assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
@@ -481,7 +481,7 @@ def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> 
 def test_who_has_little_time_waits_for_the_coordinator_no_longer(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.entries.COORDINATOR_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.client.discovery.COORDINATOR_SECONDS", 2 * PATIENCE)
     given: list[float] = []
 
     def within(seconds: float) -> Any:

@@ -13,23 +13,22 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema, StateVariable
-from backends.schema import StateSchema
-from spark_bridge import state_rows
-from spark_bridge.deduplicate_task import PRESENT
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
-from spark_bridge.queryable import state_views
-from spark_bridge.queryable.client_scans import StateScan, comparisons, key_range
-from spark_bridge.queryable.keys import KeyCodec, narrower
-from spark_bridge.queryable.results import KeyedResults, distinct, formed, plain_values
-from spark_bridge.queryable.router import RoutedAnswer
-from spark_bridge.queryable.state_views import view_of
-from spark_bridge.queryable.wire import Comparison
-from spark_bridge.session_windows import ENDS_FAMILY
-from spark_bridge.session_windows import SESSIONS as SESSIONS_COLUMN
-from spark_bridge.state_families import TTL_COLUMN
+from spark_bridge.operators.aggregate.session_windows import SESSIONS as SESSIONS_COLUMN
+from spark_bridge.queryable.client import state_views
+from spark_bridge.queryable.client.keys import KeyCodec, narrower
+from spark_bridge.queryable.client.results import KeyedResults, distinct, formed, plain_values
+from spark_bridge.queryable.client.scans import StateScan, comparisons, key_range
+from spark_bridge.queryable.client.state_views import view_of
+from spark_bridge.queryable.protocol.messages import Comparison
+from spark_bridge.queryable.routing.router import RoutedAnswer
+from spark_bridge.state_format import stored_rows as state_rows
+from spark_bridge.state_format.families import TTL_COLUMN
+from spark_bridge.state_format.layouts import ENDS_FAMILY, PRESENT
 from tests.spark_bridge.state_flows import KEYS as FLOW_KEYS
 from tests.spark_bridge.state_flows import Everything
 
@@ -385,7 +384,7 @@ def aggregates(*keys: tuple[str, pa.DataType], by: tuple[str, ...] = ()) -> Oper
 
 
 def sessions() -> OperatorSchema:
-    from spark_bridge.session_windows import session_schema
+    from spark_bridge.operators.aggregate.session_windows import session_schema
 
     states = pa.schema([("n.count.count", pa.int64())])
     return session_schema(pa.schema([("user", pa.int64())]), pa.timestamp("us", "UTC"), states)

@@ -29,15 +29,8 @@ from spark_bridge.exceptions import (
     QueryEndedError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable import kept_oracles
-from spark_bridge.queryable.client_proxy import KvStateClientProxy
-from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.kept_oracles import KeptOracles
-from spark_bridge.queryable.reads import StateAnswer
-from spark_bridge.queryable.retries import Attempts, retrying
-from spark_bridge.queryable.router import StateRouter
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.wire import (
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.messages import (
     At,
     Await,
     Batch,
@@ -57,6 +50,13 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.routing.retries import Attempts, retrying
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.server import location_cache as kept_oracles
+from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
+from spark_bridge.queryable.server.location_cache import KeptOracles
+from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import MemoryReads, OneToken, eventually
@@ -418,7 +418,7 @@ def test_runs_and_operators_that_nobody_knows(cluster: Cluster, connections: KvC
 def test_what_all_hosts_say_of_an_operator(
     cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_bridge.queryable.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.server.client_proxy.DESCRIBE_SECONDS", PATIENCE)
 
     def described(**request: Any) -> Any:
         reply, body = connections.request(cluster.hosts[1].address, Describe(**request))

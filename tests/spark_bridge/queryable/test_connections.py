@@ -28,12 +28,9 @@ from spark_bridge.exceptions import (
     TlsError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable import connections as module
-from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.row_batches import BatchDecoder
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.server_connection import ServerConnection
-from spark_bridge.queryable.wire import (
+from spark_bridge.queryable.protocol import connections as module
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.messages import (
     PREFIX,
     PROTOCOL,
     Batch,
@@ -48,6 +45,9 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from spark_bridge.queryable.protocol.row_batches import BatchDecoder
+from spark_bridge.queryable.server.server import KvStateServer
+from spark_bridge.queryable.server.server_connection import ServerConnection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
 
@@ -474,8 +474,8 @@ class Blocked:
         if name == "pyarrow.flight":
             raise ImportError(f"{name} was imported")
 sys.meta_path.insert(0, Blocked())
-import spark_bridge.queryable.connections, spark_bridge.queryable.router, spark_bridge.queryable.retries
-import spark_bridge.queryable.wire, coordinator_actor.messages, backends.keys, backends.operator_schema
+import spark_bridge.queryable.protocol.connections, spark_bridge.queryable.routing.router, spark_bridge.queryable.routing.retries
+import spark_bridge.queryable.protocol.messages, coordinator_actor.messages, backends.encoding.keys, backends.encoding.operator_schema
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

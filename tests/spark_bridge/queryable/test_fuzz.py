@@ -19,10 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable import server_connection
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.server_connection import decoded
-from spark_bridge.queryable.wire import (
+from spark_bridge.queryable.protocol.messages import (
     PREFIX,
     PROTOCOL,
     At,
@@ -45,6 +42,9 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from spark_bridge.queryable.server import server_connection
+from spark_bridge.queryable.server.server import KvStateServer
+from spark_bridge.queryable.server.server_connection import decoded
 from tests.spark_bridge.queryable.memory_reads import (
     TOKEN,
     MemoryReads,

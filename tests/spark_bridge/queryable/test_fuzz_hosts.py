@@ -14,10 +14,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from spark_bridge.queryable import server_connection
-from spark_bridge.queryable.host_reads import HostReads
-from spark_bridge.queryable.limits import RequestLimits
-from spark_bridge.queryable.wire import (
+from spark_bridge.queryable.protocol.messages import (
     At,
     Await,
     Batch,
@@ -35,6 +32,9 @@ from spark_bridge.queryable.wire import (
     Scan,
     pack_bytes,
 )
+from spark_bridge.queryable.reads.host_reads import HostReads
+from spark_bridge.queryable.server import server_connection
+from spark_bridge.queryable.server.limits import RequestLimits
 from tests.effort import effort
 from tests.spark_bridge.queryable import client_world
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster

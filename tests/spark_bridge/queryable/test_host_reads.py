@@ -13,7 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends import fault_points, rocksdb
+from backends import fault_points
+from backends.engines import rocksdb
 from backends.exceptions import StoreClosedError
 from coordinator_actor.exceptions import QueryEndedError, RetiredRunError, UnknownOperatorError, UnknownRunError
 from coordinator_actor.messages import Completed
@@ -25,8 +26,8 @@ from spark_bridge.exceptions import (
     StateVersionError,
     UnknownKvStateIdError,
 )
-from spark_bridge.queryable import host_reads, host_views, scans, version_copies
-from spark_bridge.queryable.wire import At, Comparison, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import At, Comparison, Lookup, Scan
+from spark_bridge.queryable.reads import host_reads, host_views, scans, version_copies
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -489,8 +490,8 @@ def test_versions_that_are_no_longer_kept_are_refused_by_name(make):
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])
 def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backend):
-    monkeypatch.setattr("spark_bridge.state_rows.STEP_ROWS", 3)
-    monkeypatch.setattr("spark_bridge.queryable.row_stream.BATCH_ROWS", 3)
+    monkeypatch.setattr("spark_bridge.state_format.stored_rows.STEP_ROWS", 3)
+    monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.BATCH_ROWS", 3)
     w = make(backend=backend, n=3)
     w.batch(filled(1))
     w.batch({**filled(2), 5: None})
@@ -513,7 +514,7 @@ def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backe
 
 
 def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make, monkeypatch):
-    monkeypatch.setattr("spark_bridge.queryable.row_stream.BATCH_ROWS", 1)
+    monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.BATCH_ROWS", 1)
     w = make()
     w.batch(filled(1))
     answer = w.reads[0].scan(Scan(w.run, "op"))

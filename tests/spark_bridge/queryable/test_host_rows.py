@@ -10,19 +10,19 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
-from spark_bridge import state_tables
-from spark_bridge.aggregate_task import AggregateLogic
-from spark_bridge.aggregation import Aggregator, Output
-from spark_bridge.event_time import EventTime
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from spark_bridge.aggregates.aggregator import Aggregator, Output
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
-from spark_bridge.queryable import host_changes, key_reads, key_windows
-from spark_bridge.queryable.host_reads import HostReads
-from spark_bridge.queryable.wire import At, Changes, Comparison, KeyRows, Lookup, Scan
-from spark_bridge.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
+from spark_bridge.queryable.protocol.messages import At, Changes, Comparison, KeyRows, Lookup, Scan
+from spark_bridge.queryable.reads import host_changes, key_reads, key_windows
+from spark_bridge.queryable.reads.host_reads import HostReads
+from spark_bridge.state_data import state_tables
+from spark_bridge.task.watermark import EventTime
 from tests.spark_bridge.operator_runs import TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.queryable.host_world import COMPLETED
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Query

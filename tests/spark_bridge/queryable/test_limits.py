@@ -9,7 +9,7 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.limits import Crowd, RequestLimits, Turns
+from spark_bridge.queryable.server.limits import Crowd, RequestLimits, Turns
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import eventually
 

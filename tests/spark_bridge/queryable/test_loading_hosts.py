@@ -12,12 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends.manifest import Lineage
+from backends.formats.manifest import Lineage
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.queryable import background_loads
-from spark_bridge.queryable.background_loads import BackgroundLoads
-from spark_bridge.queryable.key_windows import KeyWindowIndex
-from spark_bridge.queryable.wire import At, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
+from spark_bridge.queryable.reads import background_loads
+from spark_bridge.queryable.reads.background_loads import BackgroundLoads
+from spark_bridge.queryable.reads.key_windows import KeyWindowIndex
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import HostWorld, partitions_of, stored
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spark_bridge.queryable import ray_metrics
-from spark_bridge.queryable.request_statistics import RequestStatistics
+from spark_bridge.host_actor import ray_metrics
+from spark_bridge.queryable.server.request_statistics import RequestStatistics
 
 
 @pytest.fixture

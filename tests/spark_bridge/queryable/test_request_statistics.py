@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from spark_bridge.queryable.request_statistics import (
+from spark_bridge.queryable.server.request_statistics import (
     MAX_SERIES,
     OCTAVES,
     OTHER,

@@ -14,13 +14,9 @@ import pytest
 
 from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
-from spark_bridge import host as host_module
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.queryable import host_reads, key_reads, scans, server, server_connection, version_copies
-from spark_bridge.queryable.request_watch import watched
-from spark_bridge.queryable.routed_scan import RoutedScan, ScanPlan
-from spark_bridge.queryable.row_stream import gathered, limited
-from spark_bridge.queryable.wire import (
+from spark_bridge.host import host as host_module
+from spark_bridge.queryable.protocol.messages import (
     At,
     Await,
     Batch,
@@ -36,6 +32,11 @@ from spark_bridge.queryable.wire import (
     decode_request,
     pack_bytes,
 )
+from spark_bridge.queryable.protocol.request_watch import watched
+from spark_bridge.queryable.reads import host_reads, key_reads, scans, version_copies
+from spark_bridge.queryable.reads.row_stream import gathered, limited
+from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
+from spark_bridge.queryable.server import server, server_connection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
 from tests.spark_bridge.queryable.memory_reads import (

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from coordinator_actor.exceptions import RetiredRunError, StaleOwnerError, UnknownHostError, UnknownRunError
-from spark_bridge.errors_by_name import rebuilt_error
 from spark_bridge.exceptions import (
     AccessDeniedError,
     ConnectionClosedError,
@@ -22,7 +21,8 @@ from spark_bridge.exceptions import (
     TooManyRequestsError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.retries import LONGEST_DELAY, Attempts, retrying, should_locate
+from spark_bridge.queryable.routing.retries import LONGEST_DELAY, Attempts, retrying, should_locate
+from spark_bridge.transport.error_codec import rebuilt_error
 
 HELPED = (
     NotOwnerError,

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 
-from backends.key_groups import key_groups
-from backends.keys import encode_keys
-from backends.operator_schema import OperatorSchema, StateVariable
-from backends.schema import StateSchema
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import encode_keys
+from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.schema import StateSchema
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import (
@@ -31,18 +31,18 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
     UnknownKvStateKeyGroupLocationError,
 )
-from spark_bridge.queryable import key_answers
-from spark_bridge.queryable import router as router_module
-from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.key_answers import KeyAnswers
-from spark_bridge.queryable.limits import RequestLimits
-from spark_bridge.queryable.locations import KnownOperator
-from spark_bridge.queryable.one_version import REMEMBERED_RUNS, CompletedVersions
-from spark_bridge.queryable.reads import StateAnswer
-from spark_bridge.queryable.router import StateRouter
-from spark_bridge.queryable.routing_table import RoutingTable, is_stable
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.wire import At, KeyRows, Lookup, Scan
+from spark_bridge.queryable.client import key_answers
+from spark_bridge.queryable.client.key_answers import KeyAnswers
+from spark_bridge.queryable.client.locations import KnownOperator
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.messages import At, KeyRows, Lookup, Scan
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.routing import router as router_module
+from spark_bridge.queryable.routing.one_version import REMEMBERED_RUNS, CompletedVersions
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.routing_table import RoutingTable, is_stable
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, eventually

@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from backends.operator_schema import OperatorSchema
-from backends.schema import StateSchema
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.row_selection import RowSelection
-from spark_bridge.queryable.wire import Comparison
-from spark_bridge.state_rows import VariableRows
+from spark_bridge.queryable.protocol.messages import Comparison
+from spark_bridge.queryable.reads.row_selection import RowSelection
+from spark_bridge.state_format.stored_rows import VariableRows
 
 UTC = pa.timestamp("us", "UTC")
 VALUES = pa.schema(

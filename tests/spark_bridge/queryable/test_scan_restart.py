@@ -19,12 +19,12 @@ from spark_bridge.exceptions import (
     RequestError,
     StateVersionError,
 )
-from spark_bridge.host import Host
-from spark_bridge.queryable.client_scans import StateScan
-from spark_bridge.queryable.connections import KvConnections
-from spark_bridge.queryable.host_reads import HostReads
-from spark_bridge.queryable.routed_scan import RoutedScan
-from spark_bridge.queryable.wire import At, Scan
+from spark_bridge.host.host import Host
+from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.messages import At, Scan
+from spark_bridge.queryable.reads.host_reads import HostReads
+from spark_bridge.queryable.routing.routed_scan import RoutedScan
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.test_watch_rollback import go_back

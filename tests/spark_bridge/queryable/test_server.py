@@ -16,12 +16,7 @@ import pytest
 import trustme
 
 from spark_bridge.exceptions import StateVersionError
-from spark_bridge.queryable import framed_socket, server_connection
-from spark_bridge.queryable import server as server_module
-from spark_bridge.queryable.limits import RequestLimits
-from spark_bridge.queryable.reads import StateAnswer
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.wire import (
+from spark_bridge.queryable.protocol.messages import (
     MAX_HEADER_BYTES,
     PREFIX,
     PROTOCOL,
@@ -47,6 +42,11 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.server import framed_socket, server_connection
+from spark_bridge.queryable.server import server as server_module
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
     ROWS,
@@ -513,7 +513,7 @@ def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
 
 
 def test_who_reads_slowly_but_steadily_gets_all(monkeypatch):
-    monkeypatch.setattr("spark_bridge.queryable.framed_socket.SEND_TICK_SECONDS", 0.01)
+    monkeypatch.setattr("spark_bridge.queryable.server.framed_socket.SEND_TICK_SECONDS", 0.01)
     reads = MemoryReads({b"big": random.Random(1).randbytes(20 << 20)}, batches=[rows(0, 15_000, 1000)] * 2)
     with serving(reads) as (server, _), client_of(server) as client:
         client.say(LOOKUP, keys(b"big", b"k1"))

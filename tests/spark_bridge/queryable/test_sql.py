@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.exceptions import EnvironmentProblemError, QueryTimeoutError, RequestError, UnknownOperatorError
-from spark_bridge.queryable import pushdown
-from spark_bridge.queryable.expressions import Call, FieldRef, UnknownExpressionError, columns_of, parsed
-from spark_bridge.queryable.pushdown import Pushed, as_json, push
-from spark_bridge.queryable.sql import running_states, sql
-from spark_bridge.queryable.sql_tables import RunningState, UnclearNameError, names_in, resolve
-from spark_bridge.queryable.wire import Comparison
+from spark_bridge.queryable.protocol.messages import Comparison
+from spark_bridge.queryable.sql import pushdown
+from spark_bridge.queryable.sql.expressions import Call, FieldRef, UnknownExpressionError, columns_of, parsed
+from spark_bridge.queryable.sql.pushdown import Pushed, as_json, push
+from spark_bridge.queryable.sql.sql import running_states, sql
+from spark_bridge.queryable.sql.tables import RunningState, UnclearNameError, names_in, resolve
 from tests.patience import PATIENCE
 
 UTC = datetime.timezone.utc

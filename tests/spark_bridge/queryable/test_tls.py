@@ -15,20 +15,22 @@ import pyarrow as pa
 import pytest
 from trustme import CA, LeafCert
 
-from backends.storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostInfo, OperatorFigures
-from spark_bridge import flight_client, state_task, task_client
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, TlsError
-from spark_bridge.flight_client import HostClient
-from spark_bridge.flight_server import HostFlightServer
-from spark_bridge.host import Host
-from spark_bridge.queryable.access import ClusterTokens
-from spark_bridge.queryable.connections import KvConnection
-from spark_bridge.queryable.server import KvStateServer
-from spark_bridge.queryable.tls import TlsConf
-from spark_bridge.queryable.wire import Describe
-from spark_bridge.task_client import Endpoints, TaskStore
+from spark_bridge.host.host import Host
+from spark_bridge.host_actor.flight_server import HostFlightServer
+from spark_bridge.queryable.protocol.connections import KvConnection
+from spark_bridge.queryable.protocol.messages import Describe
+from spark_bridge.queryable.server.server import KvStateServer
+from spark_bridge.queryable.server.token_verifier import ClusterTokens
+from spark_bridge.task import state_task
+from spark_bridge.task import task_store as task_client
+from spark_bridge.task.task_store import Endpoints, TaskStore
+from spark_bridge.transport import flight_client
+from spark_bridge.transport.flight_client import HostClient
+from spark_bridge.transport.tls import TlsConf
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.memory_reads import MemoryReads

@@ -20,9 +20,9 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable import server_connection
-from spark_bridge.queryable import watch as watching
-from spark_bridge.queryable.watch import StateChange, StateWatch
+from spark_bridge.queryable.client import watch as watching
+from spark_bridge.queryable.client.watch import StateChange, StateWatch
+from spark_bridge.queryable.server import server_connection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.queryable.memory_reads import eventually

@@ -10,9 +10,9 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
-from spark_bridge.host import IDLE_RUN_SECONDS
-from spark_bridge.queryable.host_changes import IDLE_SECONDS
-from spark_bridge.queryable.wire import Changes
+from spark_bridge.host.host import IDLE_RUN_SECONDS
+from spark_bridge.queryable.protocol.messages import Changes
+from spark_bridge.queryable.reads.host_changes import IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.columns import EVEN_ROWS, EVEN_WIDTH
+from backends.encoding.columns import EVEN_ROWS, EVEN_WIDTH
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.wire import pack_bytes, unpack_bytes
+from spark_bridge.queryable.protocol.messages import pack_bytes, unpack_bytes
 from tests.effort import examples
 
 VALUES = st.one_of(

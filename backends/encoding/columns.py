@@ -1,0 +1,353 @@
+"""Arrow columns as numpy arrays and back, for the encoders: whole columns at a time.
+
+Everything here copes with slices (an offset), chunked and dictionary-encoded columns, and nulls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.encoding.schema import normalized_type
+from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError
+
+Mask = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
+
+MAX_BYTES = (1 << 31) - 1
+"""What one Arrow binary array can hold: its offsets are int32."""
+
+_FIXED: dict[pa.DataType, str] = {
+    pa.bool_(): "u1",
+    pa.int8(): "i1",
+    pa.int16(): "i2",
+    pa.int32(): "i4",
+    pa.int64(): "i8",
+    pa.float32(): "f4",
+    pa.float64(): "f8",
+    pa.date32(): "i4",
+    pa.timestamp("us"): "i8",
+    pa.timestamp("us", tz="UTC"): "i8",
+}
+
+
+def fixed_dtype(data_type: pa.DataType) -> np.dtype[Any] | None:
+    """The little-endian numpy type of a fixed-width column; None for any other column."""
+    if pa.types.is_decimal128(data_type):
+        return np.dtype("V16")
+    code = _FIXED.get(data_type)
+    return None if code is None else np.dtype(f"<{code}")
+
+
+def is_list_like(data_type: pa.DataType) -> bool:
+    """Arrays and maps: a run of elements per row."""
+    return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_map(data_type))
+
+
+def plain(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """One contiguous array of the column, leaves in their normalised type; raises ``UnsupportedTypeError``.
+
+    ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside.
+    """
+    if isinstance(column, pa.ChunkedArray):
+        if column.num_chunks == 1:
+            column = column.chunk(0)
+        else:
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if column.type in _FIXED:
+        return column
+    wanted = normalized_type(name, column.type)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if column.type != wanted and not pa.types.is_nested(wanted):
+        column = column.cast(wanted)
+    return column
+
+
+def null_mask(array: pa.Array) -> Mask | None:
+    """True where the array is null; None if it is nowhere."""
+    if not array.null_count:
+        return None
+    return np.asarray(array.is_null())
+
+
+def validity(mask: Mask | None) -> pa.Buffer | None:
+    """Arrow's validity bitmap of a null mask."""
+    if mask is None or not mask.any():
+        return None
+    return pa.py_buffer(np.packbits(~mask, bitorder="little"))
+
+
+def fixed_values(array: pa.Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """A fixed-width column's values; nulls are zero, so that equal rows give equal bytes."""
+    n = len(array)
+    if pa.types.is_boolean(array.type):
+        bits = array.fill_null(False) if array.null_count else array
+        return np.asarray(bits).astype(np.uint8)
+    content = array.buffers()[1]
+    if n == 0 or content is None:
+        return np.zeros(n, dtype)
+    values = np.frombuffer(content, dtype, count=array.offset + n)[array.offset :]
+    mask = null_mask(array)
+    if mask is not None:
+        values = values.copy()
+        values[mask] = np.zeros((), dtype)
+    return values
+
+
+def fixed_array(values: npt.NDArray[Any], mask: Mask | None, data_type: pa.DataType) -> pa.Array:
+    """The inverse of ``fixed_values``."""
+    n = len(values)
+    if pa.types.is_boolean(data_type):
+        values = np.packbits(values.astype(np.bool_), bitorder="little")
+    return pa.Array.from_buffers(data_type, n, [validity(mask), _buffer(values)])
+
+
+def binary_values(array: pa.Array) -> pa.BinaryArray:
+    """A string or binary column as binary without nulls (they are empty)."""
+    if pa.types.is_string(array.type):
+        array = array.cast(pa.binary())
+    return array.fill_null(b"") if array.null_count else array
+
+
+def binary_content(array: pa.BinaryArray) -> tuple[Bytes, Offsets]:
+    """All bytes of a binary array in one, and the n+1 offsets into them, starting at 0."""
+    n = len(array)
+    if n == 0:
+        return np.zeros(0, np.uint8), np.zeros(1, np.int64)
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + n + 1].astype(np.int64)
+    content = array.buffers()[2]
+    first, last = int(offsets[0]), int(offsets[-1])
+    if content is None or first == last:
+        return np.zeros(0, np.uint8), offsets - first
+    return np.frombuffer(content, np.uint8)[first:last], offsets - first
+
+
+def content_bytes(array: pa.BinaryArray) -> int:
+    """How many bytes the elements have together."""
+    n = len(array)
+    if not n:
+        return 0
+    bounds = np.frombuffer(array.buffers()[1], np.int32, n + 1, 4 * array.offset)
+    return int(bounds[n]) - int(bounds[0])
+
+
+def binary_array(
+    content: Bytes, offsets: npt.NDArray[Any], mask: Mask | None = None, data_type: pa.DataType | None = None
+) -> pa.BinaryArray:
+    """A binary (or string) array of bytes and n+1 offsets."""
+    check_size(int(offsets[-1]))
+    buffers = [validity(mask), _buffer(offsets.astype(np.int32)), _buffer(content)]
+    return pa.Array.from_buffers(data_type or pa.binary(), len(offsets) - 1, buffers)
+
+
+def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
+    """A structured array as a binary array: each record's bytes."""
+    return even_array(np.ascontiguousarray(rows))
+
+
+EVEN_ROWS = 1 << 13
+"""Arrays of so many elements at most, if all have one width, share the offsets of that width: nobody makes them or looks at them again."""
+EVEN_WIDTH = 1 << 8
+"""The largest width for which that is so."""
+_EVEN_OFFSETS: dict[int, pa.Buffer] = {}
+_EVEN_WIDTHS: dict[int, int] = {}
+"""The widths by the addresses of the offsets, which are kept for good."""
+
+
+@lru_cache(EVEN_WIDTH)
+def record(width: int) -> np.dtype[np.void]:
+    """The type of records of so many bytes."""
+    return np.dtype(f"V{width}")
+
+
+def _even_offsets(n: int, width: int) -> pa.Buffer:
+    """The offsets of n elements of one width, or of more."""
+    if n > EVEN_ROWS or width > EVEN_WIDTH:
+        check_size(n * width)
+        return pa.py_buffer(np.arange(0, n * width + 1, width, dtype=np.int32))
+    shared = _EVEN_OFFSETS.get(width)
+    if shared is None:
+        offsets = np.arange(0, EVEN_ROWS * width + 1, width, dtype=np.int32)
+        offsets.flags.writeable = False
+        shared = _EVEN_OFFSETS.setdefault(width, pa.py_buffer(offsets))  # another thread may have been first
+        _EVEN_WIDTHS[shared.address] = width
+    return shared
+
+
+def even_rows(array: pa.BinaryArray) -> Records | None:
+    """The elements as records of one width, without a copy; None if widths differ, or there are none, nulls or only empty ones."""
+    n = len(array)
+    mask, bounds, content = array.buffers()
+    if not n or (mask is not None and array.null_count):
+        return None
+    rows: Records
+    width = _EVEN_WIDTHS.get(bounds.address)
+    if width is not None:
+        rows = np.ndarray((n,), record(width), content, width * array.offset)
+        return rows
+    offsets = np.frombuffer(bounds, np.int32, n + 1, 4 * array.offset)
+    first = int(offsets[0])
+    width = int(offsets[1]) - first
+    if width <= 0 or int(offsets[n]) - first != n * width or not (offsets[1:] - offsets[:-1] == width).all():
+        return None
+    rows = np.ndarray((n,), record(width), content, first)
+    return rows
+
+
+def even_array(rows: npt.NDArray[Any]) -> pa.BinaryArray:
+    """Contiguous records as a binary array over the same memory, which nobody may change any more: the inverse of ``even_rows``."""
+    n = len(rows)
+    return pa.Array.from_buffers(
+        pa.binary(), n, [None, _even_offsets(n, rows.dtype.itemsize), pa.py_buffer(rows if n else b"")]
+    )
+
+
+def concatenated(arrays: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
+    """The arrays, one behind the other, as one. Raises ``pa.ArrowInvalid`` if they have more bytes than that can."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return pa.concat_arrays(arrays) if arrays else pa.array([], pa.binary())
+
+
+def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
+    """The elements of all arrays as records of one width, if they can be together."""
+    rows: list[Records] = []
+    for array in arrays:
+        even = even_rows(array)
+        if even is None or (rows and even.dtype.itemsize != rows[0].dtype.itemsize):
+            return None
+        rows.append(even)
+    return rows if sum(map(len, rows)) * rows[0].dtype.itemsize <= MAX_BYTES else None
+
+
+def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
+    """The elements in these rows: Arrow's ``take``, in less time for those of one width. Rows must be ascertained to be there."""
+    even = even_rows(array)
+    return array.take(pa.array(rows)) if even is None else even_array(even.take(rows))
+
+
+def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.BinaryArray:
+    """Each element in the row that is named for it; every row must be named once. The inverse of ``taken``.
+
+    Raises ``pa.ArrowInvalid`` if the elements have more bytes than an array can.
+    """
+    even = _all_even(arrays)
+    if even is None:
+        places = np.concatenate(rows)
+        back = np.empty(len(places), np.int64)
+        back[places] = np.arange(len(places))
+        return concatenated(arrays).take(pa.array(back))
+    in_place = np.empty(sum(map(len, rows)), even[0].dtype)
+    for part, places in zip(even, rows, strict=True):
+        in_place[places] = part
+    return even_array(in_place)
+
+
+def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
+    """The parts of each row, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    check_size(sum(int(binary_content(part)[1][-1]) for part in parts))
+    return pc.binary_join_element_wise(*parts, b"")
+
+
+def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Bytes, Offsets]:
+    """The bytes of many ranges, one behind the other, and their n+1 offsets.
+
+    Ranges must be ascending and must not overlap.
+    """
+    n = len(starts)
+    offsets = np.zeros(n + 1, np.int64)
+    np.cumsum(stops - starts, out=offsets[1:])
+    if n == 0 or offsets[-1] == len(content):
+        return content[: offsets[-1]], offsets
+    # Ranges and the gaps between them are elements of one array over the same bytes: Arrow then copies range by range.
+    bounds = np.empty(2 * n, np.int64)
+    bounds[::2], bounds[1::2] = starts, stops
+    taken = binary_array(content, bounds).take(pa.array(np.arange(0, 2 * n, 2, dtype=np.uint32)))
+    return binary_content(taken)[0], offsets
+
+
+def gather_fixed(content: Bytes, starts: Offsets, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """One value or record at each position. All must lie within ``content``."""
+    width = dtype.itemsize
+    # Every position as the beginning of a value: the view's elements overlap.
+    anywhere = np.ndarray((max(len(content) - width + 1, 0),), f"V{width}", content, strides=(1,))
+    taken: npt.NDArray[Any] = anywhere[starts].view(dtype)
+    return taken
+
+
+def check_size(total: int) -> None:
+    """Refuse what one binary array cannot hold."""
+    if total > MAX_BYTES:
+        raise InvalidStateStoreArgument(
+            f"The encoded rows take {total} bytes; at most {MAX_BYTES} fit into one Arrow array. Split the batch."
+        )
+
+
+def check_ranges(ok: npt.NDArray[np.bool_], what: str, schema: object, rows: Offsets | None = None) -> None:
+    """Raise ``SchemaMismatchError`` unless all passed; ``rows`` are their rows, if there is not one for each."""
+    if not ok.all():
+        failed = int(np.argmin(ok))
+        row = failed if rows is None else int(rows[failed])
+        raise SchemaMismatchError(
+            f"Row {row} of the stored {what} is not of the schema [{_one_line(schema)}]: read it with the schema "
+            "that it was written with."
+        )
+
+
+def list_parts(array: pa.Array) -> tuple[pa.Array, Offsets]:
+    """The elements of all rows' arrays or maps (entries as structs), and n+1 offsets; null rows have none."""
+    valid = array.drop_null() if array.null_count else array
+    if len(valid) == 0:
+        counts = np.zeros(0, np.int64)
+        first = last = 0
+    else:
+        kind = np.int64 if pa.types.is_large_list(array.type) else np.int32
+        bounds = np.frombuffer(valid.buffers()[1], kind)[valid.offset : valid.offset + len(valid) + 1]
+        wide = bounds.astype(np.int64)
+        counts, first, last = wide[1:] - wide[:-1], int(wide[0]), int(wide[-1])
+    if pa.types.is_map(array.type):
+        entries = pa.StructArray.from_arrays(
+            [valid.keys, valid.items], fields=[array.type.key_field, array.type.item_field]
+        )
+    else:
+        entries = valid.values
+    offsets = np.zeros(len(array) + 1, np.int64)
+    mask = null_mask(array)
+    if mask is None:
+        np.cumsum(counts, out=offsets[1:])
+    else:
+        all_counts = np.zeros(len(array), np.int64)
+        all_counts[~mask] = counts
+        np.cumsum(all_counts, out=offsets[1:])
+    return entries.slice(first, last - first), offsets
+
+
+def list_array(elements: pa.Array, offsets: Offsets, mask: Mask | None, data_type: pa.DataType) -> pa.Array:
+    """The inverse of ``list_parts`` (``data_type`` with int32 offsets)."""
+    buffers = [validity(mask), _buffer(offsets.astype(np.int32))]
+    return pa.Array.from_buffers(data_type, len(offsets) - 1, buffers, children=[elements])
+
+
+def struct_array(children: list[pa.Array], n: int, mask: Mask | None, data_type: pa.DataType) -> pa.Array:
+    """A struct of the given children."""
+    return pa.Array.from_buffers(data_type, n, [validity(mask)], children=children)
+
+
+def _buffer(values: npt.NDArray[Any]) -> pa.Buffer:
+    contiguous = np.ascontiguousarray(values)
+    return pa.py_buffer(contiguous.view(np.uint8) if contiguous.size else b"")
+
+
+def _one_line(schema: object) -> str:
+    return str(schema).replace("\n", ", ")

@@ -1,0 +1,189 @@
+"""Key groups: Spark's ``pmod(xxhash64(key columns), G)``, computed here bit for bit.
+
+Spark's ``xxhash64`` is XXH64 with seed 42 over little-endian bytes; each column's hash is the seed
+of the next, a null leaves the seed as it is. Fixed-width columns are hashed a column at a time.
+The idea of key groups, as the unit of rescaling, is Flink's.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from backends.encoding.columns import (
+    binary_values,
+    fixed_dtype,
+    fixed_values,
+    is_list_like,
+    list_parts,
+    null_mask,
+    plain,
+)
+from backends.encoding.sorted_pairs import to_bytes_list
+from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
+
+MAX_KEY_GROUPS = 1 << 16
+DEFAULT_KEY_GROUPS = 1024
+_SEED = 42
+_SMALL_DECIMAL = 18
+
+Hashes = npt.NDArray[np.uint64]
+
+_P1 = np.uint64(0x9E3779B185EBCA87)
+_P2 = np.uint64(0xC2B2AE3D27D4EB4F)
+_P3 = np.uint64(0x165667B19E3779F9)
+_P4 = np.uint64(0x85EBCA77C2B2AE63)
+_P5 = np.uint64(0x27D4EB2F165667C5)
+_SEED_4 = _P5 + np.uint64(4)
+_SEED_8 = _P5 + np.uint64(8)
+
+
+def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
+    """The key group of each row, 0 to ``num_groups`` - 1; all columns of ``batch`` are key columns.
+
+    Raises ``UnsupportedTypeError`` naming a column whose type cannot be a key.
+    """
+    check_num_groups(num_groups)
+    hashes = spark_xxhash64(batch)
+    # For a power of 2 the same, without a division.
+    is_power = num_groups & (num_groups - 1) == 0
+    groups: npt.NDArray[np.int64] = hashes & np.int64(num_groups - 1) if is_power else hashes % np.int64(num_groups)
+    return groups.astype(np.int32)
+
+
+def spark_xxhash64(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
+    """Spark's ``xxhash64(*columns)`` of each row."""
+    hashes = np.full(batch.num_rows, _SEED, np.uint64)
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        hashes = _hash_column(name, column, hashes)
+    return hashes.view(np.int64)
+
+
+def check_num_groups(num_groups: int) -> None:
+    """Refuse a number of key groups outside 1 to 65,536."""
+    if not 1 <= num_groups <= MAX_KEY_GROUPS:
+        raise InvalidStateStoreArgument(f"The number of key groups must be 1 to {MAX_KEY_GROUPS}, not {num_groups}.")
+
+
+def partition_of(group: int, num_groups: int, num_partitions: int) -> int:
+    """The partition that owns a key group."""
+    return group * num_partitions // num_groups
+
+
+def partition_range(partition: int, num_partitions: int, num_groups: int) -> tuple[int, int]:
+    """The key groups of a partition: the first one, and the one behind the last.
+
+    Raises ``InvalidStateStoreArgument`` if there are more partitions than key groups, or no such partition.
+    """
+    check_num_groups(num_groups)
+    if not 1 <= num_partitions <= num_groups:
+        raise InvalidStateStoreArgument(
+            f"{num_partitions} partitions for {num_groups} key groups: there must be 1 to {num_groups}."
+        )
+    if not 0 <= partition < num_partitions:
+        raise InvalidStateStoreArgument(f"There is no partition {partition} of {num_partitions}.")
+    return -(-partition * num_groups // num_partitions), -(-(partition + 1) * num_groups // num_partitions)
+
+
+def _hash_column(name: str, column: pa.Array, seeds: Hashes) -> Hashes:
+    array = plain(name, column)
+    if pa.types.is_map(array.type):
+        raise UnsupportedTypeError(
+            f"Column {name!r} has the type {array.type}: a map has no order and cannot be a key."
+        )
+    hashes = _hash_array(name, array, seeds)
+    mask = null_mask(array)
+    return hashes if mask is None else np.where(mask, seeds, hashes)
+
+
+def _hash_array(name: str, array: pa.Array, seeds: Hashes) -> Hashes:
+    kind = array.type
+    if pa.types.is_struct(kind):
+        for i, child in enumerate(array.flatten()):
+            seeds = _hash_column(f"{name}.{kind.field(i).name}", child, seeds)
+        return seeds
+    if is_list_like(kind):
+        return _hash_lists(f"{name}.element", array, seeds)
+    if pa.types.is_decimal128(kind):
+        return _hash_decimals(array, seeds)
+    dtype = fixed_dtype(kind)
+    if dtype is None:
+        return _hash_bytes(to_bytes_list(binary_values(array)), seeds)
+    values = fixed_values(array, dtype)
+    if pa.types.is_floating(kind):
+        # Like Spark: -0.0 is 0.0, and every NaN is the same NaN.
+        values = np.where(np.isnan(values), np.array(np.nan, dtype), values + dtype.type(0))
+        return _hash_8(values.view(np.uint64), seeds) if dtype.itemsize == 8 else _hash_4(values.view(np.uint32), seeds)
+    if dtype.itemsize == 8:
+        return _hash_8(values.view(np.uint64), seeds)
+    return _hash_4(values.astype(np.int32).view(np.uint32), seeds)
+
+
+def _hash_lists(name: str, array: pa.Array, seeds: Hashes) -> Hashes:
+    """Element after element, each hash the seed of the next: all rows' first elements, then all second ones."""
+    elements, offsets = list_parts(array)
+    counts = np.diff(offsets)
+    hashes: Hashes = seeds.copy()
+    for position in range(int(counts.max(initial=0))):
+        rows = np.flatnonzero(counts > position)
+        chosen = elements.take(pa.array(offsets[rows] + position))
+        hashes[rows] = _hash_column(name, chosen, hashes[rows])
+    return hashes
+
+
+def _hash_decimals(array: pa.Array, seeds: Hashes) -> Hashes:
+    words = fixed_values(array, np.dtype("V16")).copy().view(np.uint64).reshape(-1, 2)
+    if array.type.precision <= _SMALL_DECIMAL:
+        return _hash_8(words[:, 0], seeds)
+    unscaled = ((int(high) << 64) | int(low) for low, high in zip(words[:, 0], words[:, 1].view(np.int64), strict=True))
+    # As java.math.BigInteger.toByteArray: the shortest two's complement, with room for the sign.
+    return _hash_bytes([_big_integer(u) for u in unscaled], seeds)
+
+
+def _big_integer(value: int) -> bytes:
+    magnitude = value if value >= 0 else ~value
+    return value.to_bytes(magnitude.bit_length() // 8 + 1, "big", signed=True)
+
+
+def _hash_bytes(values: list[bytes | None] | list[bytes], seeds: Hashes) -> Hashes:
+    hash_one = xxhash.xxh64_intdigest
+    pairs = zip(cast("list[bytes]", values), seeds.tolist(), strict=True)
+    hashes: Hashes = np.fromiter((hash_one(value, seed) for value, seed in pairs), np.uint64, len(values))
+    return hashes
+
+
+def _rotate(values: Hashes, bits: int) -> Hashes:
+    """Of an array that may be changed."""
+    rotated: Hashes = values << np.uint64(bits)
+    values >>= np.uint64(64 - bits)
+    rotated |= values
+    return rotated
+
+
+def _hash_8(values: Hashes, seeds: Hashes) -> Hashes:
+    hashes: Hashes = _rotate(values * _P2, 31)
+    hashes *= _P1
+    hashes ^= seeds + _SEED_8
+    hashes = _rotate(hashes, 27)
+    hashes *= _P1
+    hashes += _P4
+    return _avalanche(hashes)
+
+
+def _hash_4(values: npt.NDArray[np.uint32], seeds: Hashes) -> Hashes:
+    hashes: Hashes = seeds + _SEED_4
+    hashes ^= values.astype(np.uint64) * _P1
+    return _avalanche(_rotate(hashes, 23) * _P2 + _P3)
+
+
+def _avalanche(hashes: Hashes) -> Hashes:
+    hashes ^= hashes >> np.uint64(33)
+    hashes *= _P2
+    hashes ^= hashes >> np.uint64(29)
+    hashes *= _P3
+    hashes ^= hashes >> np.uint64(32)
+    return hashes

@@ -1,0 +1,276 @@
+"""What one operator keeps: state variables, each in one or more column families of typed keys and values.
+
+An operator with a single variable of its own rows (an aggregate) is written as that variable's
+``StateSchema`` alone. Spark's counterpart is the state schema file of ``transformWithState``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from backends.encoding.schema import StateSchema
+from backends.encoding.schema_evolution import evolved_schema, in_words
+from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
+from backends.ids import DEFAULT_FAMILY
+
+KINDS = ("rows", "value", "list", "map", "timers")
+_GENERATION = re.compile(r"(.+)\.-(\d+)")
+"""A family of a variable that was deleted and declared again, which must not meet the rows of the earlier one."""
+
+
+@dataclass(frozen=True)
+class StateVariable:
+    """One state variable. ``families`` maps the column families it is kept in to their schemas.
+
+    ``kind``: "rows" for the rows of an aggregate, else what ``StatefulProcessorHandle`` makes: "value", "list",
+    "map", "timers". ``deleted``: it is no longer used, and what is left of it may be removed; a program that declares
+    so needs to say no more than the name.
+    """
+
+    name: str
+    kind: str
+    families: Mapping[str, StateSchema] = field(hash=False)
+    ttl_ms: int | None = None
+    deleted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidStateStoreArgument(
+                f"{self.kind!r} is no kind of state variable; there are {', '.join(KINDS)}."
+            )
+
+    def family(self, declared: str) -> str:
+        """The column family that is used for the one that the program calls ``declared``.
+
+        It has another name if an earlier variable of this one's name was deleted. Raises ``InvalidStateStoreArgument``.
+        """
+        for name in self.families:
+            if _declared(name) == declared:
+                return name
+        raise InvalidStateStoreArgument(
+            f"State variable {self.name!r} has no column family {declared!r}; it has {', '.join(self.families) or 'none'}."
+        )
+
+
+@dataclass(frozen=True)
+class OperatorSchema:
+    """The state variables of one operator, and the order in which its user names the columns of a key.
+
+    ``key_columns`` differs from the stored order where a window is stored first, so that closed ones lie together.
+    ``settings`` are what else of the program must stay as it is for the state to mean the same, as the time mode of timers.
+    Of several variables of one name at most one is not deleted.
+    """
+
+    variables: tuple[StateVariable, ...]
+    key_columns: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        names = [v.name for v in self.variables if not v.deleted]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidStateStoreArgument(
+                    f"State variable {name!r} is declared twice; give each a name of its own."
+                )
+
+    @classmethod
+    def of_rows(cls, schema: StateSchema, key_columns: tuple[str, ...] = ()) -> OperatorSchema:
+        """The schema of an operator that keeps one row per key."""
+        return cls((StateVariable(DEFAULT_FAMILY, "rows", {DEFAULT_FAMILY: schema}),), key_columns)
+
+    @property
+    def families(self) -> dict[str, StateSchema]:
+        """All column families and their schemas."""
+        return {name: schema for v in self.variables for name, schema in v.families.items()}
+
+    def variable(self, name: str) -> StateVariable:
+        """A variable that is in use, by name; raises ``InvalidStateStoreArgument`` naming those that there are."""
+        for variable in self.variables:
+            if variable.name == name and not variable.deleted:
+                return variable
+        known = ", ".join(repr(v.name) for v in self.variables if not v.deleted)
+        raise InvalidStateStoreArgument(f"There is no state variable {name!r}; there are {known or 'none'}.")
+
+    def compacted(self) -> OperatorSchema:
+        """The schema of this state once every row is written again and deleted variables are gone, as in a savepoint."""
+        variables = (
+            replace(v, families={name: replace(schema, history=()) for name, schema in v.families.items()})
+            for v in self.variables
+            if not v.deleted
+        )
+        return replace(self, variables=tuple(variables))
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal schemas give equal text."""
+        rows = self.variables[0].families.get(DEFAULT_FAMILY) if len(self.variables) == 1 else None
+        if rows is not None and self == OperatorSchema.of_rows(rows):
+            return rows.to_json()
+        content: dict[str, object] = {
+            "variables": [
+                {
+                    "name": v.name,
+                    "kind": v.kind,
+                    "ttl_ms": v.ttl_ms,
+                    "deleted": v.deleted,
+                    "families": {name: json.loads(schema.to_json()) for name, schema in v.families.items()},
+                }
+                for v in self.variables
+            ],
+            "key_columns": list(self.key_columns),
+        }
+        if self.settings:
+            content["settings"] = dict(self.settings)
+        return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> OperatorSchema:
+        """Read what ``to_json`` wrote; raises ``InvalidStateStoreArgument``."""
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InvalidStateStoreArgument(f"An operator's schema is not JSON: {error}") from error
+        match content:
+            case {"variables": list(variables), "key_columns": list(key_columns)}:
+                settings = {str(name): str(value) for name, value in content.get("settings", {}).items()}
+                return cls(tuple(_variable(v) for v in variables), tuple(key_columns), settings)
+        return cls.of_rows(StateSchema.from_json(text))
+
+    @property
+    def id(self) -> str:
+        """A short digest of the canonical JSON: the name of the schema's file."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def _variable(content: object) -> StateVariable:
+    match content:
+        case {
+            "name": str(name),
+            "kind": str(kind),
+            "ttl_ms": int() | None as ttl_ms,
+            "deleted": bool(deleted),
+            "families": dict(families),
+        }:
+            schemas = {family: StateSchema.from_json(json.dumps(schema)) for family, schema in families.items()}
+            return StateVariable(name, kind, schemas, ttl_ms, deleted)
+    raise InvalidStateStoreArgument(f"{content!r} is no state variable as OperatorSchema.to_json() writes it.")
+
+
+def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> OperatorSchema:
+    """What the state is from now on that was ``stored`` (None: nothing), and is used by a program as ``declared``.
+
+    Variables that the program does not declare stay, unused. One that it deletes becomes a deleted one; if it also declares it
+    again, only if the new declaration cannot go on from the old one, as otherwise every restart would empty it. Rows of an
+    operator without such variables must be exactly as they were.
+
+    What comes out may be ``declared`` again, or its program's own declaration: it does not change any more.
+    Raises ``IncompatibleSchemaError`` naming both sides.
+    """
+    if any(v.kind == "rows" for v in (*declared.variables, *(stored.variables if stored else ()))):
+        return _same_rows(stored, declared)
+    if stored is None:
+        stored = replace(declared, variables=())
+    _check_settings(stored, declared)
+    deleted = {v.name for v in declared.variables if v.deleted}
+    new = {v.name: v for v in declared.variables if not v.deleted}
+    variables: list[StateVariable] = []
+    for variable in stored.variables:
+        again = None if variable.deleted else new.get(variable.name)
+        if again is None:
+            variables.append(replace(variable, deleted=variable.deleted or variable.name in deleted))
+            continue
+        try:
+            variables.append(_evolved_variable(variable, again))
+        except IncompatibleSchemaError:
+            if variable.name not in deleted:
+                raise
+            variables.append(replace(variable, deleted=True))
+        else:
+            del new[variable.name]
+    variables += [_beginning(v, [earlier for earlier in variables if earlier.name == v.name]) for v in new.values()]
+    return OperatorSchema(
+        tuple(variables), stored.key_columns or declared.key_columns, {**stored.settings, **declared.settings}
+    )
+
+
+def _same_rows(stored: OperatorSchema | None, declared: OperatorSchema) -> OperatorSchema:
+    if stored is None or stored == declared:
+        return declared
+    if stored == _in_stored_order(declared) or declared == _in_stored_order(stored):
+        return stored
+    raise IncompatibleSchemaError(f"Stored: {_in_words(stored)}. Program: {_in_words(declared)}.")
+
+
+def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:
+    """The schema as it is written if its user names a key's columns in the order in which they are stored, if so it is."""
+    orders = {tuple(s.key.names) for s in schema.families.values()}
+    return replace(schema, key_columns=()) if orders == {schema.key_columns} else schema
+
+
+def _check_settings(stored: OperatorSchema, declared: OperatorSchema) -> None:
+    for name in stored.settings.keys() & declared.settings.keys():
+        there, here = stored.settings[name], declared.settings[name]
+        if there != here:
+            raise IncompatibleSchemaError(
+                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: what is stored "
+                "would mean something else."
+            )
+    if stored.key_columns and declared.key_columns and stored.key_columns != declared.key_columns:
+        raise IncompatibleSchemaError(
+            "[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. "
+            f"Stored: ({', '.join(stored.key_columns)}). Program: ({', '.join(declared.key_columns)})."
+        )
+
+
+def _evolved_variable(stored: StateVariable, declared: StateVariable) -> StateVariable:
+    sides = f"Stored: {_variable_in_words(stored)}. Program: {_variable_in_words(declared)}."
+    if stored.kind != declared.kind:
+        raise IncompatibleSchemaError(
+            f"[STATE_STORE_INVALID_VARIABLE_TYPE_CHANGE] State variable {stored.name!r} was a {stored.kind} and cannot become a "
+            f"{declared.kind}. {sides}"
+        )
+    if (stored.ttl_ms is None) != (declared.ttl_ms is None):
+        change = "have a TTL from now on" if stored.ttl_ms is None else "be without the TTL that it had"
+        raise IncompatibleSchemaError(
+            "[STATE_STORE_INVALID_VALUE_SCHEMA_EVOLUTION] Schema evolution is not possible: state variable "
+            f"{stored.name!r} cannot {change}. {sides}"
+        )
+    here = {_declared(name): schema for name, schema in declared.families.items()}
+    if {_declared(name) for name in stored.families} != here.keys():
+        raise IncompatibleSchemaError(f"State variable {stored.name!r} is kept in other column families. {sides}")
+    try:
+        families = {name: evolved_schema(schema, here[_declared(name)]) for name, schema in stored.families.items()}
+    except IncompatibleSchemaError as error:
+        raise IncompatibleSchemaError(f"State variable {stored.name!r}: {error}") from error
+    return replace(stored, families=families, ttl_ms=declared.ttl_ms)
+
+
+def _beginning(declared: StateVariable, earlier: Iterable[StateVariable]) -> StateVariable:
+    """A variable without rows, in families of its own if there have been others of its name."""
+    generation = max((_generation(name) for v in earlier for name in v.families), default=0) + 1
+    suffix = f".-{generation}" if generation > 1 else ""
+    families = {_declared(name) + suffix: replace(s, history=()) for name, s in declared.families.items()}
+    return replace(declared, families=families)
+
+
+def _declared(family: str) -> str:
+    found = _GENERATION.fullmatch(family)
+    return found[1] if found else family
+
+
+def _generation(family: str) -> int:
+    found = _GENERATION.fullmatch(family)
+    return int(found[2]) if found else 1
+
+
+def _in_words(schema: OperatorSchema) -> str:
+    return "; ".join(_variable_in_words(v) for v in schema.variables if not v.deleted) or "nothing"
+
+
+def _variable_in_words(variable: StateVariable) -> str:
+    ttl = "" if variable.ttl_ms is None else f" with a TTL of {variable.ttl_ms} ms"
+    schemas = [f"key {in_words(s.key)}, state {in_words(s.value)}" for s in variable.families.values()]
+    return f"{variable.kind} {variable.name}{ttl}: {', '.join(schemas)}"

@@ -1,0 +1,148 @@
+"""Which schema of stored values may follow on which, and rows of an earlier one in the columns of a later one.
+
+The rules are those of Spark's Avro encoding of state (``StateSchemaCompatibilityChecker``): fields count by
+name, may be added, removed and reordered, and numbers may get wider; every earlier schema must be readable,
+not only the last one, for rows of any of them may still be stored. Two more changes lose nothing and are possible:
+decimals with more digits, and strings as binary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from backends.encoding.columns import list_array, list_parts, null_mask, struct_array
+from backends.encoding.schema import MAX_HISTORY, StateSchema, to_spark_type
+from backends.exceptions import IncompatibleSchemaError
+
+_WIDENING = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
+"""Each of these can be read as any behind it, as in Avro."""
+
+
+def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
+    """The schema to go on with: the stored one's history, its values' schema at the end, and the declared one.
+
+    The history of the declared one counts for nothing. Raises ``IncompatibleSchemaError``.
+    """
+    key = _same_key(stored, declared)
+    if declared.value.equals(stored.value):
+        return StateSchema(key, stored.value, stored.history)
+    for earlier in (*stored.history, stored.value):
+        problem = problem_of(earlier, declared.value)
+        if problem is not None:
+            raise IncompatibleSchemaError(
+                f"[STATE_STORE_INVALID_VALUE_SCHEMA_EVOLUTION] Schema evolution is not possible: {problem}. "
+                f"Stored: {in_words(earlier)}. Program: {in_words(declared.value)}."
+            )
+    if len(stored.history) == MAX_HISTORY:
+        raise IncompatibleSchemaError(
+            f"[STATE_STORE_VALUE_SCHEMA_EVOLUTION_THRESHOLD_EXCEEDED] The schema has changed {MAX_HISTORY} times, which is "
+            f"as often as it can. Stored: {in_words(stored.value)}. Program: {in_words(declared.value)}."
+        )
+    return StateSchema(key, declared.value, (*stored.history, stored.value))
+
+
+def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
+    """The key's columns, which may hold nulls where either schema lets them: stored keys do not tell."""
+    there, here = ([(f.name, nullable(f.type)) for f in schema.key] for schema in (stored, declared))
+    if there != here:
+        raise IncompatibleSchemaError(
+            f"[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: {in_words(stored.key)}. "
+            f"Program: {in_words(declared.key)}."
+        )
+    return stored.key if stored.key.equals(declared.key) else pa.schema([pa.field(*column) for column in here])
+
+
+def problem_of(earlier: pa.Schema, later: pa.Schema) -> str | None:
+    """Why rows of ``earlier`` cannot be read as rows of ``later``, or None. Both are normalised, as those of a ``StateSchema``."""
+    return next(_problems("", list(earlier), list(later)), None)
+
+
+def _problems(prefix: str, earlier: Sequence[pa.Field], later: Sequence[pa.Field]) -> Iterator[str]:
+    there = {f.name: f for f in earlier}
+    for field in later:
+        name = prefix + field.name
+        before = there.get(field.name)
+        if before is not None:
+            yield from _field_problems(name, before, field)
+        elif not field.nullable:
+            yield f"field {name!r} is new and not null; stored rows have none, so it must be nullable"
+
+
+def _field_problems(name: str, before: pa.Field, field: pa.Field) -> Iterator[str]:
+    if before.nullable and not field.nullable:
+        yield f"field {name!r} was nullable, so that nulls may be stored, and is not any more"
+    was, is_now = before.type, field.type
+    if pa.types.is_struct(was) and pa.types.is_struct(is_now):
+        yield from _problems(f"{name}.", list(was), list(is_now))
+    elif pa.types.is_list(was) and pa.types.is_list(is_now):
+        yield from _field_problems(f"{name}.element", was.value_field, is_now.value_field)
+    elif pa.types.is_map(was) and pa.types.is_map(is_now):
+        if not was.key_type.equals(is_now.key_type):
+            yield f"the keys of map {name!r} were {_type(was.key_type)} and are {_type(is_now.key_type)}: they cannot change"
+        yield from _field_problems(f"{name}.value", was.item_field, is_now.item_field)
+    elif not (was.equals(is_now) or _is_wider(was, is_now)):
+        yield f"field {name!r} was {_type(was)}, which cannot be read as {_type(is_now)}"
+
+
+def _is_wider(was: pa.DataType, is_now: pa.DataType) -> bool:
+    if was in _WIDENING and is_now in _WIDENING:
+        return _WIDENING.index(was) < _WIDENING.index(is_now)
+    if pa.types.is_decimal128(was) and pa.types.is_decimal128(is_now):
+        return bool(was.scale == is_now.scale and was.precision < is_now.precision)
+    return bool(pa.types.is_string(was) and pa.types.is_binary(is_now))
+
+
+def converted(columns: Sequence[pa.Array], earlier: pa.Schema, later: pa.Schema, n: int) -> list[pa.Array]:
+    """Columns of ``earlier``, ``n`` rows, as columns of ``later``; ``problem_of`` must find nothing wrong with that."""
+    there = dict(zip(earlier.names, columns, strict=True))
+    return [_converted(there.get(field.name), field.type, n) for field in later]
+
+
+def _converted(array: pa.Array | None, kind: pa.DataType, n: int) -> pa.Array:
+    if array is None:
+        return pa.nulls(n, kind)
+    if array.type.equals(kind):
+        return array
+    if pa.types.is_struct(kind):
+        there = {f.name: array.field(i) for i, f in enumerate(array.type)}
+        children = [_converted(there.get(f.name), f.type, n) for f in kind]
+        return struct_array(children, n, null_mask(array), kind)
+    if pa.types.is_list(kind):
+        elements, offsets = list_parts(array)
+        return list_array(_converted(elements, kind.value_type, len(elements)), offsets, null_mask(array), kind)
+    if pa.types.is_map(kind):
+        entries, offsets = list_parts(array)
+        as_struct = pa.struct([kind.key_field, kind.item_field])
+        return list_array(_converted(entries, as_struct, len(entries)), offsets, null_mask(array), kind)
+    # Not safe in Arrow's sense: a long that no double is equal to becomes the nearest one, as in Avro.
+    return array.cast(kind, safe=False)
+
+
+def nullable(kind: pa.DataType) -> pa.DataType:
+    """A type that may be null inside, at every depth."""
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(f.name, nullable(f.type)) for f in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(nullable(kind.key_type), pa.field("value", nullable(kind.item_type)))
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field("element", nullable(kind.value_type)))
+    return kind
+
+
+def in_words(schema: pa.Schema) -> str:
+    """The columns of a schema, for messages."""
+    columns = (f"{f.name} {_type(f.type)}{'' if f.nullable else ' not null'}" for f in schema)
+    return f"({', '.join(columns)})"
+
+
+def _type(kind: pa.DataType) -> str:
+    """As Spark writes a type in short."""
+    if pa.types.is_struct(kind):
+        return f"struct<{', '.join(f'{f.name}: {_type(f.type)}' for f in kind)}>"
+    if pa.types.is_map(kind):
+        return f"map<{_type(kind.key_type)}, {_type(kind.item_type)}>"
+    if pa.types.is_list(kind):
+        return f"array<{_type(kind.value_type)}>"
+    return str(to_spark_type("", kind))

@@ -1,0 +1,212 @@
+"""Sorted changes of one column family: the form that changelogs, pending deltas and overlays share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.exceptions import InvalidStateStoreArgument
+
+_HAS_SEARCH = hasattr(pc, "search_sorted")  # pyarrow 26, which needs Python 3.11
+
+
+class SortedPairs:
+    """Keys, sorted by bytes and unique, with their new values; a null value means that the key is removed.
+
+    Immutable. ``keys`` and ``values`` are ``pa.BinaryArray`` of one length.
+    """
+
+    def __init__(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
+        self.keys = keys
+        self.values = values
+
+    @classmethod
+    def of(cls, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray) -> SortedPairs:
+        """Take over given arrays, sorting them if need be.
+
+        Raises ``InvalidStateStoreArgument`` for other types, other lengths, null keys or a key given twice.
+        """
+        keys, values = as_binary("keys", keys), as_binary("values", values)
+        if len(keys) != len(values):
+            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        if keys.null_count:
+            raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
+        if not is_strictly_sorted(keys):
+            order = pc.sort_indices(keys)
+            keys, values = keys.take(order), values.take(order)
+            if not is_strictly_sorted(keys):
+                raise InvalidStateStoreArgument("A key was given twice in one set of changes; give each key once.")
+        return cls(keys, values)
+
+    @classmethod
+    def last_wins(cls, keys: pa.BinaryArray, values: pa.BinaryArray) -> SortedPairs:
+        """Sort pairs in the order they were written; of several with one key the last counts."""
+        if is_strictly_sorted(keys):
+            return cls(keys, values)
+        order = pc.sort_indices(keys)  # stable
+        keys, values = keys.take(order), values.take(order)
+        if len(keys) > 1:
+            is_last = pc.not_equal(keys.slice(1), keys.slice(0, len(keys) - 1))
+            if pc.all(is_last).as_py() is False:
+                keep = pa.concat_arrays([is_last, pa.array([True])])
+                keys, values = keys.filter(keep), values.filter(keep)
+        return cls(keys, values)
+
+    @classmethod
+    def from_dict(cls, pairs: Mapping[bytes, bytes | None]) -> SortedPairs:
+        """Sort the pairs of a dict."""
+        keys = sorted(pairs)
+        return cls(pa.array(keys, pa.binary()), pa.array([pairs[k] for k in keys], pa.binary()))
+
+    @classmethod
+    def empty(cls) -> SortedPairs:
+        """No changes."""
+        return cls(pa.array([], pa.binary()), pa.array([], pa.binary()))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both arrays, in bytes."""
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def find(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
+        """The position of each key here, -1 where it is absent."""
+        if not len(self):
+            return np.full(len(keys), -1, np.int64)
+        at, is_here = self._search(keys)
+        return np.where(is_here, at, -1)
+
+    def _search(self, keys: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Where each key is or would be inserted, and whether it is there. Not for an empty ``self``."""
+        if _HAS_SEARCH:
+            at = np.asarray(pc.search_sorted(self.keys, keys)).astype(np.int64)
+        else:
+            # Stable: of equal keys the needle comes first, so what precedes it here is what is below it.
+            order = np.asarray(pc.sort_indices(pa.concat_arrays([keys, self.keys])))
+            is_needle = order < len(keys)
+            at = np.empty(len(keys), np.int64)
+            at[order[is_needle]] = np.cumsum(~is_needle)[is_needle]
+        nearest = self.keys.take(pa.array(np.minimum(at, len(self) - 1)))
+        is_here = np.asarray(pc.equal(nearest, keys)) & (at < len(self))
+        return at, is_here
+
+    def overlay(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
+        """``below``, the values of ``keys`` without these changes, with these changes on top."""
+        at = self.find(keys)
+        is_here = at >= 0
+        if not is_here.any():
+            return below
+        found = self.values.take(pa.array(at[is_here]))  # first of all: there may be many more changes than keys
+        if len(found) == len(keys):
+            return found
+        rows = np.arange(len(keys)) + len(found)
+        rows[is_here] = np.arange(len(found))
+        return pa.concat_arrays([found, below]).take(pa.array(rows))
+
+    def get(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Whether the key is among these changes, and its new value (None: removed)."""
+        at = self.lower_bound(key)
+        if at == len(self) or self.keys[at].as_py() != key:
+            return False, None
+        return True, self.values[at].as_py()
+
+    def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
+        """The changes of keys from ``start`` (included) to ``end`` (not included)."""
+        first = 0 if start is None else self.lower_bound(start)
+        last = len(self) if end is None else self.lower_bound(end)
+        return self.slice(first, max(0, last - first))
+
+    def lower_bound(self, key: bytes) -> int:
+        """The number of keys below ``key``."""
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self.keys[middle].as_py() < key:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def under(self, newer: SortedPairs) -> SortedPairs:
+        """These changes followed by newer ones."""
+        if not len(newer):
+            return self
+        if not len(self):
+            return newer
+        at, is_here = self._search(newer.keys)
+        stays = np.ones(len(self), np.bool_)
+        stays[at[is_here]] = False
+        below = np.concatenate([[0], np.cumsum(stays)])
+        rows = np.empty(int(below[-1]) + len(newer), np.int64)
+        is_newer = np.zeros(len(rows), np.bool_)
+        is_newer[below[at] + np.arange(len(newer))] = True
+        rows[is_newer] = len(self) + np.arange(len(newer))
+        rows[~is_newer] = np.flatnonzero(stays)
+        taken = pa.array(rows)
+        return SortedPairs(
+            pa.concat_arrays([self.keys, newer.keys]).take(taken),
+            pa.concat_arrays([self.values, newer.values]).take(taken),
+        )
+
+    def slice(self, offset: int, length: int | None = None) -> SortedPairs:
+        """Some of the changes in a row; nothing is copied."""
+        return SortedPairs(self.keys.slice(offset, length), self.values.slice(offset, length))
+
+    def present(self) -> SortedPairs:
+        """Without the removed keys."""
+        if not self.values.null_count:
+            return self
+        keep = pc.is_valid(self.values)
+        return SortedPairs(self.keys.filter(keep), self.values.filter(keep))
+
+
+def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
+    """Whether every key is greater, byte by byte, than the one before it."""
+    if len(keys) < 2:
+        return True
+    return bool(pc.all(pc.greater(keys.slice(1), keys.slice(0, len(keys) - 1))).as_py())
+
+
+def as_binary(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+    """One contiguous ``pa.BinaryArray``; raises ``InvalidStateStoreArgument`` for another type."""
+    if isinstance(given, pa.ChunkedArray):
+        given = given.chunk(0) if given.num_chunks == 1 else given.combine_chunks()
+    if isinstance(given, pa.ChunkedArray):  # what combine_chunks gives for no chunks at all, or too many bytes
+        given = pa.concat_arrays(given.chunks) if given.num_chunks else pa.array([], given.type)
+    if not isinstance(given, pa.Array):
+        raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not {type(given).__name__}.")
+    if pa.types.is_binary(given.type):
+        return given
+    if pa.types.is_large_binary(given.type) or pa.types.is_fixed_size_binary(given.type):
+        return given.cast(pa.binary())
+    raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not of {given.type}.")
+
+
+def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
+    """The elements as Python ``bytes``: several times faster than ``to_pylist``."""
+    n = len(array)
+    if n == 0:
+        return []
+    offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset : array.offset + n + 1]
+    content = array.buffers()[2]
+    first, last = int(offsets[0]), int(offsets[-1])
+    data = b"" if content is None else memoryview(content)[first:last].tobytes()
+    width = int(offsets[1] - first)
+    if width and not array.null_count and (np.diff(offsets) == width).all():
+        return np.frombuffer(data, f"V{width}").tolist()  # type: ignore[no-any-return]
+    bounds = (offsets - first).tolist()
+    made: list[bytes | None] = [data[a:b] for a, b in pairwise(bounds)]
+    if array.null_count:
+        for i in np.flatnonzero(np.asarray(array.is_null())).tolist():
+            made[i] = None
+    return made
+
+
+PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])

@@ -1,0 +1,339 @@
+"""Values: typed rows as bytes, whole columns at a time.
+
+A row is: schema number (uint16), a bitmap of nulls, the fixed-width columns, for each other column
+where it ends in the data (uint32), the data. A struct adds a null bit and its fields; an array or
+map is its count, the lengths of its elements, and the elements, each of them a row without schema
+number. All little-endian.
+
+The number says which of the schemas the row was written with that its column family has had. Rows of
+earlier ones stay as they are until they are written again, and are converted where they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from backends.encoding.columns import (
+    Bytes,
+    Mask,
+    Offsets,
+    binary_array,
+    binary_content,
+    binary_values,
+    check_ranges,
+    even_rows,
+    fixed_array,
+    fixed_dtype,
+    fixed_values,
+    gather_fixed,
+    gather_ranges,
+    is_list_like,
+    join,
+    list_array,
+    list_parts,
+    null_mask,
+    plain,
+    rows_as_binary,
+    struct_array,
+)
+from backends.encoding.schema import normalized_type
+from backends.encoding.schema_evolution import converted
+from backends.encoding.sorted_pairs import as_binary
+from backends.exceptions import SchemaMismatchError
+
+_COUNT = np.dtype("<u4")
+_NUMBER = np.dtype("<u2")
+
+
+@dataclass
+class _Part:
+    """One node of a row's layout, with its column's values while encoding.
+
+    ``dtype`` None and ``is_data`` False is a struct, which has only its null bit.
+    """
+
+    dtype: np.dtype[Any] | None
+    is_data: bool
+    mask: Mask | None = None
+    values: npt.NDArray[Any] | pa.BinaryArray | None = None
+
+
+def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
+    """The bytes of each row; ``number`` is that of their schema. Raises ``UnsupportedTypeError`` naming column and type."""
+    parts = [
+        part
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        for part in _parts(name, plain(name, column))
+    ]
+    return _encode_rows(parts, batch.num_rows, number)
+
+
+def decode_values(
+    values: pa.Array | pa.ChunkedArray, schema: pa.Schema, history: Sequence[pa.Schema] = ()
+) -> pa.RecordBatch:
+    """Rows of ``schema``; a null in ``values`` gives a row of nulls.
+
+    Each row may have been written with ``schema`` or one of the ``history``: its number is the place in the two together.
+    Raises ``SchemaMismatchError`` if the bytes are of another schema.
+    """
+    newest, layout = _prepared(schema)
+    values = as_binary("values", values)
+    even = layout.even_columns(values, len(history))
+    if even is not None:
+        return pa.RecordBatch.from_arrays(even, schema=newest)
+    content, offsets = binary_content(_filled(values, layout, len(history)))
+    rows = layout.heads(content, offsets) if layout.fits(offsets).all() else None
+    if rows is None or (rows["number"] != len(history)).any():
+        columns = _decode_mixed(content, offsets, [*map(_readable, history), newest])
+    else:
+        columns = layout.columns(rows, content, offsets, schema)
+    return pa.RecordBatch.from_arrays(columns, schema=newest)
+
+
+def _readable(schema: pa.Schema) -> pa.Schema:
+    # Where the schema forbids nulls, an absent row still is one.
+    return pa.schema([pa.field(f.name, normalized_type(f.name, f.type)) for f in schema])
+
+
+@lru_cache(256)
+def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
+    """What values of that schema are read with: the schema of the rows, and how they lie."""
+    newest = _readable(schema)
+    return newest, _Layout.of(newest.types, numbered=True)
+
+
+def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) -> list[pa.Array]:
+    """The columns of the last of the schemas, of rows each of which is of one of them."""
+    newest = len(schemas) - 1
+    check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
+    numbers = gather_fixed(content, offsets[:-1], _NUMBER)
+    found, counts = np.unique(numbers, return_counts=True)
+    if found[-1] > newest:
+        raise SchemaMismatchError(
+            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number {newest}: "
+            "they were written with a later schema or by a newer release, or are not values."
+        )
+    by_number = np.argsort(numbers, kind="stable")
+    values = binary_array(content, offsets)
+    if len(found) > 1:
+        values = values.take(pa.array(by_number))
+    parts, begin = [], 0
+    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
+        columns = _decode_rows(values.slice(begin, count), schemas[number].types, schemas[number], numbered=True)
+        parts.append(converted(columns, schemas[number], schemas[newest], count))
+        begin += count
+    if len(parts) == 1:
+        return parts[0]
+    back = pa.array(np.argsort(by_number, kind="stable"))
+    return [pa.concat_arrays(pieces).take(back) for pieces in zip(*parts, strict=True)]
+
+
+def _parts(name: str, array: pa.Array) -> Iterator[_Part]:
+    kind = array.type
+    dtype = fixed_dtype(kind)
+    mask = null_mask(array)
+    if dtype is not None:
+        yield _Part(dtype, False, mask, fixed_values(array, dtype))
+    elif pa.types.is_struct(kind):
+        yield _Part(None, False, mask)
+        for i, child in enumerate(array.flatten()):
+            child_name = f"{name}.{kind.field(i).name}"
+            yield from _parts(child_name, plain(child_name, child))
+    elif is_list_like(kind):
+        yield _Part(None, True, mask, _encode_lists(name, array))
+    else:
+        yield _Part(None, True, mask, binary_values(array))
+
+
+def _layout_of(kind: pa.DataType) -> Iterator[_Part]:
+    dtype = fixed_dtype(kind)
+    if dtype is None and pa.types.is_struct(kind):
+        yield _Part(None, False)
+        for i in range(kind.num_fields):
+            yield from _layout_of(kind.field(i).type)
+    else:
+        yield _Part(dtype, dtype is None)
+
+
+def _row_dtype(parts: list[_Part], *, numbered: bool) -> np.dtype[Any]:
+    """The head of a row: everything but the data."""
+    fields: list[tuple[Any, ...]] = [("number", "<u2")] if numbered else []
+    fields.append(("nulls", "u1", ((len(parts) + 7) // 8,)))
+    fields += [(f"fixed{i}", part.dtype) for i, part in enumerate(parts) if part.dtype is not None]
+    fields += [(f"end{i}", _COUNT) for i, part in enumerate(parts) if part.is_data]
+    return np.dtype(fields)
+
+
+def _encode_rows(parts: list[_Part], n: int, number: int | None) -> pa.BinaryArray:
+    rows = np.zeros(n, _row_dtype(parts, numbered=number is not None))
+    if number is not None:
+        rows["number"] = number
+    ends = np.zeros(n, np.int64)
+    data: list[pa.BinaryArray] = []
+    for i, part in enumerate(parts):
+        if part.mask is not None:
+            rows["nulls"][:, i // 8] |= part.mask.astype(np.uint8) << np.uint8(i % 8)
+        if part.dtype is not None:
+            rows[f"fixed{i}"] = part.values
+        elif part.is_data:
+            ends += np.diff(binary_content(part.values)[1])
+            rows[f"end{i}"] = ends
+            data.append(part.values)
+    return join([rows_as_binary(rows), *data])
+
+
+def _decode_rows(values: pa.BinaryArray, kinds: list[pa.DataType], schema: object, *, numbered: bool) -> list[pa.Array]:
+    layout = _Layout.of(kinds, numbered=numbered)
+    content, offsets = binary_content(_filled(values, layout))
+    check_ranges(layout.fits(offsets), "values", schema)
+    return layout.columns(layout.heads(content, offsets), content, offsets, schema)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How rows of columns of the given types lie in their bytes; ``dtype`` is their head, all but the data."""
+
+    kinds: list[pa.DataType]
+    parts: list[_Part]
+    dtype: np.dtype[Any]
+    has_data: bool
+
+    @classmethod
+    def of(cls, kinds: list[pa.DataType], *, numbered: bool) -> _Layout:
+        parts = [part for kind in kinds for part in _layout_of(kind)]
+        return cls(kinds, parts, _row_dtype(parts, numbered=numbered), any(part.is_data for part in parts))
+
+    def fits(self, offsets: Offsets) -> npt.NDArray[np.bool_]:
+        """Which of the rows may be of this layout, by their lengths."""
+        lengths = np.diff(offsets)
+        return lengths >= self.dtype.itemsize if self.has_data else lengths == self.dtype.itemsize
+
+    def heads(self, content: Bytes, offsets: Offsets) -> npt.NDArray[Any]:
+        """The heads of the rows, all of which fit."""
+        return gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether there are only columns of fixed width."""
+        return all(part.dtype is not None for part in self.parts)
+
+    def even_columns(self, values: pa.BinaryArray, number: int) -> list[pa.Array] | None:
+        """The columns of rows with that schema number, none of which is null or has a null: in fewest steps, or None if that is not so."""
+        even = even_rows(values) if self.is_flat else None
+        if even is None or even.dtype.itemsize != self.dtype.itemsize:
+            return None
+        rows = even.view(self.dtype)
+        if self.head_mask is None:
+            is_plain = not rows["nulls"].any() and bool((rows["number"] == number).all())
+        else:  # number and nulls in one word
+            words: npt.NDArray[np.uint64] = np.ndarray((len(rows),), "<u8", rows, 0, rows.strides)
+            words = words & self.head_mask
+            is_plain = bool((words == np.uint64(number)).all())
+        if not is_plain:
+            return None
+        return [fixed_array(rows[f"fixed{i}"], None, kind) for i, kind in enumerate(self.kinds)]
+
+    @cached_property
+    def head_mask(self) -> np.uint64 | None:
+        """What a row's number and nulls are of its first 8 bytes, if it has so many, and these are among them."""
+        length = _NUMBER.itemsize + int(self.dtype["nulls"].itemsize)
+        return np.uint64((1 << 8 * length) - 1) if length <= 8 <= self.dtype.itemsize else None
+
+    def columns(self, rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object) -> list[pa.Array]:
+        """The columns of rows with these heads."""
+        reader = _Reader(self.parts, rows, content, offsets, schema)
+        columns = [reader.column(kind) for kind in self.kinds]
+        if self.has_data:
+            check_ranges(reader.starts == offsets[1:], "values", schema)
+        return columns
+
+
+def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) -> pa.BinaryArray:
+    """The values with rows of nulls where there are none."""
+    if not values.null_count:
+        return values
+    row = np.zeros(1, layout.dtype)
+    row["nulls"] = 0xFF
+    if number is not None:
+        row["number"] = number
+    return values.fill_null(row.tobytes())
+
+
+class _Reader:
+    """Takes the columns out of rows, in the order of their parts."""
+
+    def __init__(self, parts: list[_Part], rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object):
+        self._parts = parts
+        self._rows = rows
+        self._content = content
+        self._data = offsets[:-1] + rows.dtype.itemsize
+        self._ends = offsets[1:]
+        self._schema = schema
+        self._next = 0
+        self.starts = self._data
+        """Where each row's next data begins."""
+
+    def column(self, kind: pa.DataType) -> pa.Array:
+        i = self._next
+        self._next += 1
+        bits = self._rows["nulls"][:, i // 8] & np.uint8(1 << (i % 8))
+        mask = bits != 0
+        part = self._parts[i]
+        if part.dtype is not None:
+            return fixed_array(self._rows[f"fixed{i}"], mask, kind)
+        if not part.is_data:
+            children = [self.column(kind.field(c).type) for c in range(kind.num_fields)]
+            return struct_array(children, len(self._rows), mask, kind)
+        stops = self._data + self._rows[f"end{i}"]
+        check_ranges((self.starts <= stops) & (stops <= self._ends), "values", self._schema)
+        content, offsets = gather_ranges(self._content, self.starts, stops)
+        self.starts = stops
+        if is_list_like(kind):
+            return _decode_lists(content, offsets, mask, kind, self._schema)
+        return binary_array(content, offsets, mask, kind)
+
+
+def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
+    elements, offsets = list_parts(array)
+    rows = _encode_rows(list(_parts(name, plain(name, elements))), len(elements), None)
+    content, ends = binary_content(rows)
+    lengths = np.diff(ends).astype(_COUNT)
+    counts = np.zeros(len(array), [("count", _COUNT)])
+    counts["count"] = np.diff(offsets)
+    # Lengths and elements of one row lie together already: they only need other offsets.
+    return join(
+        [
+            rows_as_binary(counts),
+            binary_array(lengths.view(np.uint8), offsets * _COUNT.itemsize),
+            binary_array(content, ends[offsets]),
+        ]
+    )
+
+
+def _decode_lists(content: Bytes, offsets: Offsets, mask: Mask, kind: pa.DataType, schema: object) -> pa.Array:
+    starts, stops = offsets[:-1], offsets[1:].copy()
+    absent = mask & (starts == stops)  # a row that is not stored at all has not even a count
+    width = _COUNT.itemsize
+    check_ranges(absent | (stops - starts >= width), "values", schema)
+    after_count = np.where(absent, starts, starts + width)
+    counts = np.zeros(len(starts), np.int64)
+    counts[~absent] = gather_fixed(content, starts[~absent], _COUNT)
+    after_lengths = after_count + counts * width
+    check_ranges(after_lengths <= stops, "values", schema)
+    lengths = gather_ranges(content, after_count, after_lengths)[0].view(_COUNT)
+    elements, _ = gather_ranges(content, after_lengths, stops)
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    firsts = np.zeros(len(starts) + 1, np.int64)
+    np.cumsum(counts, out=firsts[1:])
+    check_ranges(ends[firsts[1:]] - ends[firsts[:-1]] == stops - after_lengths, "values", schema)
+    element_kind = pa.struct([kind.key_field, kind.item_field]) if pa.types.is_map(kind) else kind.value_type
+    (decoded,) = _decode_rows(binary_array(elements, ends), [element_kind], schema, numbered=False)
+    return list_array(decoded, firsts, mask, kind)

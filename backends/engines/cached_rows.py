@@ -1,0 +1,479 @@
+"""The rows of a ``RowCache``: pairs one behind the other, and the hash table that says which row a key has.
+
+The table is set-associative, as in processors' caches: a hash leads to a bucket of ``WAYS`` entries, each with a tag of 16 more bits and
+the number of a row. At most one entry of a bucket has a given tag, so an entry is replaced without comparing keys; a lookup compares them
+whole, so that colliding hashes push each other out and never give a wrong value.
+
+Rows lie in one of two ways. Where all keys have one width and all values another, as those of plain columns have, a row is a record of both
+(``EvenRows``): one look into memory serves a whole lookup, a few calls of numpy all keys. Else they are binary arrays of Arrow
+(``VaryingRows``).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.encoding.columns import Records, binary_content, content_bytes, even_array, even_rows, validity
+
+WAYS = 8
+"""Entries of a bucket: 64 bytes, a line of a processor's cache."""
+STEP_ROWS = 1 << 13
+"""Keys looked up at once: the temporary arrays of so many stay in a processor's cache."""
+EVEN_BYTES = 1 << 10
+"""The longest rows that are kept as records: ``STEP_ROWS`` of them are no more than an Arrow array can have."""
+ROW_BYTES = 44
+"""What a row takes beside its key and value, at most."""
+
+Hashes = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+Widths: TypeAlias = tuple[int, int | None]
+"""Those of all keys and of all values; None where no key has any value."""
+
+_EMPTY = -1
+TAG_SHIFT = 47
+_TAG = np.uint64(0xFFFF)
+ABSENT = np.int64(1 << 46)
+ROW = np.int64((1 << 46) - 1)
+_ROW_OR_ABSENT = ROW | ABSENT
+_ROUNDS = 2 * WAYS
+
+_HASHED_BYTES = 256
+_SEED = np.uint64(secrets.randbits(64))
+_FACTORS = [np.uint64(secrets.randbits(64) | 1) for _ in range(_HASHED_BYTES // 8 + 2)]
+"""Of the length, and of each word of a key."""
+_WORD = (1 << 64) - 1
+_WORDS = np.dtype("<u8")
+_STIR = np.uint64(0xBF58476D1CE4E5B9)
+_HALF, _SHIFT = np.uint64(32), np.uint64(29)
+_NONE = np.zeros(0, np.int64)
+_BYTES_MASKS = np.array([(1 << 8 * i) - 1 for i in range(9)], np.uint64)
+
+
+def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
+    """A hash of 64 bits for each key, which depends on the key and on the process; ``even`` is what ``even_rows`` says, if it is known.
+
+    Of a key longer than 256 bytes, the first 256, the last 8 and the length count. The words of a key are multiplied by secret numbers and
+    added up, which is multilinear hashing, and the sum is stirred, so that every bit of it is good.
+    """
+    n = len(keys)
+    if not n:
+        return np.zeros(0, np.uint64)
+    even = even_rows(keys) if even is None else even
+    if even is not None and even.dtype.itemsize >= 8:
+        return _hash_even(even)
+    content, offsets = binary_content(keys)
+    widths = np.diff(offsets)
+    starts = offsets[:-1]
+    # 8 more bytes, so that a word can be read wherever a key begins.
+    padded = np.zeros(len(content) + 8, np.uint8)
+    padded[: len(content)] = content
+    words: npt.NDArray[np.uint64] = np.ndarray((len(content) + 1,), "<u8", padded, 0, (1,))
+    masks = _BYTES_MASKS[np.minimum(widths, 8)]
+    hashes: Hashes = (words[starts] & masks) * _FACTORS[1]
+    hashes += widths.astype(np.uint64) * _FACTORS[0] + _SEED
+    hashes += (words[np.maximum(offsets[1:] - 8, starts)] & masks) * _FACTORS[2]
+    for i, at in enumerate(range(8, min(int(widths.max()) - 8, _HASHED_BYTES), 8)):
+        longer = np.flatnonzero(widths > at + 8)
+        hashes[longer] += words[starts[longer] + at] * _FACTORS[3 + i]
+    return _stirred(hashes)
+
+
+def _hash_even(keys: Records) -> Hashes:
+    """The same for keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns, without a copy."""
+    width = keys.dtype.itemsize
+    shape, strides = (len(keys),), (width,)
+    added, others = _even_words(width)
+    hashes: Hashes = np.ndarray(shape, _WORDS, keys, 0, strides) * _FACTORS[1]
+    hashes += added
+    for at, factor in others:
+        hashes += np.ndarray(shape, _WORDS, keys, at, strides) * factor
+    return _stirred(hashes)
+
+
+def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]:
+    """What is added for the width, and where the words behind the first one are, with their factors."""
+    added = np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)
+    places = (width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8))
+    return added, zip(places, _FACTORS[2:], strict=False)
+
+
+def _stirred(hashes: Hashes) -> Hashes:
+    hashes ^= hashes >> _HALF
+    hashes *= _STIR
+    hashes ^= hashes >> _SHIFT
+    return hashes
+
+
+class _Table:
+    """The hash table, with room for so many rows, whose ``count`` first ones there are.
+
+    Rows below ``count`` never change. ``count`` is raised when a row is complete, and only then does the table refer to it: a reader who takes
+    ``count`` first, and the table's word only for rows below it, never sees half a row.
+    """
+
+    __slots__ = ("buckets", "count", "number")
+
+    def __init__(self, rows: int) -> None:
+        number = _num_buckets(rows)
+        self.buckets: Ints = np.full((number, WAYS), _EMPTY, np.int64)
+        self.number = np.uint64(number)
+        self.count = 0
+
+    def _buckets_of(self, hashes: Hashes) -> tuple[Ints, Ints, Ints]:
+        """For each hash its bucket's number, its tag, and the bucket's entries."""
+        # The upper half of the hash, as a fraction of 1, times the number of buckets.
+        at = (((hashes >> _HALF) * self.number) >> _HALF).view(np.int64)
+        return at, (hashes & _TAG).view(np.int64), self.buckets.take(at, axis=0)
+
+    def _match(self, hashes: Hashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """For each hash its bucket's number, its tag, the bucket's entries, the way of the entry with that tag (any, if there is none) and that entry."""
+        at, tags, held = self._buckets_of(hashes)
+        ways = ((held >> TAG_SHIFT) == tags[:, None]).argmax(axis=1)
+        entries = held.reshape(-1).take(ways + np.arange(0, WAYS * len(hashes), WAYS))
+        return at, tags, held, ways, entries
+
+    def has_tags(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        """Whether there is an entry that ``place`` would replace by one of this hash."""
+        _, tags, _, _, entries = self._match(hashes)
+        has: npt.NDArray[np.bool_] = (entries >> TAG_SHIFT) == tags
+        return has
+
+    def place(self, hashes: Hashes, first: int, is_absent: npt.NDArray[np.bool_] | None) -> None:
+        """Refer to the rows from ``first``, which have these hashes, and no more to others with the same tag in the same bucket.
+
+        Of rows with the same tag in the same bucket one remains. Some may find no place, if very many go to one bucket.
+        """
+        table = self.buckets.reshape(-1)
+        new = first + np.arange(len(hashes))
+        if is_absent is not None:
+            new[is_absent] |= ABSENT
+        for attempt in range(_ROUNDS):
+            at, tags, held, ways, entries = self._match(hashes)
+            is_other = (entries >> TAG_SHIFT) != tags
+            if attempt and not is_other.all():
+                # The older entry went in the first round, so what has the tag now is one of these very rows: it stays.
+                hashes, new, at, tags, held = (a[is_other] for a in (hashes, new, at, tags, held))
+                ways = _oldest(held)
+            elif is_other.any():
+                ways[is_other] = _oldest(held[is_other])
+            slots = at * WAYS + ways
+            entries = (tags << TAG_SHIFT) | new
+            table[slots] = entries
+            lost = table[slots] != entries  # several rows had the same slot in mind
+            if not lost.any():
+                return
+            hashes, new = hashes[lost], new[lost]
+
+    def remove(self, hashes: Hashes) -> None:
+        """Refer to no row with these hashes any more."""
+        at, tags, _, ways, entries = self._match(hashes)
+        has = (entries >> TAG_SHIFT) == tags
+        self.buckets[at[has], ways[has]] = _EMPTY
+
+    def live(self) -> Ints:
+        """The entries that refer to a row, those of the oldest rows first."""
+        entries = self.buckets[self.buckets >= 0]
+        by_row: Ints = np.full(self.count, _EMPTY, np.int64)
+        by_row[entries & ROW] = entries
+        return by_row[by_row >= 0]
+
+    def place_as(self, rows: _Table, numbers: Ints) -> None:
+        """Refer to the first rows as ``rows``, with a table of the same size, refers to those of these numbers."""
+        moved_to: Ints = np.full(rows.count, _EMPTY, np.int64)
+        moved_to[numbers] = np.arange(len(numbers))
+        table = rows.buckets.reshape(-1)
+        at = np.flatnonzero(table >= 0)
+        entries = table[at]
+        to = moved_to[entries & ROW]
+        stays = to >= 0
+        self.buckets.reshape(-1)[at[stays]] = (entries[stays] & ~ROW) | to[stays]
+
+
+class EvenRows(_Table):
+    """Rows whose keys and values have the given widths, as records. A key that has no value has any bytes for one."""
+
+    __slots__ = ("_key_width", "_records", "widths")
+
+    def __init__(self, rows: int, widths: Widths) -> None:
+        super().__init__(rows)
+        self.widths: Widths | None = widths
+        key, value = widths
+        self._key_width = key
+        fields = [("key", f"V{key}")] if value is None else [("key", f"V{key}"), ("value", f"V{value}")]
+        self._records: npt.NDArray[Any] = np.empty(rows, fields)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, used or not."""
+        return self.buckets.nbytes + self._records.nbytes
+
+    def has_room(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> bool:
+        """Whether these rows can be appended."""
+        if self.count + len(keys) > len(self._records):
+            return False
+        widths = widths_of(keys, values)
+        return widths is not None and common_widths(self.widths, widths) == self.widths
+
+    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
+        """The values of keys, null for keys that have none or are not held here, and the places of the latter. None: no key is held.
+
+        ``asked`` are ``even_rows(keys)``.
+        """
+        count = self.count
+        if asked is None or asked.dtype.itemsize != self._key_width:
+            return self._get_uneven(keys, hashes)
+        _, tags, held = self._buckets_of(hashes)
+        # No bucket has a tag twice: these are the entries in the order of the keys. (What is read while a tag moves within its bucket may
+        # have it twice, or not at all: then whole keys differ below.)
+        slots = ((held >> TAG_SHIFT) == tags[:, None]).reshape(-1).nonzero()[0]
+        entries = held.reshape(-1).take(slots)
+        if len(slots) == len(keys):
+            rows = entries & _ROW_OR_ABSENT
+            if int(rows.max()) < count:  # and none is known to have no value
+                found = self._records.take(rows)
+                if found["key"].tobytes() == asked.tobytes():
+                    return even_array(found["value"].copy()), _NONE
+        return self._get_some(asked, slots // WAYS, entries, count)
+
+    def _get_uneven(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
+        """``get`` for keys of several widths, or of another one."""
+        own = np.flatnonzero(np.diff(binary_content(keys)[1]) == self._key_width)
+        if not len(own):
+            return None, np.arange(len(keys))
+        keys_of_own = keys.take(pa.array(own))
+        values, missing = self.get(keys_of_own, even_rows(keys_of_own), hashes[own])
+        is_missing = np.ones(len(keys), np.bool_)
+        if values is None:
+            return None, np.flatnonzero(is_missing)
+        rows = np.zeros(len(keys), np.int64)
+        rows[own] = np.arange(len(own))
+        is_missing[own] = False
+        is_missing[own[missing]] = True
+        return values.take(pa.array(rows, mask=is_missing)), np.flatnonzero(is_missing)
+
+    def _get_some(self, asked: Records, places: Ints, entries: Ints, count: int) -> tuple[pa.BinaryArray | None, Ints]:
+        """``get`` where some keys are not held, or have no value. ``entries`` are those with the tags of the keys at these places."""
+        is_first = np.ones(len(places), np.bool_)
+        is_first[1:] = places[1:] != places[:-1]
+        if not is_first.all():
+            places, entries = places[is_first], entries[is_first]
+        rows = entries & ROW
+        is_held = rows < count
+        found = self._records.take(np.where(is_held, rows, 0))
+        is_held &= (_bytes_of(found["key"]) == _bytes_of(asked.take(places))).all(axis=1)
+        is_missing = np.ones(len(asked), np.bool_)
+        is_missing[places[is_held]] = False
+        missing = np.flatnonzero(is_missing)
+        if len(missing) == len(asked):
+            return None, missing
+        has_value = is_held & ((entries & ABSENT) == 0)
+        content = np.ascontiguousarray(found["value"][has_value]) if self._has_values else np.zeros(0, "V1")
+        is_null = np.ones(len(asked), np.bool_)
+        is_null[places[has_value]] = False
+        offsets = np.zeros(len(asked) + 1, np.int32)
+        np.cumsum(~is_null * np.int32(content.dtype.itemsize), out=offsets[1:])
+        buffers = [validity(is_null), pa.py_buffer(offsets), pa.py_buffer(content.view(np.uint8))]
+        return pa.Array.from_buffers(pa.binary(), len(asked), buffers), missing
+
+    @property
+    def _has_values(self) -> bool:
+        return self.widths is not None and self.widths[1] is not None
+
+    def append(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
+        """Add rows, for which there must be room; the number of the first one."""
+        first, n = self.count, len(keys)
+        added = self._records[first : first + n]
+        added["key"] = even_rows(keys)
+        if values.null_count < n:
+            is_there = slice(None) if not values.null_count else np.asarray(values.is_valid())
+            added["value"][is_there] = even_rows(values.drop_null() if values.null_count else values)
+        self.count = first + n
+        return first
+
+    def widths_of(self, entries: Ints) -> Widths | None:
+        """The widths of the rows that entries refer to, of which there is one at least; None if they cannot be ``EvenRows``."""
+        return self.widths
+
+    def sizes(self, rows: Ints) -> tuple[Ints, Ints]:
+        """The bytes of the keys of these rows, and of their values at most."""
+        key, value = self.widths or (0, None)
+        return np.full(len(rows), key), np.full(len(rows), value or 0)
+
+    def pairs(self, entries: Ints) -> tuple[pa.BinaryArray, pa.BinaryArray]:
+        """The keys and values of the rows that entries refer to."""
+        if not len(entries):
+            return pa.array([], pa.binary()), pa.array([], pa.binary())
+        found = self._records.take(entries & ROW)
+        keys = even_array(np.ascontiguousarray(found["key"]))
+        is_absent = (entries & ABSENT) != 0
+        if not self._has_values:
+            return keys, pa.nulls(len(entries), pa.binary())
+        values = even_array(np.ascontiguousarray(found["value"][~is_absent]))
+        if is_absent.any():
+            values = values.take(pa.array(np.cumsum(~is_absent) - 1, mask=is_absent))
+        return keys, values
+
+
+class VaryingRows(_Table):
+    """Rows of any keys and values, with room for so many bytes of them."""
+
+    __slots__ = ("key_content", "key_offsets", "keys", "value_content", "value_offsets", "values")
+
+    widths: Widths | None = None
+
+    def __init__(self, rows: int, key_bytes: int, value_bytes: int) -> None:
+        super().__init__(rows)
+        self.key_offsets: npt.NDArray[np.int32] = np.zeros(rows + 1, np.int32)
+        self.value_offsets: npt.NDArray[np.int32] = np.zeros(rows + 1, np.int32)
+        self.key_content: npt.NDArray[np.uint8] = np.empty(key_bytes, np.uint8)
+        self.value_content: npt.NDArray[np.uint8] = np.empty(value_bytes, np.uint8)
+        # Over the same memory: what is appended is in them.
+        self.keys = _over(self.key_offsets, self.key_content)
+        self.values = _over(self.value_offsets, self.value_content)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, used or not."""
+        arrays: tuple[npt.NDArray[Any], ...] = (
+            self.buckets,
+            self.key_offsets,
+            self.value_offsets,
+            self.key_content,
+            self.value_content,
+        )
+        return sum(array.nbytes for array in arrays)
+
+    def has_room(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> bool:
+        """Whether these rows can be appended."""
+        count = self.count
+        return (
+            count + len(keys) < len(self.key_offsets)
+            and int(self.key_offsets[count]) + content_bytes(keys) <= len(self.key_content)
+            and int(self.value_offsets[count]) + content_bytes(values) <= len(self.value_content)
+        )
+
+    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
+        """See ``EvenRows``."""
+        entries, is_held = self._find(keys, hashes)
+        missing = _NONE if is_held is None else np.flatnonzero(~is_held)
+        if len(missing) == len(keys) and len(keys):
+            return None, missing
+        return self._values_of(entries, is_held if len(missing) else None), missing
+
+    def _find(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
+        """The table's entry for each key, and whether that is the key's (None: all are). Other entries are of no use."""
+        count = self.count
+        _, tags, _, _, entries = self._match(hashes)
+        rows = entries & ROW
+        is_held = (rows < count) & ((entries >> TAG_SHIFT) == tags)
+        if is_held.all():
+            held_keys = self.keys.take(pa.array(rows))
+            if held_keys.equals(keys):
+                return entries, None
+        else:
+            held_keys = self.keys.take(pa.array(np.where(is_held, rows, 0)))
+        is_held &= np.asarray(pc.equal(held_keys, keys))
+        return entries, is_held
+
+    def _values_of(self, entries: Ints, is_held: npt.NDArray[np.bool_] | None) -> pa.BinaryArray:
+        """The values of what ``_find`` has found; null for what it has not, and for keys that are known to have none."""
+        is_null = (entries & ABSENT) != 0
+        if is_held is not None:
+            is_null |= ~is_held
+        rows = entries & ROW
+        return self.values.take(pa.array(rows, mask=is_null) if is_null.any() else pa.array(rows))
+
+    def append(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
+        """Add rows, for which there must be room; the number of the first one."""
+        first = self.count
+        _append(keys, self.key_content, self.key_offsets, first)
+        _append(values, self.value_content, self.value_offsets, first)
+        self.count = first + len(keys)
+        return first
+
+    def widths_of(self, entries: Ints) -> Widths | None:
+        """See ``EvenRows``: those that were of many widths may be gone."""
+        keys, values = self.sizes(entries & ROW)
+        values = values[(entries & ABSENT) == 0]
+        key, value = int(keys[0]), int(values[0]) if len(values) else None
+        if not (key and (keys == key).all()) or value == 0 or (value is not None and (values != value).any()):
+            return None
+        return (key, value) if key + (value or 0) <= EVEN_BYTES else None
+
+    def sizes(self, rows: Ints) -> tuple[Ints, Ints]:
+        """See ``EvenRows``."""
+        key, value = (
+            (offsets[rows + 1] - offsets[rows]).astype(np.int64) for offsets in (self.key_offsets, self.value_offsets)
+        )
+        return key, value
+
+    def pairs(self, entries: Ints) -> tuple[pa.BinaryArray, pa.BinaryArray]:
+        """See ``EvenRows``."""
+        rows = entries & ROW
+        is_absent = (entries & ABSENT) != 0
+        return self.keys.take(pa.array(rows)), self.values.take(pa.array(rows, mask=is_absent))
+
+
+Rows: TypeAlias = EvenRows | VaryingRows
+
+
+def widths_of(keys: pa.BinaryArray, values: pa.BinaryArray) -> Widths | None:
+    """The widths of pairs, if they can be ``EvenRows``."""
+    even = even_rows(keys)
+    if even is None:
+        return None
+    key = int(even.dtype.itemsize)
+    if values.null_count == len(values):
+        return (key, None) if key <= EVEN_BYTES else None
+    even = even_rows(values.drop_null() if values.null_count else values)
+    if even is None or key + even.dtype.itemsize > EVEN_BYTES:
+        return None
+    return key, int(even.dtype.itemsize)
+
+
+def common_widths(one: Widths | None, other: Widths | None) -> Widths | None:
+    """The widths of the rows of both, if they can be together."""
+    if one is None or other is None or one[0] != other[0]:
+        return None
+    if one[1] is None or other[1] is None:
+        return one[0], other[1] if one[1] is None else one[1]
+    return one if one == other else None
+
+
+def _bytes_of(rows: Records) -> npt.NDArray[np.uint8]:
+    """A row of bytes for each record."""
+    return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
+
+
+def _num_buckets(rows: int) -> int:
+    """Enough for the table to be a quarter full at most: half full, one row in 400 would find no place in its bucket.
+
+    Rounded up by an eighth at most, so that a cache of a steady size keeps its number.
+    """
+    wanted = max(16, rows * 4 // WAYS)
+    step = 1 << max(0, wanted.bit_length() - 4)
+    return -(-wanted // step) * step
+
+
+def _oldest(held: Ints) -> Ints:
+    """The way of each bucket that is empty, or was filled first."""
+    ways: Ints = np.where(held < 0, _EMPTY, held & ROW).argmin(axis=1)
+    return ways
+
+
+def _over(offsets: npt.NDArray[np.int32], content: npt.NDArray[np.uint8]) -> pa.BinaryArray:
+    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(content)], 0)
+
+
+def _append(added: pa.BinaryArray, content: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int32], first: int) -> None:
+    new_content, new_offsets = binary_content(added)
+    at = int(offsets[first])
+    content[at : at + len(new_content)] = new_content
+    offsets[first + 1 : first + 1 + len(added)] = new_offsets[1:] + at

@@ -1,0 +1,466 @@
+"""RocksDB as a backend: bulk gets, scans and atomic write batches of Arrow columns, on local disk.
+
+What lies here can be rebuilt from changelogs at any time, so the write-ahead log is off. Flushes
+are atomic over column families, and every batch carries its version: whatever a killed process
+leaves behind is exactly one version, and says which.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    Checkpoint,
+    DBCompressionType,
+    Options,
+    Rdict,
+    ReadOptions,
+    WriteBatch,
+    WriteBufferManager,
+    WriteOptions,
+)
+
+from backends import fault_points
+from backends.conf import StateStoreConf
+from backends.decoders import json_decoder
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
+from backends.engines.row_cache import CacheBudget, Hashes, RowCache, hash_keys
+from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
+from backends.formats.changelog import Changes
+from backends.formats.snapshot import LocalState
+from backends.ids import DEFAULT_FAMILY
+
+log = logging.getLogger(__name__)
+
+SCAN_ROWS = 1 << 14
+_SCAN_STEP = 1 << 9  # so that a processor's cache holds its Python objects
+_PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
+BULK_ROWS = 1 << 16
+WRITE_ROWS = 1 << 10
+"""Pairs of one write batch: while RocksDB writes it, which takes about a microsecond a pair, no other thread can run."""
+FEW_ROWS = 12
+"""So few keys are faster got one by one."""
+META_FAMILY = "__statestore__"
+_META_KEY = b"state"
+
+_shared_lock = threading.Lock()
+_shared: dict[tuple[int, int], tuple[Cache, WriteBufferManager]] = {}
+_budgets: dict[int, CacheBudget] = {}
+
+
+@dataclass
+class _Family:
+    db: Rdict
+    handle: object
+    cache: RowCache | None
+
+
+OnFailure = Callable[[str, Exception], StateStoreError]
+
+
+class Scan(Iterator[pa.RecordBatch]):
+    """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
+
+    def __init__(self, db: Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
+        # rocksdict's iterators point into their options for the upper bound, but do not keep them alive.
+        self._options = ReadOptions()
+        if end is not None:
+            self._options.set_iterate_upper_bound(end)
+        if start is None and end is None:
+            self._options.fill_cache(False)  # what is read time and again stays there
+        self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
+        self._db = db
+        self._last = start
+        self._failure = failure
+        self._reading = threading.Lock()
+
+    def __next__(self) -> pa.RecordBatch:
+        with self._reading:  # whoever closes the store may be another thread
+            return self._next()
+
+    def _next(self) -> pa.RecordBatch:
+        items = self._items
+        if items is None:
+            raise StoreClosedError("The store was closed while it was scanned.")
+        parts: list[pa.StructArray] = []
+        while len(parts) * _SCAN_STEP < SCAN_ROWS:
+            rows = list(islice(items, _SCAN_STEP))
+            if rows:
+                self._last = rows[-1][0]
+                parts.append(pa.array(rows, _PAIR))
+            if len(rows) < _SCAN_STEP:
+                self._check_end()
+                break
+        if not parts:
+            raise StopIteration
+        keys, values = (pa.concat_arrays([part.field(i) for part in parts]) for i in (0, 1))
+        return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
+
+    def _check_end(self) -> None:
+        """rocksdict ends an iteration at a damaged block as if nothing came behind it: go there again and ask."""
+        cursor = self._db.iter(self._options)
+        try:
+            if self._last is None:
+                cursor.seek_to_first()
+            else:
+                cursor.seek(self._last)
+                if cursor.valid():
+                    cursor.next()
+            cursor.status()
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def close(self) -> None:
+        """Let go of RocksDB, which cannot close while an iterator lives."""
+        with self._reading:
+            self._items = self._db = None
+
+
+class LocalRocksDB:
+    """RocksDB in the directory ``path``, opened or made.
+
+    A directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError``
+    if another provider has it open.
+    """
+
+    def __init__(self, path: Path, conf: StateStoreConf) -> None:
+        self._path = path
+        self._conf = conf
+        self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
+        self._families: dict[str, _Family] = {}
+        self._closed = False
+        self._damage: str | None = None
+        self._opened = object()
+        self._db: Any = None
+        self.state = LocalState()
+        try:
+            self._open()
+        except LocalStateDamagedError:
+            shutil.rmtree(path)
+            self._open()
+
+    def _open(self) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._opened, self._damage = object(), None
+        try:
+            names = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else [DEFAULT_FAMILY]
+            options = self._options()
+            self._db = Rdict(str(self._path), options, {n: options for n in names if n != DEFAULT_FAMILY})
+            self._families = {
+                n: self._family(n, self._db if n == DEFAULT_FAMILY else self._db.get_column_family(n)) for n in names
+            }
+            if META_FAMILY not in names:
+                self._create(META_FAMILY)
+            stored = self._families[META_FAMILY].db.get(_META_KEY)
+            self.state = LocalState() if stored is None else json_decoder(LocalState).decode(stored)
+        except Exception as error:  # rocksdict raises plain Exception
+            self._let_go()
+            if "lock hold" in str(error) or "While lock file" in str(error):
+                raise ConcurrentCommitError(
+                    f"{self._path} is open in another provider, in this process or another: one writer at a time. "
+                    "Close it, or give each provider its own local_dir."
+                ) from error
+            raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
+        self._write_options = WriteOptions()
+        self._write_options.disable_wal = True
+
+    def _options(self) -> Options:
+        conf = self._conf
+        cache, buffers = _shared_memory(conf)
+        options = Options(raw_mode=True)
+        options.create_if_missing(True)
+        options.set_atomic_flush(True)
+        options.set_write_buffer_manager(buffers)
+        options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
+        options.set_keep_log_file_num(1)
+        options.set_compression_type(getattr(DBCompressionType, conf.rocksdb_compression)())
+        table = BlockBasedOptions()
+        table.set_block_cache(cache)
+        table.set_cache_index_and_filter_blocks(True)
+        table.set_pin_l0_filter_and_index_blocks_in_cache(True)
+        if conf.rocksdb_bloom_filter_bits:
+            table.set_bloom_filter(conf.rocksdb_bloom_filter_bits, False)
+        options.set_block_based_table_factory(table)
+        return options
+
+    def _create(self, name: str) -> None:
+        db = self._db.create_column_family(name, self._options())
+        self._families = {**self._families, name: self._family(name, db)}
+
+    def _family(self, name: str, db: Rdict) -> _Family:
+        budget = _cache_budget(self._conf) if name != META_FAMILY else None
+        return _Family(db, self._db.get_column_family_handle(name), None if budget is None else RowCache(budget))
+
+    @property
+    def column_families(self) -> frozenset[str]:
+        """The names of the users' column families."""
+        return frozenset(self._families) - {META_FAMILY}
+
+    def get_many(
+        self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
+    ) -> pa.BinaryArray:
+        """Values in the order of ``keys``; null where there is none, or no such column family."""
+        self._check_open()
+        family = self._families.get(column_family)
+        if family is None or not len(keys):
+            return pa.nulls(len(keys), pa.binary())
+        if len(keys) <= FEW_ROWS:
+            return pa.array([self._get_one(family, key) for key in to_bytes_list(keys)], pa.binary())
+        if family.cache is None:
+            return self._read(family, keys)
+        return family.cache.get_many(keys, lambda missing: self._read(family, missing), keep=keep)
+
+    def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
+        """The value of one key; None if there is none, or no such column family."""
+        self._check_open()
+        family = self._families.get(column_family)
+        return None if family is None else self._get_one(family, key)
+
+    def _get_one(self, family: _Family, key: bytes | None) -> bytes | None:
+        # RocksDB by itself: what the cache costs for one key is ten times as much.
+        try:
+            return family.db.get(key)  # type: ignore[no-any-return]
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def _read(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
+        if is_strictly_sorted(keys):
+            return self._get_sorted(family, keys)
+        order = np.asarray(pc.sort_indices(keys))
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return self._get_sorted(family, keys.take(pa.array(order))).take(pa.array(back))
+
+    def _get_sorted(self, family: _Family, keys: pa.BinaryArray) -> pa.BinaryArray:
+        # A slice at a time: Python objects take several times the memory of the bytes.
+        slices = (keys.slice(at, BULK_ROWS) for at in range(0, len(keys), BULK_ROWS))
+        found = [pa.array(self._get(family, to_bytes_list(part)), pa.binary()) for part in slices]
+        return found[0] if len(found) == 1 else pa.concat_arrays(found)
+
+    def _get(self, family: _Family, keys: Sequence[bytes | None]) -> list[bytes | None]:
+        self._check_open()
+        try:
+            return family.db[keys]  # type: ignore[no-any-return]
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("read", error) from error
+
+    def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
+        """Collect all changes in write batches; what is returned writes them, and what they lead to with the last one.
+
+        While several are written, what is held is no version that anybody knows, and so it is after a crash among them.
+        """
+        self._check_open()
+        opened, families = self._opened, self._families
+        batches = _batches(changes, families) if families.keys() >= changes.families.keys() else None
+        hashes: dict[str, Hashes] = {}
+        if self._conf.rocksdb_row_cache_bytes:
+            hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
+
+        def apply(state: LocalState) -> None:
+            # Handles are those of one opening of the database.
+            self._apply(changes, hashes, state, batches if opened is self._opened else None)
+
+        return apply
+
+    def _apply(
+        self, changes: Changes, hashes: Mapping[str, Hashes], state: LocalState, batches: list[WriteBatch] | None
+    ) -> None:
+        self._check_open()
+        try:
+            if batches is None:
+                for name in changes.families:
+                    if name not in self._families:
+                        self._create(name)
+                batches = _batches(changes, self._families)
+            self._write(batches, state)
+        except Exception as error:  # rocksdict raises plain Exception
+            self._forget_rows()
+            raise self._failure("write", error) from error
+        self.state = state
+        for name, family_hashes in hashes.items():
+            cache = self._families[name].cache
+            if cache is None:
+                continue
+            try:
+                cache.update(changes.families[name].keys, family_hashes, changes.families[name].values)
+            except Exception:  # it is written: an error now would leave the engine ahead of what others hold it for
+                log.exception("The rows of family %r of %s that were read before are forgotten.", name, self._path)
+                cache.clear()
+
+    def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
+        """Write all, and ``state`` with the last one. If that ends midway nothing can be read any more."""
+        unfinished = LocalState(0, f"{state.head}, unfinished", None)
+        # No name for the handle: it keeps the database open, and the frames of an error live as long as the error.
+        if len(batches) > 1:
+            batches[0].put(_META_KEY, msgspec.json.encode(unfinished), self._families[META_FAMILY].handle)
+        batches[-1].put(_META_KEY, msgspec.json.encode(state), self._families[META_FAMILY].handle)
+        for i, batch in enumerate(batches):
+            try:
+                if i:
+                    fault_points.reached("apply:batch")
+                self._db.write(batch, self._write_options)
+            except BaseException as error:
+                if i or not isinstance(error, Exception):  # an interrupt may come when the first one has been written
+                    self.state, self._damage = unfinished, str(self._failure("write", error))
+                    self._forget_rows()
+                raise
+
+    def _forget_rows(self) -> None:
+        for family in self._families.values():
+            if family.cache is not None:
+                family.cache.clear()
+
+    def capture(self, directory: Path) -> Callable[[], None]:
+        """Hard-link the files of a RocksDB checkpoint into ``directory``."""
+        self._check_open()
+        checkpoint = directory / "checkpoint"
+        try:
+            Checkpoint(self._db).create_checkpoint(str(checkpoint))
+        except Exception as error:  # rocksdict raises plain Exception
+            raise self._failure("take a checkpoint", error) from error
+        for file in checkpoint.iterdir():
+            # The write-ahead log is off, and options are given when it is opened.
+            if file.suffix != ".log" and not file.name.startswith("OPTIONS"):
+                file.rename(directory / file.name)
+        shutil.rmtree(checkpoint)
+        return lambda: None
+
+    def restore(self, directory: Path) -> None:
+        """Put a checkpoint's files in the place of all there is."""
+        self.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+        directory.rename(self._path)
+        directory.mkdir()  # the caller's to remove
+        self._closed = False
+        try:
+            self._open()
+        except LocalStateDamagedError:
+            shutil.rmtree(self._path)
+            self._open()
+            raise
+
+    def scan(
+        self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[pa.RecordBatch]:
+        """Pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
+        self._check_open()
+        family = self._families.get(column_family)
+        if family is None:
+            return iter(())
+        scan = Scan(family.db, start, end, self._failure)
+        self._scans.add(scan)
+        return scan
+
+    def num_keys(self) -> int:
+        """The number of keys; RocksDB's estimate if they are not counted."""
+        if self.state.num_keys is not None:
+            return self.state.num_keys
+        return sum(
+            int(f.db.property_int_value("rocksdb.estimate-num-keys") or 0)
+            for n, f in self._families.items()
+            if n != META_FAMILY
+        )
+
+    def memory_bytes(self) -> int:
+        """Memory of this database's write buffers and open tables, without the shared block cache."""
+        properties = ("rocksdb.cur-size-all-mem-tables", "rocksdb.estimate-table-readers-mem")
+        return sum(int(f.db.property_int_value(p) or 0) for f in self._families.values() for p in properties)
+
+    def num_files(self) -> int:
+        """The number of SST files."""
+        return len(self._db.live_files())
+
+    def clear(self) -> None:
+        """Start over, empty."""
+        self.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._closed = False
+        self._open()
+
+    def close(self) -> None:
+        """Close it; scans under way end with an error. The files stay."""
+        if self._closed:
+            return
+        self._closed = True
+        for scan in list(self._scans):
+            scan.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._forget_rows()
+        for name, family in self._families.items():
+            if name != DEFAULT_FAMILY:
+                family.db.close()
+        self._families = {}
+        if self._db is not None:
+            self._db.close()
+        self._db = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError(f"{self._path} is closed.")
+        if self._damage is not None:
+            raise LocalStateDamagedError(self._damage)
+
+    def _failure(self, verb: str, error: BaseException) -> StateStoreError:
+        if self._closed:
+            return StoreClosedError(f"{self._path} was closed while it was used.")
+        return LocalStateDamagedError(
+            f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
+            "remove the directory: the state is loaded anew from the checkpoint location."
+        )
+
+
+def _batches(changes: Changes, families: Mapping[str, _Family]) -> list[WriteBatch]:
+    """All changes, some in each; one at least."""
+    batches: list[WriteBatch] = []
+    for name, pairs in changes.families.items():
+        for at in range(0, len(pairs), WRITE_ROWS):
+            batch = WriteBatch(raw_mode=True)
+            _fill(batch, pairs.slice(at, WRITE_ROWS), families[name].handle)
+            batches.append(batch)
+    return batches or [WriteBatch(raw_mode=True)]
+
+
+def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
+    put, delete = batch.put, batch.delete
+    for key, value in zip(to_bytes_list(pairs.keys), to_bytes_list(pairs.values), strict=True):
+        if value is None:
+            delete(key, handle)
+        else:
+            put(key, value, handle)
+
+
+def _shared_memory(conf: StateStoreConf) -> tuple[Cache, WriteBufferManager]:
+    """One block cache and one write buffer budget for all stores of the process with the same limits."""
+    limits = (conf.rocksdb_block_cache_bytes, conf.rocksdb_write_buffer_bytes)
+    with _shared_lock:
+        if limits not in _shared:
+            # The other cache has up to 64 shards, none of which holds a block larger than itself: those of 64 MiB are
+            # smaller than the filter of a large file, which was then read anew for every key, at 70 µs.
+            cache = Cache.new_hyper_clock_cache(limits[0], 0)
+            _shared[limits] = (cache, WriteBufferManager(limits[1], False))
+        return _shared[limits]
+
+
+def _cache_budget(conf: StateStoreConf) -> CacheBudget | None:
+    """One budget for the row caches of all stores of the process with the same limit."""
+    limit = conf.rocksdb_row_cache_bytes
+    if not limit:
+        return None
+    with _shared_lock:
+        return _budgets.setdefault(limit, CacheBudget(limit))

@@ -1,0 +1,261 @@
+"""A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
+
+RocksDB takes some microseconds for a key, part of them for calls and Python objects that each key costs. Here keys and
+values lie in arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has (``cached_rows``). A lookup
+is a few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs takes several
+times as long and twice the memory (``benchmarks/reads.py``).
+
+Where there is no more room, all rows that the table still refers to move to new arrays, as they do in a log-structured store, the
+oldest being left behind if they may not grow.
+
+Readers take no lock: they keep to the rows that they began with (``Rows``), of which nothing that they look at changes. Writers do, one per cache.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.columns import MAX_BYTES, content_bytes, even_rows
+from backends.engines.cached_rows import (
+    ABSENT,
+    ROW,
+    ROW_BYTES,
+    STEP_ROWS,
+    EvenRows,
+    Hashes,
+    Ints,
+    Rows,
+    VaryingRows,
+    Widths,
+    common_widths,
+    hash_keys,
+    widths_of,
+)
+
+__all__ = ["CacheBudget", "Hashes", "RowCache", "hash_keys"]
+
+SPARED_BYTES = 16
+"""Where most keys have no value, longer values lie in an array of their own."""
+_NOTHING: Rows = VaryingRows(0, 0, 0)
+
+
+class CacheBudget:
+    """The memory that all caches of a process may have together, ``limit`` bytes.
+
+    A cache may have what the others leave, and its equal share in any case: for that, those that have more are emptied. While a cache
+    moves to new arrays, its old ones are there as well.
+
+    A cache is emptied without the lock: a stream that nobody has any more may be released by any allocation, also by one made here, and the
+    cache of the copy that it has read is emptied with it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
+
+    @property
+    def used(self) -> int:
+        """Bytes that all caches have now."""
+        with self._lock:
+            return sum(self._used().values())
+
+    def _used(self) -> dict[RowCache, int]:
+        """The bytes of each cache that has any."""
+        held = [(cache, cache.rows) for cache in self._caches]
+        return {cache: rows.nbytes for cache, rows in held if rows is not _NOTHING}
+
+    def allowance(self, cache: RowCache) -> int:
+        """The most that ``cache`` may have now."""
+        with self._lock:
+            used = self._used()
+            used.pop(cache, None)
+            return max(self.limit - sum(used.values()), self._share(used))
+
+    def _share(self, others: dict[RowCache, int]) -> int:
+        return self.limit // (len(others) + 1)
+
+    def give(self, cache: RowCache, rows: Rows) -> bool:
+        """Let ``cache`` have these rows in place of its own. False, and it has none, if there is no room for them."""
+        cache.rows = _NOTHING
+        if rows is _NOTHING:
+            return True
+        with self._lock:
+            used = self._used()
+            if rows.nbytes > max(self.limit - sum(used.values()), self._share(used)):
+                return False
+            while sum(used.values()) + rows.nbytes > self.limit:
+                largest = max(used, key=used.__getitem__)
+                # It may be about to change these rows, which does no harm: nobody reads them any more.
+                largest.rows = _NOTHING
+                del used[largest]
+            self._caches.add(cache)
+            cache.rows = rows
+            return True
+
+
+class RowCache:
+    """The pairs of one column family that were read last, and the keys found to be absent, for any number of threads.
+
+    Whoever writes below must call ``update`` when that is done and before anyone may rely on it; ``clear`` if it is not known what was written.
+    """
+
+    def __init__(self, budget: CacheBudget) -> None:
+        self._budget = budget
+        self.rows = _NOTHING
+        self._epoch = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory."""
+        return self.rows.nbytes
+
+    def get_many(
+        self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], *, keep: bool = True
+    ) -> pa.BinaryArray:
+        """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and with ``keep`` held."""
+        if len(keys) <= STEP_ROWS:
+            return self._get_step(keys, read, keep)
+        steps = (keys.slice(at, STEP_ROWS) for at in range(0, len(keys), STEP_ROWS))
+        return pa.concat_arrays([self._get_step(step, read, keep) for step in steps])
+
+    def _get_step(
+        self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], keep: bool
+    ) -> pa.BinaryArray:
+        epoch = self._epoch  # first of all: what is read below counts only if nothing was written since
+        rows = self.rows
+        if not (rows.count or keep):
+            return read(keys)
+        if not rows.count:
+            values = read(keys)
+            self._keep(keys, hash_keys(keys), values, epoch)
+            return values
+        even = even_rows(keys)
+        hashes = hash_keys(keys, even)
+        held, missing = rows.get(keys, even, hashes)
+        if held is None:
+            values = read(keys)
+            if keep:
+                self._keep(keys, hashes, values, epoch)
+            return values
+        if not len(missing):
+            return held
+        asked = keys.take(pa.array(missing))
+        values = read(asked)
+        if keep:
+            self._keep(asked, hashes[missing], values, epoch)
+        order = np.arange(len(keys))
+        order[missing] = len(keys) + np.arange(len(missing))
+        return pa.concat_arrays([held, values]).take(pa.array(order))
+
+    def _keep(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray, epoch: int) -> None:
+        """Hold what was read, unless something has been written meanwhile, or is being changed here: then it is read again another time."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if epoch != self._epoch:
+                return
+            n = len(keys)
+            if not self.rows.has_room(keys, values):
+                allowed = self._budget.allowance(self)
+                while n and 2 * _needed(keys, values) > allowed:
+                    n //= 2
+                    keys, hashes, values = keys.slice(0, n), hashes[:n], values.slice(0, n)
+            if n:
+                self._insert(keys, hashes, values)
+        finally:
+            self._lock.release()
+
+    def update(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+        """Each of these keys, which differ, has been given this value, or removed (null). Only those that are held are changed here."""
+        with self._lock:
+            self._epoch += 1
+            for at in range(0, len(keys), STEP_ROWS):
+                if not self.rows.count:
+                    return
+                self._update_step(keys.slice(at, STEP_ROWS), hashes[at : at + STEP_ROWS], values.slice(at, STEP_ROWS))
+
+    def _update_step(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+        is_held = self.rows.has_tags(hashes)
+        if not is_held.any():
+            return
+        if not is_held.all():
+            held = pa.array(np.flatnonzero(is_held))
+            keys, values, hashes = keys.take(held), values.take(held), hashes[is_held]
+        self._insert(keys, hashes, values)
+
+    def clear(self) -> None:
+        """Hold nothing, nor anything that is being read now."""
+        with self._lock:
+            self._epoch += 1
+            self._budget.give(self, _NOTHING)
+
+    def _insert(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+        rows = self.rows
+        if not rows.has_room(keys, values):
+            rows.remove(hashes)  # these need not move, and are not right any more, whatever becomes of the new values
+            moved = self._moved(rows, keys, values)
+            if moved is None or not self._budget.give(self, moved):
+                return
+            rows = moved
+        first = rows.append(keys, values)
+        rows.place(hashes, first, np.asarray(values.is_null()) if values.null_count else None)
+
+    def _moved(self, rows: Rows, more_keys: pa.BinaryArray, more_values: pa.BinaryArray) -> Rows | None:
+        """New rows: all live ones, or as many of the newest as may be, and room for these and for as much again."""
+        live = rows.live()
+        more, widths = len(more_keys), widths_of(more_keys, more_values)
+        if len(live):
+            widths = common_widths(rows.widths_of(live), widths)
+        if widths is not None and widths[1] is not None and widths[1] > SPARED_BYTES:
+            num_absent = np.count_nonzero(live & ABSENT) + more_values.null_count
+            if 2 * num_absent > len(live) + more:
+                widths = None  # a record has room for a value, be there one or not
+        key_sizes, value_sizes = _sizes(live, rows, widths)
+        if widths is None:
+            key_bytes, value_bytes = content_bytes(more_keys), content_bytes(more_values)
+        else:
+            key_bytes, value_bytes = more * widths[0], more * (widths[1] or 0)
+        allowed = min(self._budget.allowance(self), MAX_BYTES)
+        left = allowed // 2 - key_bytes - value_bytes - ROW_BYTES * more
+        if left < 0:
+            return None
+        from_newest = np.cumsum((key_sizes + value_sizes + ROW_BYTES)[::-1])
+        kept = int(np.searchsorted(from_newest, left, side="right"))
+        dropped = len(live) - kept
+        live, key_sizes, value_sizes = (a[dropped:] for a in (live, key_sizes, value_sizes))
+        made: Rows
+        if widths is None:
+            key_bytes, value_bytes = key_bytes + int(key_sizes.sum()), value_bytes + int(value_sizes.sum())
+            made = VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
+        else:
+            made = EvenRows(2 * (kept + more), widths)
+        if kept:
+            keys, values = rows.pairs(live)
+            made.append(keys, values)
+            if made.buckets.shape == rows.buckets.shape:
+                made.place_as(rows, live & ROW)
+            else:
+                hashes, is_absent = hash_keys(keys), (live & ABSENT) != 0
+                for at in range(0, kept, STEP_ROWS):
+                    made.place(hashes[at : at + STEP_ROWS], at, is_absent[at : at + STEP_ROWS])
+        return made
+
+
+def _sizes(live: Ints, rows: Rows, widths: Widths | None) -> tuple[Ints, Ints]:
+    """The bytes of keys and of values that these rows will take."""
+    if widths is None:
+        key_sizes, value_sizes = rows.sizes(live & ROW)
+        value_sizes[(live & ABSENT) != 0] = 0
+        return key_sizes, value_sizes
+    return np.full(len(live), widths[0]), np.full(len(live), widths[1] or 0)
+
+
+def _needed(keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
+    return content_bytes(keys) + content_bytes(values) + ROW_BYTES * len(keys)

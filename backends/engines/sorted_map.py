@@ -1,0 +1,199 @@
+"""An immutable sorted map of bytes to bytes that shares structure with the maps it was made from.
+
+A log-structured merge tree in memory: sorted runs in Arrow arrays, the older and larger ones below.
+Changing it adds a run and merges it with those not much larger, so that the cost of a change follows
+its size, and the old map, which keeps its own list of runs, stays as it was. A run is cut into
+chunks of disjoint key ranges; a merge makes anew only the chunks that it touches.
+
+Against a dict with sorted keys and ``SortedDict``: see ``benchmarks/sorted_map.py``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.merged_scan import merged_scan
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
+
+CHUNK_ROWS = 1 << 16
+CHUNK_BYTES = 16 << 20
+SCAN_ROWS = 1 << 14
+_GROWTH = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sorted chunks, none of them empty; chunk i has the keys from ``firsts[i]`` up to ``firsts[i + 1]``."""
+
+    chunks: tuple[SortedPairs, ...]
+    firsts: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, pairs: SortedPairs) -> Run:
+        """Cut pairs into chunks."""
+        return cls._of_chunks(_cut(pairs))
+
+    @classmethod
+    def _of_chunks(cls, chunks: list[SortedPairs]) -> Run:
+        return cls(tuple(chunks), tuple(c.keys[0].as_py() for c in chunks))
+
+    def __len__(self) -> int:
+        return sum(len(c) for c in self.chunks)
+
+    def _spans(self, keys: pa.BinaryArray) -> Iterator[tuple[SortedPairs, int, int]]:
+        """Each chunk with the range of the sorted ``keys`` that belong to it."""
+        asked = SortedPairs(keys, keys)
+        starts = [0, *(asked.lower_bound(first) for first in self.firsts[1:]), len(keys)]
+        yield from zip(self.chunks, starts, starts[1:], strict=False)
+
+    def overlay(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
+        """``below``, the values of sorted ``keys`` in older runs, with those of this run on top."""
+        parts = [
+            chunk.overlay(keys.slice(start, end - start), below.slice(start, end - start))
+            for chunk, start, end in self._spans(keys)
+            if end > start
+        ]
+        return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+
+    def get(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Whether the key is in this run, and its value (None: removed)."""
+        at = bisect_right(self.firsts, key) - 1
+        return self.chunks[at].get(key) if at >= 0 else (False, None)
+
+    def under(self, newer: Run, *, is_lowest: bool) -> Run:
+        """Both runs as one; removed keys go for good if nothing lies below."""
+        chunks: list[SortedPairs] = []
+        changes = newer.pairs()
+        for chunk, start, end in self._spans(changes.keys):
+            if start == end:
+                chunks.append(chunk)
+                continue
+            merged = chunk.under(changes.slice(start, end - start))
+            chunks.extend(_cut(merged.present() if is_lowest else merged))
+        return Run._of_chunks(_joined(chunks))
+
+    def pairs(self) -> SortedPairs:
+        """All of it as one."""
+        return _concatenated(self.chunks)
+
+    def between(self, start: bytes | None, end: bytes | None) -> Iterator[SortedPairs]:
+        """The chunks of a range."""
+        first = 0 if start is None else max(0, bisect_right(self.firsts, start) - 1)
+        for chunk, begins in zip(self.chunks[first:], self.firsts[first:], strict=True):
+            if end is not None and begins >= end:
+                return
+            cut = chunk.between(start, end)
+            if len(cut):
+                yield cut
+
+
+def _concatenated(chunks: Sequence[SortedPairs]) -> SortedPairs:
+    if len(chunks) == 1:
+        return chunks[0]
+    return SortedPairs(pa.concat_arrays([c.keys for c in chunks]), pa.concat_arrays([c.values for c in chunks]))
+
+
+def _cut(pairs: SortedPairs) -> list[SortedPairs]:
+    if not len(pairs):
+        return []
+    per_chunk = max(1, min(CHUNK_ROWS, CHUNK_BYTES * len(pairs) // max(1, pairs.nbytes)))
+    if len(pairs) <= 2 * per_chunk:
+        return [pairs]
+    bounds = np.linspace(0, len(pairs), len(pairs) // per_chunk + 1).astype(int).tolist()
+    # Copied, so that a chunk does not keep all of what it was cut from.
+    return [_compact(pairs.slice(a, b - a)) for a, b in pairwise(bounds)]
+
+
+def _compact(pairs: SortedPairs) -> SortedPairs:
+    return SortedPairs(pa.concat_arrays([pairs.keys]), pa.concat_arrays([pairs.values]))
+
+
+def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
+    """Small neighbours as one chunk: what removals have left."""
+    joined: list[SortedPairs] = []
+    for following in chunks:
+        chunk = following
+        if (
+            joined
+            and len(joined[-1]) + len(chunk) <= CHUNK_ROWS // 4
+            and joined[-1].nbytes + chunk.nbytes <= CHUNK_BYTES // 4
+        ):
+            chunk = _concatenated((joined.pop(), chunk))
+        joined.append(chunk)
+    return joined
+
+
+@dataclass(frozen=True)
+class SortedMap:
+    """The map; ``runs`` from the oldest to the newest. A null value in a newer run means a removed key."""
+
+    runs: tuple[Run, ...] = ()
+
+    @classmethod
+    def of_sorted(cls, parts: list[SortedPairs]) -> SortedMap:
+        """A map of parts that ascend, none of them with null values."""
+        run = Run._of_chunks([chunk for part in parts for chunk in _cut(part)])
+        return cls((run,) if run.chunks else ())
+
+    def with_changes(self, changes: SortedPairs) -> SortedMap:
+        """A new map; null values remove keys."""
+        runs = list(self.runs)
+        if not runs:
+            changes = changes.present()
+        run = Run.of(changes)
+        if not run.chunks:
+            return self
+        while runs and len(runs[-1]) < _GROWTH * len(run):
+            below = runs.pop()
+            run = below.under(run, is_lowest=not runs)
+            if not run.chunks:
+                return SortedMap(tuple(runs))
+        return SortedMap((*runs, run))
+
+    def get_many(self, keys: pa.BinaryArray) -> pa.BinaryArray:
+        """Values of sorted ``keys``, null where there is none."""
+        values = pa.nulls(len(keys), pa.binary())
+        if len(keys):
+            for run in self.runs:
+                values = run.overlay(keys, values)
+        return values
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of one key; None if there is none."""
+        for run in reversed(self.runs):
+            is_there, value = run.get(key)
+            if is_there:
+                return value
+        return None
+
+    def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
+        """Pairs of a range, in key order."""
+        if not self.runs:
+            return iter(())
+        batches: Iterator[pa.RecordBatch] = (
+            pa.RecordBatch.from_arrays([part.keys, part.values], schema=PAIRS_SCHEMA)
+            for chunk in self.runs[0].between(start, end)
+            for part in (chunk.slice(at, SCAN_ROWS) for at in range(0, len(chunk), SCAN_ROWS))
+        )
+        changes = SortedPairs.empty()
+        for run in reversed(self.runs[1:]):
+            cut = tuple(run.between(start, end))
+            if cut:
+                changes = _concatenated(cut).under(changes)
+        return merged_scan(batches, changes)
+
+    def flat(self) -> Iterator[SortedPairs]:
+        """All pairs, a part at a time."""
+        for batch in self.scan(None, None):
+            yield SortedPairs(batch.column(0), batch.column(1))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all runs."""
+        return sum(chunk.nbytes for run in self.runs for chunk in run.chunks)

@@ -1,0 +1,119 @@
+"""Manifests: the only truth about which files make a version (DESIGN: SlateDB's and Iceberg's manifests).
+
+A manifest says what changed since its parent. Manifests are written once, create-if-absent, and
+never changed; version V is the one found by walking the parents of the newest manifest of the
+highest epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct, field
+
+from backends.formats.partition_entries import PartitionEntries, PartitionEntry, SnapshotRef
+from backends.storage.file_ref import FileRef
+
+__all__ = [
+    "FORMAT_VERSION",
+    "ChangelogRef",
+    "FileRef",
+    "Lineage",
+    "Manifest",
+    "OperatorEntry",
+    "PartitionEntry",
+    "Rescaled",
+    "SnapshotRef",
+    "Source",
+]
+
+FORMAT_VERSION = 1
+
+
+class ChangelogRef(Struct, frozen=True):
+    """A changelog file and the version it leads to."""
+
+    version: int
+    file: FileRef
+
+
+class OperatorEntry(Struct, frozen=True):
+    """One operator in a manifest: layout, schema id, backend, and the partitions that changed."""
+
+    num_partitions: int
+    schema_id: str
+    backend: str
+    partitions: PartitionEntries
+
+    @classmethod
+    def of(
+        cls, num_partitions: int, schema_id: str, backend: str, partitions: Mapping[int, PartitionEntry]
+    ) -> OperatorEntry:
+        """An entry from what each partition contributed."""
+        return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions))
+
+
+class Manifest(Struct, frozen=True):
+    """One version of a query's whole state. ``parent`` is None for the first one.
+
+    ``oldest`` is the oldest version that is kept (besides the empty 0), and ``chain_from`` the
+    lowest version whose manifest is kept for its sake: what only lower ones need is being removed.
+    """
+
+    id: int
+    parent: int | None
+    version: int
+    epoch: int
+    run_id: str
+    created_ms: int
+    operators: dict[str, OperatorEntry]
+    oldest: int = 0
+    chain_from: int = 1
+    format_version: int = field(default=FORMAT_VERSION)
+
+
+class Source(Struct, frozen=True):
+    """A partition of an earlier layout, below ``directory``, kept by ``backend``: another partition takes a part of it over."""
+
+    directory: str
+    backend: str
+    lineage: Lineage
+
+
+class Rescaled(Struct, frozen=True):
+    """The state of a partition where a new layout begins: the keys from ``start`` to ``end`` of the ``sources``.
+
+    ``head`` stands for the changelog that would have made it. ``end`` None is the end of all keys.
+    """
+
+    version: int
+    head: str
+    start: bytes
+    end: bytes | None
+    sources: tuple[Source, ...]
+
+
+class Lineage(Struct, frozen=True):
+    """The files from which one partition can be brought to ``version``.
+
+    ``changelogs`` ascend to that version, one per version; ``snapshots`` ascend as well. Loading
+    begins with the empty version 0 if the first changelog makes version 1, else with a snapshot, or
+    with the partitions of an earlier layout (``rescaled``), whose key groups have been divided anew.
+    """
+
+    version: int
+    changelogs: tuple[ChangelogRef, ...] = ()
+    snapshots: tuple[SnapshotRef, ...] = ()
+    rescaled: Rescaled | None = None
+
+    @property
+    def head(self) -> str | None:
+        """The path of the changelog that made the version; None for the empty version 0."""
+        if self.changelogs:
+            return self.changelogs[-1].file.path
+        return self.rescaled.head if self.rescaled is not None else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is that of the empty version 0."""
+        return self.version == 0 and self.head is None

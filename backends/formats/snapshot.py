@@ -1,0 +1,166 @@
+"""Snapshots: the whole state of one partition at one version, as files in the storage.
+
+A descriptor lists them by name, size and digest. What an earlier snapshot has uploaded is not
+uploaded again: files are compared by content, so it does not matter which process, host or local
+directory they came from. After RocksDB's and Flink's incremental checkpoints.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, field
+
+from backends import fault_points
+from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
+from backends.formats.manifest import FORMAT_VERSION, SnapshotRef
+from backends.formats.sealed import seal, unseal
+from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
+from backends.storage.file_ref import FileRef
+
+_INLINE_BYTES = 64 << 10
+
+
+class SnapshotFile(Struct, frozen=True):
+    """One file: its name in the backend, and where its content is; a small one is in the descriptor itself."""
+
+    name: str
+    file: FileRef | None = None
+    content: bytes | None = None
+
+
+class Snapshot(Struct, frozen=True):
+    """The descriptor of a snapshot, ``<version>-<unique>.snapshot`` in the partition's directory."""
+
+    path: str
+    backend: str
+    state: LocalState
+    files: tuple[SnapshotFile, ...]
+    format_version: int = field(default=FORMAT_VERSION)
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The files that it refers to."""
+        return frozenset(f.file.path for f in self.files if f.file is not None)
+
+    def is_complete(self, sizes: Mapping[str, int]) -> bool:
+        """Whether all files it refers to are there, in full size."""
+        return all(sizes.get(f.file.path) == f.file.size for f in self.files if f.file is not None)
+
+
+class Digests:
+    """Digests of local files that never change, by what the file system knows them as: hard links share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int], str] = {}
+
+    def of(self, files: list[Path]) -> dict[Path, str]:
+        """The digests; those of other files are forgotten."""
+        keys = {path: ((s := path.stat()).st_ino, s.st_size, s.st_mtime_ns) for path in files}
+        self._known = {key: self._known.get(key) or file_digest(path) for path, key in keys.items()}
+        return {path: self._known[key] for path, key in keys.items()}
+
+
+def upload(
+    storage: CheckpointStorage,
+    directory: str,
+    backend: str,
+    local: Path,
+    state: LocalState,
+    *,
+    earlier: Snapshot | None,
+    digests: Digests,
+    pool: ThreadPoolExecutor,
+    is_cancelled: Callable[[], bool],
+) -> tuple[SnapshotRef, int]:
+    """Upload the files in ``local`` but for those that ``earlier`` has; returns the snapshot and the bytes written.
+
+    Raises ``StorageError``; what has been uploaded then is litter, removed when its version is no longer kept.
+    """
+    assert state.head is not None
+    files = sorted(path for path in local.iterdir() if path.stat().st_size)
+    large = [path for path in files if path.stat().st_size > _INLINE_BYTES or path.suffix == ".sst"]
+    known = digests.of(large)
+    # An uploaded file that has been lost or cut short since is uploaded again.
+    there = dict(storage.list(directory)) if earlier else {}
+    reusable = {
+        (f.file.size, f.file.digest): f.file
+        for f in (earlier.files if earlier else ())
+        if f.file is not None and there.get(f.file.path) == f.file.size
+    }
+    cancelled = threading.Event()
+
+    def put(path: Path) -> FileRef:
+        held = reusable.get((path.stat().st_size, known[path]))
+        if held is not None:
+            return held
+        if cancelled.is_set() or is_cancelled():
+            raise StoreClosedError(f"The state of {directory} was closed while a snapshot of it was uploaded.")
+        fault_points.reached("snapshot:file")
+        name = f"{directory}/{state.version}-{uuid.uuid4().hex}{path.suffix or '.part'}"
+        return storage.put_file(name, path)
+
+    uploads = {path: pool.submit(put, path) for path in large}
+    try:
+        refs = {path: done.result() for path, done in uploads.items()}
+    finally:
+        cancelled.set()
+        for done in uploads.values():
+            done.cancel()
+    entries = tuple(
+        SnapshotFile(p.name, file=refs[p]) if p in refs else SnapshotFile(p.name, content=p.read_bytes()) for p in files
+    )
+    path = f"{directory}/{state.version}-{uuid.uuid4().hex}.snapshot"
+    fault_points.reached("snapshot:descriptor")
+    descriptor = storage.put_new(path, seal(Snapshot(path, backend, state, entries)))
+    fault_points.reached("snapshot:uploaded")
+    fresh = [ref for ref in refs.values() if (ref.size, ref.digest) not in reusable]
+    return SnapshotRef(state.version, state.head, descriptor), descriptor.size + sum(ref.size for ref in fresh)
+
+
+def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> Snapshot:
+    """The descriptor that ``ref`` names; raises ``MissingFileError`` or ``DamagedFileError``."""
+    name = storage.full_location(ref.file.path)
+    snapshot = unseal(storage.read(ref.file), Snapshot, name)
+    if (snapshot.path, snapshot.state.version, snapshot.state.head) != (ref.file.path, ref.version, ref.head):
+        raise DamagedFileError(
+            f"{name} describes version {snapshot.state.version} in {snapshot.path}: files have been exchanged."
+        )
+    if any(Path(f.name).name != f.name for f in snapshot.files):
+        raise DamagedFileError(f"{name} names files outside of the snapshot's directory.")
+    return snapshot
+
+
+def download(storage: CheckpointStorage, snapshot: Snapshot, backend: str, into: Path, threads: int) -> None:
+    """Fetch a snapshot's files in parallel; raises ``MissingFileError`` or ``DamagedFileError`` naming the file."""
+    if snapshot.backend != backend:
+        raise InvalidStateStoreArgument(
+            f"{storage.full_location(snapshot.path)} was written by the provider {snapshot.backend!r}, not {backend!r}: "
+            "choose that provider, or a new checkpoint location."
+        )
+    with ThreadPoolExecutor(threads, thread_name_prefix="statestore-load") as pool:
+        fetches = []
+        for entry in snapshot.files:
+            if entry.file is None:
+                (into / entry.name).write_bytes(entry.content or b"")
+            else:
+                fetches.append(pool.submit(storage.read_to_file, entry.file, into / entry.name))
+        try:
+            for fetch in fetches:
+                fetch.result()
+        finally:
+            for fetch in fetches:
+                fetch.cancel()
+
+
+class LocalState(msgspec.Struct, frozen=True):
+    """What an engine holds: a version, the changelog that made it, and how many keys (None: not counted)."""
+
+    version: int = 0
+    head: str | None = None
+    num_keys: int | None = 0

@@ -1,0 +1,1 @@
+"""State store providers that are used alone, and the registry of loaded providers with its maintenance."""

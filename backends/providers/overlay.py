@@ -1,0 +1,437 @@
+"""Uncommitted changes, and the store made of them and of any version that can be read.
+
+A backend only has to say how a version is read (``VersionReader``) and what a commit does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.encoding import lists
+from backends.encoding.merged_scan import merged_scan
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, as_binary
+from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
+from backends.formats.changelog import Changes
+from backends.ids import DEFAULT_FAMILY, StateStoreId, check_name
+from backends.metrics import StateStoreMetrics
+from backends.store import StateStore
+
+_LONGEST_DICT = 1 << 16
+
+
+class VersionReader(Protocol):
+    """One version of a state, to read."""
+
+    @property
+    def id(self) -> StateStoreId:
+        """Which store it is a version of."""
+
+    @property
+    def version(self) -> int:
+        """Which version."""
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
+        """Values in the order of keys, null where there is none."""
+
+    def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
+        """Pairs in key order."""
+
+    def column_families(self) -> frozenset[str]:
+        """The column families of the version."""
+
+    def metrics(self) -> StateStoreMetrics:
+        """Figures of the version, or of the newest one."""
+
+    def close(self) -> None:
+        """Nothing more will be read."""
+
+
+class WriteBuffer:
+    """Uncommitted changes of one column family: single ones in a dict, bulk ones as sorted runs below it.
+
+    Runs grow geometrically, as in a log-structured merge tree, so that there are only a few to look into.
+    """
+
+    def __init__(self) -> None:
+        self._singles: dict[bytes, bytes | None] = {}
+        self._runs: list[SortedPairs] = []
+
+    def put(self, key: bytes, value: bytes | None) -> None:
+        """Set one value, None to remove."""
+        self._singles[key] = value
+        if len(self._singles) >= _LONGEST_DICT:
+            self._flush()
+
+    def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
+        """Set many values, null to remove; the last of equal keys counts."""
+        self._flush()
+        self._push(SortedPairs.last_wins(keys, values))
+
+    def _flush(self) -> None:
+        if self._singles:
+            run = SortedPairs.from_dict(self._singles)
+            self._singles = {}
+            self._push(run)
+
+    def _push(self, run: SortedPairs) -> None:
+        while self._runs and len(self._runs[-1]) < 2 * len(run):
+            run = self._runs.pop().under(run)
+        if len(run):
+            self._runs.append(run)
+
+    def get(self, key: bytes) -> tuple[bool, bytes | None]:
+        """Whether the key was changed, and its new value (None: removed)."""
+        if key in self._singles:
+            return True, self._singles[key]
+        for run in reversed(self._runs):
+            found, value = run.get(key)
+            if found:
+                return True, value
+        return False, None
+
+    def merged(self) -> SortedPairs:
+        """All changes; the buffer holds them as one run afterwards."""
+        self._flush()
+        merged = SortedPairs.empty()
+        for run in reversed(self._runs):  # the small ones first
+            merged = run.under(merged)
+        self._runs = [merged] if len(merged) else []
+        return merged
+
+
+class OverlayStateStore(StateStore):
+    """A store over one version; ``commit_changes(changes)`` makes the next one and returns its number and figures.
+
+    Without ``commit_changes`` the store is read-only.
+    """
+
+    def __init__(
+        self, reader: VersionReader, commit_changes: Callable[[Changes], tuple[int, StateStoreMetrics]] | None
+    ) -> None:
+        self._reader = reader
+        self._commit_changes = commit_changes
+        self._buffers: dict[str, WriteBuffer] = {}
+        self._families_below = reader.column_families()
+        self._families = set(self._families_below)
+        self._closed: str | None = None
+        self._has_committed = False
+        self._num_appended = 0
+        self._times = {"put_ms": 0.0, "commit_ms": 0.0}
+        self._last_metrics: StateStoreMetrics | None = None
+
+    @property
+    def id(self) -> StateStoreId:
+        """Which store this is."""
+        return self._reader.id
+
+    @property
+    def version(self) -> int:
+        """The version that was opened."""
+        return self._reader.version
+
+    @property
+    def column_families(self) -> frozenset[str]:
+        """The column families of the version that was opened; those of lists are stored under another name."""
+        return self._families_below
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether ``commit`` has succeeded."""
+        return self._has_committed
+
+    @property
+    def metrics(self) -> StateStoreMetrics:
+        """Figures; after commit or abort, those of that moment. ``put_ms`` sums up the store's bulk writes."""
+        if self._last_metrics is not None:
+            return self._last_metrics
+        figures = self._reader.metrics()
+        return replace(figures, custom={**figures.custom, **self._times})
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._times[name] += (time.perf_counter() - started) * 1e3
+
+    def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
+        """The value of a key, None if it has none."""
+        self._check_key(key)
+        self._check_no_list(column_family)
+        buffer = self._buffer_to_read(column_family)
+        if buffer is not None:
+            changed, value = buffer.get(key)
+            if changed:
+                return value
+        found: bytes | None = self._get_below(pa.array([key], pa.binary()), column_family)[0].as_py()
+        return found
+
+    def put(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
+        """Set the value of a key."""
+        self._check_key(key)
+        if not isinstance(value, bytes):
+            raise InvalidStateStoreArgument(
+                f"The value of {key!r} is {value!r}: a value is bytes. To take a key away, use remove(key)."
+            )
+        if self._is_list(column_family):
+            self.remove(key, column_family)
+            self.merge(key, value, column_family)
+        else:
+            self._buffer_to_write(column_family).put(key, value)
+
+    def remove(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> None:
+        """Remove a key; it is no error if it is not there."""
+        self._check_key(key)
+        buffer = self._buffer_to_write(column_family)
+        if not self._is_list(column_family):
+            buffer.put(key, None)
+            return
+        prefix = lists.elements_prefix(key)
+        for batch in self._scan_stored(prefix, successor(prefix), lists.stored_name(column_family)):
+            buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
+
+    def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Values in the order of ``keys``, null where there is none."""
+        keys = self._checked("keys", keys)
+        self._check_no_list(column_family)
+        buffer = self._buffer_to_read(column_family)
+        values = self._get_below(keys, column_family)
+        return values if buffer is None else buffer.merged().overlay(keys, values)
+
+    def put_many(
+        self,
+        keys: pa.Array | pa.ChunkedArray,
+        values: pa.Array | pa.ChunkedArray,
+        column_family: str = DEFAULT_FAMILY,
+    ) -> None:
+        """Set many values; of a key given twice the last counts."""
+        keys, values = self._checked("keys", keys), self._checked("values", values)
+        if len(keys) != len(values):
+            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        if self._is_list(column_family):
+            latest = SortedPairs.last_wins(keys, values)
+            self.remove_many(latest.keys, column_family)
+            self.merge_many(latest.keys, latest.values, column_family)
+            return
+        with self._timed("put_ms"):
+            self._buffer_to_write(column_family).put_many(keys, values)
+
+    def remove_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> None:
+        """Remove many keys."""
+        keys = self._checked("keys", keys)
+        if self._is_list(column_family):
+            for key in keys.to_pylist():
+                self.remove(key, column_family)
+            return
+        with self._timed("put_ms"):
+            self._buffer_to_write(column_family).put_many(keys, pa.nulls(len(keys), pa.binary()))
+
+    def merge(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
+        """Append to the list of a key."""
+        self._check_key(key)
+        if not isinstance(value, bytes):
+            raise InvalidStateStoreArgument(
+                f"{value!r} cannot be appended to the list of {key!r}: an element is bytes."
+            )
+        self.merge_many(pa.array([key], pa.binary()), pa.array([value], pa.binary()), column_family)
+
+    def merge_many(
+        self,
+        keys: pa.Array | pa.ChunkedArray,
+        values: pa.Array | pa.ChunkedArray,
+        column_family: str = DEFAULT_FAMILY,
+    ) -> None:
+        """Append many elements, in the order given."""
+        keys, values = self._checked("keys", keys), self._checked("values", values)
+        if len(keys) != len(values):
+            raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
+        buffer = self._buffer_to_write(column_family)
+        self._check_list(column_family)
+        with self._timed("put_ms"):
+            buffer.put_many(lists.element_keys(keys, self.version + 1, self._num_appended), values)
+        self._num_appended += len(keys)
+
+    def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
+        """The elements of a key's list."""
+        self._check_key(key)
+        self._buffer_to_read(column_family)
+        self._check_list(column_family)
+        prefix = lists.elements_prefix(key)
+        return (v for _, v in _pairs(self._scan_stored(prefix, successor(prefix), lists.stored_name(column_family))))
+
+    def scan(
+        self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[pa.RecordBatch]:
+        """Batches of pairs from ``start`` (included) to ``end`` (not included), as they are at the call."""
+        for limit in (start, end):
+            if limit is not None:
+                self._check_key(limit)
+        self._buffer_to_read(column_family)
+        if not self._is_list(column_family):
+            return self._scan_stored(start, end, column_family)
+        first, last = (None if limit is None else lists.escape(limit) for limit in (start, end))
+        return map(_list_batch, self._scan_stored(first, last, lists.stored_name(column_family)))
+
+    def _scan_stored(self, start: bytes | None, end: bytes | None, stored: str) -> Iterator[pa.RecordBatch]:
+        buffer = self._buffers.get(stored)
+        if start is not None and end is not None and start >= end:
+            return iter(())
+        changes = SortedPairs.empty() if buffer is None else buffer.merged().between(start, end)
+        below: Iterator[pa.RecordBatch] = iter(())
+        if stored in self._families_below:
+            below = self._reader.scan(start, end, stored)
+        return self._while_open(merged_scan(below, changes))
+
+    def get_range(
+        self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Pairs from ``start`` (included) to ``end`` (not included)."""
+        return _pairs(self.scan(start, end, column_family))
+
+    def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
+        """The pairs whose key begins with ``prefix``."""
+        self._check_key(prefix)
+        return self.get_range(prefix, successor(prefix), column_family)
+
+    def iterator(self, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
+        """All pairs."""
+        return self.get_range(None, None, column_family)
+
+    def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
+        """Make a column family; it is no error if it exists."""
+        check_name("a column family", name)
+        if name.startswith("__"):
+            raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
+        self._check_writable()
+        stored, other = (
+            (name, lists.stored_name(name)) if not use_multiple_values_per_key else (lists.stored_name(name), name)
+        )
+        if other in self._families:
+            raise InvalidStateStoreArgument(
+                f"The column family {name!r} of {self.id} exists with use_multiple_values_per_key="
+                f"{not use_multiple_values_per_key}, and stays as it is: choose another name."
+            )
+        if stored not in self._families:
+            self._families.add(stored)
+            self._buffers[stored] = WriteBuffer()
+
+    def commit(self) -> int:
+        """Make the changes durable as the next version."""
+        self._check_writable()
+        assert self._commit_changes is not None
+        with self._timed("commit_ms"):
+            changes = Changes({name: buffer.merged() for name, buffer in self._buffers.items()})
+            version, figures = self._commit_changes(changes)
+        self._has_committed = True
+        self._last_metrics = replace(figures, custom={**figures.custom, **self._times})
+        self._end("committed")
+        return version
+
+    def abort(self) -> None:
+        """Drop the changes."""
+        if self._closed is None:
+            self._end("aborted")
+
+    def _end(self, how: str) -> None:
+        try:
+            self._last_metrics = self.metrics  # those of the commit, if there was one
+        except StoreClosedError:  # the provider was closed first, and has no figures any more
+            self._last_metrics = StateStoreMetrics(0, 0, dict(self._times))
+        self._closed = how
+        self._buffers.clear()
+        self._reader.close()
+
+    def _get_below(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
+        if column_family not in self._families_below:
+            return pa.nulls(len(keys), pa.binary())
+        return self._reader.get_many(keys, column_family)
+
+    def _while_open(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            self._check_open()
+            yield batch
+
+    def _buffer_to_read(self, column_family: str) -> WriteBuffer | None:
+        self._check_open()
+        return self._buffers.get(self._stored(column_family))
+
+    def _buffer_to_write(self, column_family: str) -> WriteBuffer:
+        self._check_writable()
+        return self._buffers.setdefault(self._stored(column_family), WriteBuffer())
+
+    def _is_list(self, column_family: str) -> bool:
+        return isinstance(column_family, str) and lists.stored_name(column_family) in self._families
+
+    def _stored(self, column_family: str) -> str:
+        """What a column family is stored as."""
+        if not isinstance(column_family, str):
+            raise InvalidStateStoreArgument(f"{column_family!r} is no column family's name: give a string.")
+        if self._is_list(column_family):
+            return lists.stored_name(column_family)
+        if column_family not in self._families or lists.is_list(column_family):
+            raise InvalidStateStoreArgument(
+                f"There is no column family {column_family!r} in {self.id}; there are "
+                f"{', '.join(sorted(map(lists.user_name, self._families)))}. Create it with create_column_family."
+            )
+        return column_family
+
+    def _check_no_list(self, column_family: str) -> None:
+        if self._is_list(column_family):
+            raise InvalidStateStoreArgument(
+                f"The column family {column_family!r} of {self.id} holds lists: read one with values_iterator(key), or all "
+                "with iterator or scan."
+            )
+
+    def _check_list(self, column_family: str) -> None:
+        if not self._is_list(column_family):
+            raise InvalidStateStoreArgument(
+                f"The column family {column_family!r} of {self.id} holds single values: create one with "
+                "use_multiple_values_per_key=True to append to lists."
+            )
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise StoreClosedError(
+                f"The store of {self.id} at version {self.version} was {self._closed}; open it again with get_store."
+            )
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._commit_changes is None:
+            raise StoreClosedError(
+                f"The store of {self.id} at version {self.version} is read-only; open it with get_store to change it."
+            )
+
+    @staticmethod
+    def _check_key(key: bytes) -> None:
+        if not isinstance(key, bytes):
+            raise InvalidStateStoreArgument(f"The key {key!r} is of type {type(key).__name__}: a key is bytes.")
+
+    @staticmethod
+    def _checked(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
+        array = as_binary(what, given)
+        if array.null_count:
+            row = pc.index(array.is_null(), True).as_py()
+            raise InvalidStateStoreArgument(f"{array.null_count} of the {what} are null, the first in row {row}.")
+        return array
+
+
+def successor(prefix: bytes) -> bytes | None:
+    """The least key above all keys that begin with ``prefix``; None if there is none."""
+    stripped = prefix.rstrip(b"\xff")
+    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
+
+
+def _list_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([lists.list_keys(batch.column(0)), batch.column(1)], schema=PAIRS_SCHEMA)
+
+
+def _pairs(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[bytes, bytes]]:
+    for batch in batches:
+        yield from zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True)

@@ -1,0 +1,1 @@
+"""Checkpoint storage on a local disk, S3, Google Cloud Storage, Azure or in memory, with create-if-absent."""

@@ -1,0 +1,407 @@
+"""The durable files of one state location: local disk, S3, GCS, Azure or memory, through obstore.
+
+Files are written once, create-if-absent, and never changed. Every file that something refers to is
+read with its size and digest checked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import obstore
+import xxhash
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, UnknownConfigurationKeyError
+from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
+
+from backends.exceptions import (
+    DamagedFileError,
+    FileExistsInStorageError,
+    InvalidStateStoreArgument,
+    MissingFileError,
+    StorageError,
+)
+from backends.storage.file_ref import FileRef
+from backends.storage.local_files import LocalFiles
+from backends.storage.locations import Location, parse_location, store_options
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, S3Config, S3Credential, S3CredentialProvider
+
+T = TypeVar("T")
+
+_MEMORY_STORES: dict[str, MemoryStore] = {}
+_MEMORY_LOCK = threading.Lock()
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_CHUNK_BYTES = 4 << 20
+_FIRST_WAIT_SECONDS = 0.1
+_LONGEST_WAIT_SECONDS = 5.0
+_TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT}
+
+
+def digest(data: bytes) -> str:
+    """The digest that ``FileRef`` carries: xxh3-128, hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """The digest of a local file's content."""
+    hashed = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            hashed.update(chunk)
+    return hashed.hexdigest()
+
+
+class CheckpointStorage:
+    """Files below one location; use ``open``. Safe to use from many threads.
+
+    Transient errors (throttling, server errors, broken connections) are retried with growing waits
+    for ``retry_seconds``, then raised as ``StorageError``; permanent ones at once.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        store: ObjectStore,
+        *,
+        fsync: bool,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        retry_seconds: float,
+    ) -> None:
+        self.location = location.text
+        self.is_local = location.kind == "local"
+        self._store = store
+        # A local store is rooted at '/': obstore refuses a root that does not exist yet.
+        root = location.prefix.strip("/")
+        self._prefix = f"{root}/" if root else ""
+        self._files = LocalFiles(Path(location.prefix), fsync=fsync) if self.is_local else None
+        self._clock = clock
+        self._sleep = sleep
+        self._retry_seconds = retry_seconds
+
+    @classmethod
+    def open(
+        cls,
+        location: str,
+        options: Mapping[str, str] | None = None,
+        *,
+        fsync: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        retry_seconds: float = 60.0,
+    ) -> CheckpointStorage:
+        """Storage at an address; nothing is read or made yet.
+
+        ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local
+        disks only. Raises ``UnsupportedLocationError``, or ``InvalidStateStoreArgument`` for a wrong option.
+        """
+        parsed = parse_location(location)
+        try:
+            store = _make_store(parsed, options or {})
+        except UnknownConfigurationKeyError as error:
+            raise InvalidStateStoreArgument(
+                f"An option for {parsed.text} is unknown to obstore: {_first_line(error)}"
+            ) from error
+        except (BaseError, ValueError) as error:
+            raise InvalidStateStoreArgument(f"{parsed.text} cannot be opened: {_first_line(error)}") from error
+        return cls(parsed, store, fsync=fsync, clock=clock, sleep=sleep, retry_seconds=retry_seconds)
+
+    def full_location(self, path: str) -> str:
+        """A file's address, as messages name it."""
+        return f"{self.location}/{path}"
+
+    def put_new(self, path: str, data: bytes) -> FileRef:
+        """Write a new file: whole or not at all, durable on return. Of several writers one succeeds.
+
+        Raises ``FileExistsInStorageError`` if the name is taken, ``StorageError`` if the storage fails.
+        """
+        key = self._key(path)
+        ref = FileRef(path, len(data), digest(data))
+        if self._files is not None:
+            files = self._files
+            try:
+                self._retrying("write", path, lambda: files.put_new(path, data))
+            except FileExistsError as error:
+                raise self._exists(path) from error
+            return ref
+        unanswered = False
+
+        def put() -> bool:
+            nonlocal unanswered
+            try:
+                obstore.put(self._store, key, data, mode="create")
+                return True
+            except AlreadyExistsError:
+                # A repeated attempt may meet what the first one wrote before its answer was lost. S3 also
+                # answers "conflict" while another writer is busy, with nothing there in the end.
+                held = self._get_or_none(key)
+                if held is None:
+                    raise
+                return unanswered and held == data
+            except (BaseError, OSError):
+                unanswered = True
+                raise
+
+        if not self._retrying("write", path, put):
+            raise self._exists(path)
+        return ref
+
+    def put_file(self, path: str, source: Path) -> FileRef:
+        """Copy a local file into the storage, under a name that nothing else uses; as durable as ``put_new``."""
+        ref = FileRef(path, source.stat().st_size, file_digest(source))
+        if self._files is not None:
+            files = self._files
+            self._retrying("write", path, lambda: files.put_new_file(path, source))
+        else:
+            key = self._key(path)
+            self._retrying("write", path, lambda: obstore.put(self._store, key, source))
+        return ref
+
+    def read_to_file(self, ref: FileRef, target: Path) -> None:
+        """Copy a file of the storage to a new local one, a piece at a time, checked as by ``read``."""
+        key = self._key(ref.path)
+
+        def fetch() -> str | None:
+            hashed = xxhash.xxh3_128()
+            try:
+                with target.open("wb") as file:
+                    for chunk in self._chunks(key):
+                        hashed.update(chunk)
+                        file.write(chunk)
+            except FileNotFoundError as error:
+                _check_bucket(error)
+                return None
+            return hashed.hexdigest()
+
+        found = self._retrying("read", ref.path, fetch)
+        if found is None:
+            raise self._missing(ref)
+        if found != ref.digest:
+            raise self._damaged(ref, target.stat().st_size, found)
+
+    def get(self, path: str) -> bytes:
+        """A file's content, unchecked; raises ``MissingFileError``. Use ``read`` where a ``FileRef`` is at hand."""
+        key = self._key(path)
+        found = self._retrying("read", path, lambda: self._get_or_none(key))
+        if found is None:
+            raise MissingFileError(f"{self.full_location(path)} does not exist.")
+        return found
+
+    def read(self, ref: FileRef) -> bytes:
+        """A file's content, proven to be what was written by its size and digest.
+
+        Raises ``MissingFileError`` or ``DamagedFileError`` naming the file.
+        """
+        try:
+            data = self.get(ref.path)
+        except MissingFileError as error:
+            raise self._missing(ref) from error
+        if len(data) != ref.size or digest(data) != ref.digest:
+            raise self._damaged(ref, len(data), digest(data))
+        return data
+
+    def _missing(self, ref: FileRef) -> MissingFileError:
+        return MissingFileError(
+            f"{self.full_location(ref.path)} ({ref.size} bytes) does not exist, but the state needs it: "
+            "it was removed, or is kept elsewhere. Restore it from a copy."
+        )
+
+    def _damaged(self, ref: FileRef, size: int, found: str) -> DamagedFileError:
+        return DamagedFileError(
+            f"{self.full_location(ref.path)} is damaged: {size} bytes with digest {found}, "
+            f"written were {ref.size} bytes with digest {ref.digest}. Restore it from a copy."
+        )
+
+    def exists(self, path: str) -> bool:
+        """Whether a file of that name exists."""
+        key = self._key(path)
+
+        def head() -> bool:
+            try:
+                obstore.head(self._store, key)
+            except FileNotFoundError:
+                return False
+            return True
+
+        return self._retrying("look up", path, head)
+
+    def unfinished(self, prefix: str) -> list[str]:
+        """Files that were never finished, which ``list`` does not show: only local ones leave any. May still be written."""
+        files = self._files
+        return [] if files is None else self._retrying("list", prefix, lambda: files.unfinished(prefix))
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        """Path and size of every file in the directory ``prefix`` and below, sorted by path."""
+        key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
+        if self.is_local and not Path(f"/{key}").is_dir():
+            return []
+
+        def list_all() -> list[tuple[str, int]]:
+            found = obstore.list(self._store, prefix=key or None).collect()
+            return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
+
+        return self._retrying("list", prefix, list_all)
+
+    def delete(self, path: str) -> None:
+        """Remove a file, finished or not; it is no error if there is none."""
+        if self._files is not None and path.rpartition("#")[2].isdecimal():
+            files = self._files
+            self._retrying("delete", path, lambda: files.remove_unfinished(path))
+            return
+        key = self._key(path)
+
+        def delete() -> None:
+            try:
+                obstore.delete(self._store, key)
+            except FileNotFoundError as error:
+                _check_bucket(error)
+
+        self._retrying("delete", path, delete)
+
+    def _chunks(self, key: str) -> Iterator[bytes]:
+        if self._files is None:
+            yield from obstore.get(self._store, key).stream(min_chunk_size=_CHUNK_BYTES)
+            return
+        # obstore streams local files in pieces that are too small to be fast.
+        with Path(f"/{key}").open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+    def _get_or_none(self, key: str) -> bytes | None:
+        try:
+            return bytes(obstore.get(self._store, key).bytes())
+        except FileNotFoundError as error:
+            _check_bucket(error)
+            return None
+
+    def _key(self, path: str) -> str:
+        if any(part in ("", ".", "..") for part in path.split("/")):
+            raise InvalidStateStoreArgument(
+                f"{path!r} is no path below {self.location}: it must be relative, without empty parts, '.' or '..'."
+            )
+        return self._prefix + path
+
+    def _exists(self, path: str) -> FileExistsInStorageError:
+        return FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
+
+    def _retrying(self, verb: str, path: str, call: Callable[[], T]) -> T:
+        started = self._clock()
+        wait = _FIRST_WAIT_SECONDS
+        while True:
+            try:
+                return call()
+            except FileExistsError:
+                raise
+            except (BaseError, OSError) as error:
+                elapsed = self._clock() - started
+                if not self._is_transient(error):
+                    raise StorageError(f"Could not {verb} {self.full_location(path)}: {_first_line(error)}") from error
+                if elapsed + wait > self._retry_seconds:
+                    raise StorageError(
+                        f"Could not {verb} {self.full_location(path)}, tried for {elapsed:.1f} s: {_first_line(error)}"
+                    ) from error
+            # Jitter keeps many hosts that were throttled together from coming back together.
+            self._sleep(wait * random.uniform(0.5, 1.0))
+            wait = min(wait * 2, _LONGEST_WAIT_SECONDS)
+
+    def _is_transient(self, error: BaseError | OSError) -> bool:
+        if isinstance(error, OSError):
+            # A large file's last answer was lost, and obstore tried to take back what is complete already.
+            if _code(error) == "NoSuchUpload":
+                return True
+            return error.errno in _TRANSIENT_ERRNOS or isinstance(error, TimeoutError | ConnectionError)
+        if self.is_local:
+            return False
+        if isinstance(error, AlreadyExistsError):
+            return True
+        status = _STATUS.search(str(error))
+        if status is None:
+            return isinstance(error, GenericError) and "redirect" not in str(error)
+        # S3 answers 400 to a request that arrived too slowly.
+        return status[1][0] == "5" or status[1] in ("408", "429") or _code(error) == "RequestTimeout"
+
+
+def _make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
+    if location.kind == "local":
+        return LocalStore()
+    if location.kind == "memory":
+        with _MEMORY_LOCK:
+            return _MEMORY_STORES.setdefault(location.container, MemoryStore())
+    mapped = store_options(location, options)
+    client = cast("ClientConfig", mapped.client)
+    # Retries are ours: obstore's know no clock that a test can turn, and repeat no create.
+    if location.kind == "s3":
+        return S3Store(
+            location.container,
+            config=cast("S3Config", _above_environment(mapped.config)),
+            client_options=client,
+            retry_config={"max_retries": 0},
+            credential_provider=_tokenless_credentials(mapped.config),
+        )
+    if location.kind == "gs":
+        gcs: GCSStore = GCSStore.from_url(
+            f"gs://{location.container}",
+            config=mapped.config,  # type: ignore[arg-type]
+            client_options=client,
+            retry_config={"max_retries": 0},
+        )
+        return gcs
+    azure: AzureStore = AzureStore.from_url(
+        f"abfss://{location.container}",
+        config=mapped.config,  # type: ignore[arg-type]
+        client_options=client,
+        retry_config={"max_retries": 0},
+    )
+    return azure
+
+
+def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool]:
+    """obstore adds what ``AWS_*`` variables say: what they say otherwise than the options must not count."""
+    own: dict[str, str | bool] = {"conditional_put": "etag", **config}
+    if "access_key_id" in config:
+        own.setdefault("skip_signature", False)
+    if "endpoint" in config and "AWS_ENDPOINT_URL_S3" in os.environ:
+        own.setdefault("aws_endpoint_url_s3", config["endpoint"])
+    return own
+
+
+def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProvider | None:
+    """Keys that were given without a token, where the environment has a token, of other keys: obstore would send it."""
+    key, secret = config.get("access_key_id"), config.get("secret_access_key")
+    has_token = not config.keys().isdisjoint(("session_token", "aws_session_token", "token"))
+    if not key or not secret or has_token or "AWS_SESSION_TOKEN" not in os.environ:
+        return None
+    credential: S3Credential = {
+        "access_key_id": str(key),
+        "secret_access_key": str(secret),
+        "token": None,
+        "expires_at": None,
+    }
+    return lambda: credential
+
+
+def _check_bucket(error: FileNotFoundError) -> None:
+    """Raise the error again if it is the bucket that is missing: then nothing is known of the file."""
+    if _code(error) == "NoSuchBucket":
+        raise error
+
+
+def _code(error: BaseException) -> str:
+    """What S3 calls an error, "" if it does not say."""
+    found = _CODE.search(str(error))
+    return found[1] if found else ""
+
+
+def _first_line(error: BaseException) -> str:
+    line = str(error).split("\n", 1)[0].split("<?xml", 1)[0].rstrip(": ")
+    return f"{line}: {_code(error)}" if _code(error) else line

@@ -1,0 +1,1 @@
+"""Savepoints: trigger, export, format and restore (Flink's savepoint coordinator)."""

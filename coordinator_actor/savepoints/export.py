@@ -1,0 +1,282 @@
+"""Writing a savepoint: one partition's rows as Parquet, and Spark's own files.
+
+Exports run beside the stream, in the processes that own the state. So they take one batch at a time,
+say after each how long it took, and let the caller sleep.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from backends.encoding.columns import binary_content, gather_fixed
+from backends.encoding.keys import GROUP_BYTES, decode_keys
+from backends.encoding.schema import StateSchema
+from backends.encoding.schema_evolution import nullable
+from backends.encoding.sorted_pairs import as_binary, is_strictly_sorted
+from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StoreClosedError
+from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_digest
+from backends.storage.file_ref import FileRef
+from coordinator_actor.exceptions import SavepointError
+from coordinator_actor.exported_file import ExportedFile
+from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, column_names, file_path
+
+ROW_GROUP_ROWS = 100_000
+ROW_GROUP_BYTES = 32 << 20
+"""Of keys and values as they are stored: a row group of long rows has fewer of them."""
+SPARK_DIRECTORY = "spark"
+_COPY_ATTEMPTS = 20
+_COPY_THREADS = 8
+log = logging.getLogger(__name__)
+
+
+def export_partition(
+    storage_of_savepoint: CheckpointStorage,
+    operator: str,
+    variable: str,
+    schema: StateSchema,
+    first_group: int,
+    last_group: int,
+    batches: Iterator[pa.RecordBatch],
+    *,
+    scratch: Path,
+    throttle: Callable[[float], None] | None = None,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> ExportedFile:
+    """Write the pairs of key groups ``first_group`` to ``last_group``, both included, as one Parquet file.
+
+    ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by ``backends.encoding.keys`` and
+    ``backends.encoding.values``, whichever schema of the history it was), ascending by key over all of them, as
+    ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory) and then uploaded.
+    ``throttle`` is called after each batch with the seconds that it took, and may sleep.
+
+    The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt
+    has uploaded is either the same, and stays, or was cut short by its death, and is replaced.
+
+    Raises ``SchemaMismatchError`` if the pairs are not of ``schema``, ``SavepointError`` if they are not in order or of
+    other key groups, ``StoreClosedError`` if ``is_cancelled``, ``StorageError``.
+    """
+    path = file_path(operator, variable, first_group, last_group)
+    scratch.mkdir(parents=True, exist_ok=True)
+    local = scratch / f"{uuid.uuid4().hex}.parquet"
+    started = time.perf_counter()
+    try:
+        with _Writer(local, schema, first_group, last_group, storage_of_savepoint.full_location(path)) as writer:
+            for batch in batches:
+                if is_cancelled():
+                    raise StoreClosedError(f"The export of {storage_of_savepoint.full_location(path)} was cancelled.")
+                writer.add(batch)
+                if throttle is not None:
+                    throttle(time.perf_counter() - started)
+                started = time.perf_counter()
+        if is_cancelled():
+            raise StoreClosedError(f"The export of {storage_of_savepoint.full_location(path)} was cancelled.")
+        ref = _upload(storage_of_savepoint, path, local)
+        return ExportedFile(ref.path, ref.size, ref.digest, writer.rows, first_group, last_group)
+    finally:
+        local.unlink(missing_ok=True)
+
+
+def file_schema(schema: StateSchema) -> pa.Schema:
+    """The Arrow schema of a file: key group, key columns, value columns; all but the first may be null, at every depth.
+
+    What may not be null is said by the ``StateSchema`` in the metadata; Parquet would refuse rows whose struct is null.
+    """
+    keys, values = column_names(schema)
+    fields = [pa.field(KEY_GROUP_COLUMN, pa.int32(), nullable=False)]
+    for names, given in ((keys, schema.key), (values, schema.value)):
+        fields += [f.with_name(name) for name, f in zip(names, _readable(given), strict=True)]
+    return pa.schema(fields)
+
+
+def _readable(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([pa.field(f.name, nullable(f.type)) for f in schema])
+
+
+class _Writer:
+    """Turns pairs into rows and cuts them into row groups by their number and bytes alone."""
+
+    def __init__(self, local: Path, schema: StateSchema, first_group: int, last_group: int, name: str) -> None:
+        self.rows = 0
+        self._schema = file_schema(schema)
+        self._name = name
+        key, value, *history = (_readable(part) for part in (schema.key, schema.value, *schema.history))
+        self._stored = StateSchema(key, value, tuple(history))
+        self._groups = first_group, last_group
+        self._last_key: bytes | None = None
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_rows = 0
+        self._pending_bytes = 0
+        # Keys are unique and values mostly numbers: looking for repeated ones costs more than it saves.
+        self._parquet = pq.ParquetWriter(
+            local, self._schema, compression="zstd", compression_level=1, use_dictionary=[KEY_GROUP_COLUMN]
+        )
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if error is None:
+                self._flush()
+        finally:
+            self._parquet.close()
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take pairs, and write the row groups that they fill."""
+        keys, values = as_binary("keys", batch.column(0)), as_binary("values", batch.column(1))
+        groups = self._checked_groups(keys)
+        sizes = np.diff(binary_content(keys)[1]) + np.diff(binary_content(values)[1])
+        ends = np.cumsum(sizes)
+        columns = [
+            pa.array(groups, pa.int32()),
+            *decode_keys(keys, self._stored.key).columns,
+            *self._stored.decode_values(values).columns,
+        ]
+        rows = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        at, taken = 0, 0
+        while at < len(keys):
+            # The row with which the group has its bytes is the last one in it.
+            by_bytes = int(np.searchsorted(ends, taken + ROW_GROUP_BYTES - self._pending_bytes)) + 1
+            end = min(len(keys), at + ROW_GROUP_ROWS - self._pending_rows, by_bytes)
+            self._pending.append(rows.slice(at, end - at))
+            self._pending_rows += end - at
+            self._pending_bytes += int(ends[end - 1]) - taken
+            at, taken = end, int(ends[end - 1])
+            if self._pending_rows == ROW_GROUP_ROWS or self._pending_bytes >= ROW_GROUP_BYTES:
+                self._flush()
+        self.rows += len(keys)
+
+    def _checked_groups(self, keys: pa.BinaryArray) -> npt.NDArray[Any]:
+        if keys.null_count or not len(keys):
+            if not len(keys):
+                return np.zeros(0, np.int32)
+            raise SavepointError(f"{keys.null_count} of the keys for {self._name} are null.")
+        if not is_strictly_sorted(keys) or (self._last_key is not None and keys[0].as_py() <= self._last_key):
+            raise SavepointError(
+                f"The keys for {self._name} do not ascend; they must come in the order of their bytes."
+            )
+        self._last_key = keys[len(keys) - 1].as_py()
+        content, offsets = binary_content(keys)
+        if (np.diff(offsets) < GROUP_BYTES).any():
+            raise SavepointError(f"A key for {self._name} is shorter than its key group.")
+        groups = gather_fixed(content, offsets[:-1], np.dtype(">u2")).astype(np.int32)
+        first, last = self._groups
+        if groups[0] < first or groups[-1] > last:
+            raise SavepointError(
+                f"Keys of the groups {groups[0]} to {groups[-1]} came for {self._name}, which is to have {first} to {last}."
+            )
+        return groups
+
+    def _flush(self) -> None:
+        if self._pending_rows:
+            # In one piece, so that not even the pages tell how the rows came.
+            table = pa.Table.from_batches(self._pending, self._schema).combine_chunks()
+            self._parquet.write_table(table, row_group_size=self._pending_rows)
+        self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
+
+
+def _upload(storage: CheckpointStorage, path: str, local: Path) -> FileRef:
+    try:
+        return storage.put_file(path, local)
+    except (FileExistsError, FileExistsInStorageError):
+        own = FileRef(path, local.stat().st_size, file_digest(local))
+        if _holds(storage, own, local.with_suffix(".held")):
+            return own
+        log.warning("%s was left by an earlier attempt, differs, and is replaced", storage.full_location(path))
+        storage.delete(path)
+        return storage.put_file(path, local)
+
+
+def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
+    """Whether the storage has a file with that very content."""
+    try:
+        storage.read_to_file(ref, copy)
+    except (MissingFileError, DamagedFileError):
+        return False
+    finally:
+        copy.unlink(missing_ok=True)
+    return True
+
+
+def copy_spark_files(
+    spark_storage: CheckpointStorage, savepoint_storage: CheckpointStorage, batch_id: int
+) -> list[FileRef]:
+    """Copy what Spark needs to go on behind batch ``batch_id``; returns the copies.
+
+    Those are ``offsets`` and ``commits`` of that batch and the one before it, and all of ``sources``. Sources may be ahead of
+    the batch: Spark reads from them only what lies behind its offsets. They are appended to and compacted
+    meanwhile; whenever a file vanishes, all are listed again. Hadoop's hidden checksums are left behind: they are
+    optional, and Spark's storage makes its own.
+
+    Raises ``SavepointError`` if the batch is not committed, or the sources do not come to rest; ``StorageError``.
+    """
+    copied = [_copy(spark_storage, savepoint_storage, path) for path in _logged(spark_storage, batch_id)]
+    return copied + _copy_sources(spark_storage, savepoint_storage)
+
+
+def _logged(storage: CheckpointStorage, batch_id: int) -> list[str]:
+    needed = [f"offsets/{b}" for b in (batch_id - 1, batch_id) if b >= 0] + [f"commits/{batch_id}"]
+    absent = [path for path in needed if not storage.exists(path)]
+    if absent:
+        raise SavepointError(
+            f"No savepoint can be taken behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not exist "
+            "there. Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
+        )
+    # Spark does not read it to go on, and a user may have removed it.
+    before = f"commits/{batch_id - 1}"
+    return [*needed, before] if batch_id > 0 and storage.exists(before) else needed
+
+
+def _copy_sources(spark: CheckpointStorage, savepoint: CheckpointStorage) -> list[FileRef]:
+    copied: dict[str, FileRef] = {}
+    listed = _visible(spark)
+    with ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="statestore-savepoint") as pool:
+        for _ in range(_COPY_ATTEMPTS):
+            new = [path for path in listed if path not in copied]
+            copies = pool.map(lambda path: _copy_if_there(spark, savepoint, path), new)
+            copied.update({path: copy for path, copy in zip(new, copies, strict=True) if copy is not None})
+            now = _visible(spark)
+            # A listing takes its time: what was removed during it may have been replaced by what it did not show.
+            if all(path in copied for path in listed) and set(listed) <= set(now):
+                return [copied[path] for path in listed]
+            listed = now
+    raise SavepointError(
+        f"The files in {spark.full_location('sources')} changed {_COPY_ATTEMPTS} times while they were copied; take the "
+        "savepoint again when less is going on."
+    )
+
+
+def _visible(storage: CheckpointStorage) -> list[str]:
+    """Spark's files of the sources, without those that Hadoop takes for hidden."""
+    return [path for path, _ in storage.list("sources") if not path.rpartition("/")[2].startswith(".")]
+
+
+def _copy_if_there(spark: CheckpointStorage, savepoint: CheckpointStorage, path: str) -> FileRef | None:
+    try:
+        return _copy(spark, savepoint, path)
+    except MissingFileError:
+        return None
+
+
+def _copy(spark: CheckpointStorage, savepoint: CheckpointStorage, path: str) -> FileRef:
+    data = spark.get(path)
+    target = f"{SPARK_DIRECTORY}/{path}"
+    try:
+        return savepoint.put_new(target, data)
+    except FileExistsInStorageError:
+        # Left by an earlier attempt at the same savepoint.
+        if savepoint.get(target) != data:
+            savepoint.delete(target)
+            return savepoint.put_new(target, data)
+        return FileRef(target, len(data), digest(data))

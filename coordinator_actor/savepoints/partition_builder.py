@@ -1,0 +1,73 @@
+"""Making a version of one partition out of nothing but its pairs: for restored savepoints and initial states."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from backends.conf import StateStoreConf
+from backends.encoding.sorted_pairs import SortedPairs
+from backends.engines.choice import backend_of
+from backends.formats import snapshot
+from backends.formats.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
+from backends.formats.partition_entries import PartitionEntry
+from backends.formats.snapshot import LocalState
+from backends.storage.checkpoint_storage import CheckpointStorage
+
+STORE = "default"
+
+
+def build_partition(
+    storage: CheckpointStorage,
+    meta: ChangelogMeta,
+    families: Collection[str],
+    pairs: Iterable[tuple[str, SortedPairs]],
+    conf: StateStoreConf,
+    *,
+    is_distinct: bool = False,
+    scratch: Path | None = None,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[PartitionEntry, int]:
+    """Write the version ``meta.version`` of a partition: a changelog without changes, its head, and a snapshot.
+
+    ``pairs`` come by column family, each batch sorted; of a key that comes several times the last counts, and a null value
+    removes it; ``is_distinct`` if none does. ``meta.base`` must be no changelog: nobody may take this one for changes to the empty version 0.
+    ``scratch`` is a local directory for the time being. Also returns how many pairs there are. Raises ``StorageError``.
+    """
+    backend = backend_of(conf)
+    path = changelog_path(meta.operator, meta.num_partitions, meta.partition, STORE, meta.version, uuid.uuid4().hex)
+    empty = Changes({family: SortedPairs.empty() for family in families})
+    changelog = storage.put_new(path, write_changelog(empty, meta, conf.compression))
+    with TemporaryDirectory(prefix=f"{meta.partition}-", dir=scratch) as directory:
+        captured = Path(directory) / "snapshot"
+        captured.mkdir()
+        engine = backend.engine(Path(directory) / "engine", conf)
+        try:
+            rows = 0
+            for family, batch in pairs:
+                engine.prepare(Changes({family: batch}))(LocalState())
+                rows += len(batch)
+            engine.prepare(empty)(LocalState())
+            if not is_distinct:
+                rows = sum(batch.num_rows for family in families for batch in engine.scan(None, None, family))
+            held = LocalState(meta.version, path, rows)
+            engine.prepare(empty)(held)
+            engine.capture(captured)()
+        finally:
+            engine.close()
+        with ThreadPoolExecutor(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
+            ref, _ = snapshot.upload(
+                storage,
+                path.rpartition("/")[0],
+                backend.name,
+                captured,
+                held,
+                earlier=None,
+                digests=snapshot.Digests(),
+                pool=pool,
+                is_cancelled=is_cancelled,
+            )
+    return PartitionEntry(meta.attempt, changelog, (ref,)), rows

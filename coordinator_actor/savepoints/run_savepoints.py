@@ -1,0 +1,285 @@
+"""The savepoints of one run: which hosts export what, Spark's own files, the metadata at the end.
+
+The stream runs on meanwhile. A savepoint is of one completed version, which retention leaves alone until it is done. With
+``stop`` the tasks of the next batch are held, so that no sink sees a batch behind the savepoint; they are let go if it
+fails. A savepoint does not outlive its coordinator: who asked for it asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import StorageError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.checkpoints.checkpoint_coordinator import Timers
+from coordinator_actor.checkpoints.checkpoints import (
+    AcknowledgeCheckpoint,
+    CompletedCheckpoint,
+    DeclineCheckpoint,
+    PendingCheckpoint,
+    TaskKey,
+)
+from coordinator_actor.exceptions import InvalidRequestError
+from coordinator_actor.manifests import SavepointRecord
+from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
+from coordinator_actor.query import Assignment, QueryState
+from coordinator_actor.savepoints.export import copy_spark_files
+from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
+from coordinator_actor.savepoints.savepoint_format import (
+    SavepointMetadata,
+    SavepointOperator,
+    SavepointVariable,
+    write_metadata,
+)
+
+log = logging.getLogger(__name__)
+
+SPARKS_FILES: TaskKey = ("Spark's own files", 0)
+"""Copied by the coordinator: one more task that every savepoint waits for."""
+
+InBackground = Callable[[Callable[[], None]], None]
+OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
+
+
+class NoTimers:
+    """The coordinator looks at what is overdue by itself, once a second."""
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> NoTimers:
+        """Does nothing."""
+        return self
+
+    def cancel(self) -> None:
+        """Does nothing."""
+
+
+@dataclass
+class _Savepoint:
+    """One that has been asked for. ``version`` is what it is of; it has ``begun`` when that is completed.
+
+    With ``stop`` the query is held behind that version.
+    """
+
+    version: int
+    location: str
+    stop: bool
+    begun: bool = False
+
+
+def status_of(request: Future[str]) -> SavepointStatus:
+    """How a request for a savepoint stands."""
+    if not request.done():
+        return SavepointStatus(known=True)
+    error = request.exception()
+    if error is None:
+        return SavepointStatus(known=True, path=request.result())
+    cause = f" ({type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ is not None else ""
+    return SavepointStatus(known=True, failure=Refused(type(error).__name__, f"{error}{cause}"))
+
+
+class RunSavepoints:
+    """The savepoints of one run. The run's lock is held in every call but ``exported`` and ``shutdown``.
+
+    ``requests`` are the paths to come, by request id.
+    """
+
+    def __init__(
+        self,
+        run: QueryState,
+        open_storage: OpenStorage,
+        in_background: InBackground,
+        clock: Callable[[], float],
+        timeout: float,
+        timers: Timers | None = None,
+    ) -> None:
+        self._run = run
+        self._open_storage = open_storage
+        self._in_background = in_background
+        self._clock = clock
+        self._held: dict[int, _Savepoint] = {}
+        self.requests: dict[str, Future[str]] = {}
+        self._stopping: Future[str] | None = None
+        self._stopping_id: int | None = None
+        self.coordinator = SavepointCoordinator(
+            run.run_id,
+            [*run.tasks(), SPARKS_FILES],
+            id_counter=run.counter,
+            store=self._store,
+            trigger=self._trigger,
+            timeout=timeout,
+            clock=clock,
+            timers=timers or NoTimers(),
+        )
+
+    def trigger(self, request_id: str, base: str, *, stop: bool) -> None:
+        """Begin a savepoint below the directory ``base``; the same request a second time begins no other.
+
+        Raises ``InvalidRequestError`` if no batch is committed yet.
+        """
+        if request_id in self.requests:
+            return
+        run = self._run
+        version = run.completed
+        if stop:
+            if self._stopping is not None:
+                raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
+            # A batch that has begun may have been seen by the sink: the savepoint is of the version behind it.
+            begun = run.commits.last_begun()
+            version = max(run.completed, run.highest_opened + 1, 0 if begun is None else begun + 1)
+            if run.held_from is not None and run.held_from > run.highest_opened:
+                version = run.held_from  # an earlier coordinator has let nothing behind it begin
+        if version == 0:
+            raise InvalidRequestError(
+                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait for one."
+            )
+        if stop:
+            run.held_from, run.held_by_record = version, None
+        future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
+        self.requests[request_id] = future
+        if stop:
+            self._stopping = future
+        self.settle()
+
+    def pending(self) -> list[int]:
+        """The ids of the savepoints that are being made. Needs no lock."""
+        return list(self.coordinator.get_pending_checkpoints())
+
+    def _trigger(self, pending: PendingCheckpoint) -> None:
+        run, asked = self._run, pending.properties
+        location = f"{asked['base'].rstrip('/')}/savepoint-{run.registration.query_id[:8]}-{pending.id}"
+        now_ms = int(self._clock() * 1000)
+        run.log.record_savepoint(
+            SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
+        )
+        self._held[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
+        if asked["stop"]:
+            self._stopping_id = pending.id
+        log.info("Triggering savepoint %d of run %s at version %d", pending.id, run.run_id, asked["version"])
+        self.on_completed()
+
+    def on_completed(self) -> None:
+        """A version is completed: what has waited for it begins."""
+        for checkpoint_id, held in list(self._held.items()):
+            if not held.begun and held.version <= self._run.completed:
+                held.begun = True
+                self._run.pinned[checkpoint_id] = held.version
+                self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
+
+    def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
+        """Without the run's lock: it takes its time."""
+        registration = self._run.registration
+        try:
+            spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
+            files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
+        except Exception as error:  # whatever it is, the savepoint fails of it
+            log.warning("Spark's files were not copied for savepoint %d", checkpoint_id, exc_info=True)
+            reason = f"Spark's own files were not copied: {type(error).__name__}: {error}"
+            self.coordinator.receive_decline_message(
+                DeclineCheckpoint(self._run.run_id, SPARKS_FILES, checkpoint_id, reason)
+            )
+            return
+        self._acknowledge(checkpoint_id, SPARKS_FILES, files, sum(f.size for f in files), 0.0)
+
+    def _acknowledge(self, checkpoint_id: int, task: TaskKey, state: Any, size: int, duration: float) -> None:
+        message = AcknowledgeCheckpoint(self._run.run_id, task, checkpoint_id, state, size, duration)
+        self.coordinator.receive_acknowledge_message(message)
+
+    def exported(self, message: SavepointExported) -> None:
+        """A partition has been exported, or cannot be. Without the run's lock: the last one writes the metadata."""
+        task = (message.operator, message.partition)
+        if message.failure is not None:
+            self.coordinator.receive_decline_message(
+                DeclineCheckpoint(self._run.run_id, task, message.checkpoint_id, message.failure)
+            )
+            return
+        size = sum(f.size for f in message.files.values())
+        self._acknowledge(message.checkpoint_id, task, message.files, size, message.duration)
+
+    def orders_for(self, host_id: str, assignment: Assignment) -> Iterator[SavepointOrder]:
+        """What a host has yet to export."""
+        run = self._run
+        pending = self.coordinator.get_pending_checkpoints()
+        for checkpoint_id, held in list(self._held.items()):
+            if not held.begun or checkpoint_id not in pending:
+                continue
+            missing = pending[checkpoint_id].not_yet_acknowledged
+            partitions: dict[str, list[int]] = {}
+            for operator, partition in assignment.of_host.get(host_id, ()):
+                if (operator, partition) in missing:
+                    partitions.setdefault(operator, []).append(partition)
+            if partitions:
+                yield SavepointOrder(
+                    run.registration, checkpoint_id, held.version, held.location, partitions, is_held=held.stop
+                )
+
+    def _store(self, completed: CompletedCheckpoint) -> str:
+        run, held = self._run, self._held[completed.id]
+        registration = run.registration
+        operators = tuple(_savepoint_operator(spec, completed.states) for spec in registration.operators)
+        write_metadata(
+            self._storage(held.location),
+            SavepointMetadata(
+                checkpoint_id=completed.id,
+                query_id=registration.query_id,
+                query_name=registration.name,
+                version=held.version,
+                batch_id=held.version - 1,
+                created_ms=int(self._clock() * 1000),
+                key_groups=registration.key_groups,
+                checkpoint_location=registration.checkpoint_location,
+                operators=operators,
+                spark_files=tuple(completed.states[SPARKS_FILES]),
+            ),
+        )
+        log.info("Savepoint %d of run %s stored at %s", completed.id, run.run_id, held.location)
+        return held.location
+
+    def _storage(self, location: str) -> CheckpointStorage:
+        return self._open_storage(location, self._run.registration.storage_options)
+
+    def settle(self) -> None:
+        """Give up what has taken too long, and let go of what is no longer needed."""
+        self.coordinator.expire()
+        pending = self.coordinator.get_pending_checkpoints()
+        for checkpoint_id in [c for c in self._held if c not in pending]:
+            del self._held[checkpoint_id]
+            self._run.pinned.pop(checkpoint_id, None)
+        if self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The savepoint has failed that the run was to be stopped with. First that is written down, for a later coordinator."""
+        if self._stopping_id is not None:
+            try:
+                self._run.log.release(self._stopping_id)
+            except StorageError:
+                log.warning(
+                    "Run %s is held until the failure of its savepoint is written down", self._run.run_id, exc_info=True
+                )
+                return
+        self._stopping, self._stopping_id, self._run.held_from = None, None, None
+
+    def shutdown(self, why: str) -> None:
+        """The run is over: what is pending fails."""
+        log.debug("The savepoints of run %s end: %s", self._run.run_id, why)
+        self.coordinator.shutdown()
+
+
+def variables_of(schema: str) -> dict[str, str]:
+    """The column families that a savepoint has of an operator of that schema, and their schemas with all history."""
+    variables = OperatorSchema.from_json(schema).variables
+    return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}
+
+
+def _savepoint_operator(spec: OperatorSpec, files: Mapping[TaskKey, Any]) -> SavepointOperator:
+    """An operator as it was exported: all rows are of the newest schema."""
+    schema, partitions = OperatorSchema.from_json(spec.schema).compacted(), range(spec.num_partitions)
+    variables = tuple(
+        SavepointVariable(name, s.to_json(), tuple(files[(spec.name, p)][name] for p in partitions))
+        for name, s in schema.families.items()
+    )
+    return SavepointOperator(spec.name, spec.kind, spec.backend, len(partitions), variables, schema.to_json())

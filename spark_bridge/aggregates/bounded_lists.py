@@ -1,0 +1,106 @@
+"""Lists of at most so many elements per group, in an order that does not depend on how rows arrive.
+
+An element is a value, or a value and what it is ordered ``by``. Lists are kept in their final order,
+so that a result is only a look at the state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.columns import list_array, list_parts, null_mask, struct_array
+from spark_bridge.aggregates.column_order import Integers, Mask, lexical_order, normalized, order_codes
+from spark_bridge.aggregates.group_kernels import Groups
+
+
+@dataclass(frozen=True)
+class ListRule:
+    """Which elements are kept, and in which order.
+
+    ``descending``: greatest first. ``keep_last``: of too many the first ones go. ``distinct``: equal values are one.
+    """
+
+    limit: int
+    descending: bool = False
+    keep_last: bool = False
+    distinct: bool = False
+
+
+def list_type(value: pa.DataType, by: pa.DataType | None) -> pa.DataType:
+    """The type of a list of values, which come with what they are ordered by."""
+    if by is None:
+        return pa.list_(pa.field("element", value))
+    return pa.list_(pa.field("element", pa.struct([pa.field("by", by), pa.field("value", value)])))
+
+
+def lists_of_rows(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None) -> pa.Array:
+    """A list of the rows of each group."""
+    value = normalized(value)
+    rows, offsets = _ranked(groups, rule, value, by)
+    picked = pa.array(rows)
+    kind = list_type(value.type, None if by is None else by.type)
+    elements = value.take(picked)
+    if by is not None:
+        elements = struct_array([by.take(picked), elements], len(rows), None, kind.value_type)
+    return list_array(elements, offsets, None, kind)
+
+
+def merged_lists(groups: Groups, rule: ListRule, lists: pa.Array, *, is_ordered_by: bool) -> pa.Array:
+    """One list of the elements of each group's lists."""
+    elements, offsets = list_parts(lists)
+    of_elements = Groups(np.repeat(groups.ids, np.diff(offsets)), groups.num)
+    by, value = elements.flatten() if is_ordered_by else (None, elements)
+    rows, ends = _ranked(of_elements, rule, value, by)
+    return list_array(elements.take(pa.array(rows)), ends, None, lists.type)
+
+
+def list_values(lists: pa.Array, kind: pa.DataType) -> pa.Array:
+    """The values alone, as lists of type ``kind``; null lists stay null."""
+    elements, offsets = list_parts(lists)
+    if lists.type != kind:
+        elements = elements.flatten()[1]
+    return list_array(elements, offsets, null_mask(lists), kind)
+
+
+def value_type(kind: pa.DataType, *, is_ordered_by: bool) -> pa.DataType:
+    """The type of the lists that ``list_values`` gives of lists of type ``kind``."""
+    return list_type(kind.value_type.field("value").type, None) if is_ordered_by else kind
+
+
+def _ranked(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None) -> tuple[Integers, Integers]:
+    """The rows to keep, group by group in their order, and where the groups begin among them (n+1 offsets)."""
+    codes = [_codes(column, rule.descending) for column in ([value] if by is None else [by, value])]
+    order = lexical_order([groups.ids, *codes])
+    ids = groups.ids[order]
+    if rule.distinct:
+        ordered = codes[-1][order]
+        is_new = np.ones(len(order), np.bool_)
+        is_new[1:] = (ids[1:] != ids[:-1]) | (ordered[1:] != ordered[:-1])
+        order, ids = order[is_new], ids[is_new]
+    counts = np.bincount(ids, minlength=groups.num)
+    ends = np.cumsum(counts)
+    places = np.arange(len(ids))
+    ahead = ends[ids] - 1 - places if rule.keep_last else places - (ends - counts)[ids]
+    kept = order[ahead < rule.limit]
+    offsets = np.zeros(groups.num + 1, np.int64)
+    np.cumsum(np.minimum(counts, rule.limit), out=offsets[1:])
+    return kept, offsets
+
+
+def _codes(column: pa.Array, descending: bool) -> Integers:
+    """Codes in the order wanted, a null being the least value."""
+    codes, mask = order_codes(column), null_mask(column)
+    if mask is not None:
+        codes = _below_all(codes, mask)
+    return ~codes if descending else codes
+
+
+def _below_all(codes: Integers, mask: Mask) -> Integers:
+    least = int(codes[~mask].min(initial=0))
+    if least > np.iinfo(np.int64).min:
+        return np.where(mask, least - 1, codes)
+    ranks = np.unique(codes, return_inverse=True)[1] + 1
+    return np.where(mask, 0, ranks)

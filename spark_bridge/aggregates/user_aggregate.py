@@ -1,0 +1,98 @@
+"""Running the functions of a user's own aggregate, and checking what they answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.columns import struct_array
+from spark_bridge.aggregates.column_order import Integers
+from spark_bridge.aggregates.group_kernels import Groups
+from spark_bridge.aggregates.outputs import UserAggregate
+from spark_bridge.exceptions import InvalidOperatorError
+
+GROUP_ID = "group_id"
+"""The column by which the user's functions group: an integer per row or state."""
+
+
+def user_partial(output: str, user: UserAggregate, groups: Groups, columns: dict[str, pa.Array]) -> list[pa.Array]:
+    """The user's states of the rows of each group."""
+    rows = pa.table({GROUP_ID: groups.ids, **columns})
+    return _states(f"{output}: partial", user.partial(rows), user.state, groups.num)
+
+
+def user_merge(output: str, user: UserAggregate, groups: Groups, states: list[pa.Array]) -> list[pa.Array]:
+    """The user's states of the states of each group."""
+    table = pa.Table.from_arrays(
+        [pa.array(groups.ids), *states], schema=pa.schema([pa.field(GROUP_ID, pa.int64()), *user.state])
+    )
+    return _states(f"{output}: merge", user.merge(table), user.state, groups.num)
+
+
+def user_result(output: str, user: UserAggregate, states: list[pa.Array]) -> pa.Array:
+    """The user's results, one per state."""
+    if user.finish is None or user.result_type is None:
+        return states_as_result(states, user.state)
+    result: Any = user.finish(pa.Table.from_arrays(states, schema=user.state))
+    if not isinstance(result, pa.Array | pa.ChunkedArray) or len(result) != len(states[0]):
+        raise InvalidOperatorError(
+            f"{output}: finish answered {_described(result)}; it must give an Arrow array of {len(states[0])} values, "
+            "one for each row of the table it was given."
+        )
+    return _as_type(f"{output}: finish", result, user.result_type)
+
+
+def states_as_result(states: list[pa.Array], schema: pa.Schema) -> pa.Array:
+    """States as they are: the one state column, or a struct of them."""
+    if len(states) == 1:
+        return states[0]
+    return struct_array(states, len(states[0]), None, state_result_type(schema))
+
+
+def state_result_type(schema: pa.Schema) -> pa.DataType:
+    """The type of ``states_as_result``."""
+    return schema.field(0).type if len(schema) == 1 else pa.struct(list(schema))
+
+
+def _states(what: str, answer: Any, schema: pa.Schema, num: int) -> list[pa.Array]:
+    """The answer's state columns, in the order of the groups."""
+    if not isinstance(answer, pa.Table | pa.RecordBatch):
+        raise InvalidOperatorError(f"{what} answered {_described(answer)}; it must give a pyarrow.Table.")
+    missing = [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]
+    if missing:
+        raise InvalidOperatorError(
+            f"{what} answered the columns {', '.join(answer.schema.names)}; it must give {GROUP_ID} and the state "
+            f"columns {', '.join(schema.names)} ({', '.join(missing)} missing)."
+        )
+    order = _order(what, answer.column(GROUP_ID), num)
+    return [_as_type(f"{what}: {f.name}", answer.column(f.name).take(order), f.type) for f in schema]
+
+
+def _order(what: str, group_ids: pa.Array | pa.ChunkedArray, num: int) -> pa.Array:
+    ids: Integers = np.asarray(group_ids.cast(pa.int64()).fill_null(-1))
+    if len(ids) != num or (np.bincount(ids[(ids >= 0) & (ids < num)], minlength=num) != 1).any():
+        raise InvalidOperatorError(
+            f"{what} answered {len(ids)} rows for {num} groups; it must give one row for each {GROUP_ID} in the table "
+            "that it was given, with the same values of it."
+        )
+    return pa.array(np.argsort(ids))
+
+
+def _as_type(what: str, column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    if column.type == kind:
+        return column
+    try:
+        return column.cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise InvalidOperatorError(f"{what} has the type {column.type} where {kind} was declared: {error}") from error
+
+
+def _described(answer: Any) -> str:
+    length = f" of length {len(answer)}" if hasattr(answer, "__len__") else ""
+    return f"a {type(answer).__module__}.{type(answer).__name__}{length}"

@@ -1,0 +1,107 @@
+"""The command line program ``statestore``."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from spark_bridge.cli import savepoint as savepoint_cli
+from spark_bridge.cli import token as token_cli
+
+PIPE_WIDTH = 240
+
+app = typer.Typer(
+    name="statestore",
+    help="Versioned, fault-tolerant, queryable state for PySpark streams on Ray clusters.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Backend(str, Enum):
+    """The backends that come along."""
+
+    rocksdb = "rocksdb"
+    file = "file"
+
+
+app.add_typer(savepoint_cli.app)
+app.add_typer(token_cli.app)
+
+
+@app.command()
+def demo(
+    kill_host: Annotated[
+        bool, typer.Option("--kill-host", help="Kill one StateStoreHost process mid-stream (kill -9).")
+    ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Keep files and checkpoint here; a later run goes on from there."),
+    ] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(min=1, help="Stop after this many batches; needs --checkpoint.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, max=1000, help="In how many batches the year is split.")] = 50,
+    partitions: Annotated[
+        int, typer.Option(min=1, max=1024, help="Partitions of the state; a later run may take other ones.")
+    ] = 2,
+    backend: Annotated[
+        Backend, typer.Option(help="What keeps the state; a later run may take the other one.")
+    ] = Backend.rocksdb,
+) -> None:
+    """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end."""
+    from spark_bridge.demo.app import run_demo
+    from spark_bridge.demo.flights import ReplayMismatchError
+
+    if stop_after is not None and checkpoint is None:
+        raise typer.BadParameter("--stop-after needs --checkpoint DIR, or there is nothing to go on from")
+    console = Console()
+    try:
+        code = run_demo(
+            console,
+            kill_host=kill_host,
+            checkpoint=checkpoint,
+            stop_after=stop_after,
+            batches=batches,
+            partitions=partitions,
+            backend=backend.value,
+        )
+    except (ModuleNotFoundError, ReplayMismatchError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        code = 2
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(
+    address: Annotated[
+        str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = "statestore",
+) -> None:
+    """Show the coordinator, the queries and the hosts of a Ray cluster, and what they hold."""
+    from spark_bridge.cli.status import gather, render
+    from spark_bridge.exceptions import EnvironmentProblemError
+
+    try:
+        coordinator, hosts = gather(address, namespace)
+    except EnvironmentProblemError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    # a pipe has no width: leave the lines whole
+    console = Console() if Console().is_terminal else Console(width=PIPE_WIDTH)
+    console.print(render(coordinator, hosts))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""``statestore savepoint ...``: look at savepoints, begin from one, remove one. Needs neither Ray nor Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+
+T = TypeVar("T")
+
+app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
+
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option", help="A storage setting, name=value; spark.hadoop.fs.s3a.* as in Spark. Repeatable."
+    ),
+]
+
+
+def _options(given: list[str] | None) -> dict[str, str]:
+    pairs = [one.partition("=") for one in given or ()]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise typer.BadParameter(f"--storage-option {name!r} has no value; write name=value")
+    return {name: value for name, _, value in pairs}
+
+
+def _or_exit(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (CoordinatorError, StateStoreError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+@app.command("list")
+def list_command(base: str, storage_option: Option = None) -> None:
+    """The savepoints directly below the directory BASE."""
+    from spark_bridge.session.savepoints import list_savepoints
+
+    table = Table(box=None, padding=(0, 2))
+    for heading in ("path", "query", "version", "rows", "bytes"):
+        table.add_column(heading, overflow="fold")
+    for info in _or_exit(lambda: list_savepoints(base, _options(storage_option))):
+        made = info.metadata
+        if made is None:
+            table.add_row(info.path, f"damaged: {info.damage}")
+        else:
+            name = made.query_name or made.query_id
+            table.add_row(info.path, name, str(made.version), f"{info.rows:,}", f"{info.size:,}")
+    Console().print(table)
+
+
+@app.command()
+def describe(path: str, storage_option: Option = None) -> None:
+    """What is in the savepoint at PATH."""
+    from spark_bridge.session.savepoints import describe_savepoint
+
+    info: SavepointInfo = _or_exit(lambda: describe_savepoint(path, _options(storage_option)))
+    made = info.metadata
+    if made is None:
+        raise typer.Exit(2)
+    console = Console()
+    console.print(
+        f"Savepoint {made.checkpoint_id} of query {made.query_name or made.query_id} at {info.path}", soft_wrap=True
+    )
+    console.print(
+        f"State behind batch {made.batch_id} (version {made.version}), {info.rows:,} rows, {info.size:,} bytes"
+    )
+    for operator in made.operators:
+        for variable in operator.variables:
+            console.print(
+                f"  {operator.name}/{variable.name}: {variable.rows:,} rows, {operator.num_partitions} partitions, "
+                f"{operator.backend}; {path.rstrip('/')}/operators/{operator.name}/{variable.name}/*.parquet",
+                soft_wrap=True,
+                highlight=False,
+            )
+
+
+@app.command()
+def delete(path: str, storage_option: Option = None) -> None:
+    """Remove the savepoint at PATH."""
+    from spark_bridge.session.savepoints import delete_savepoint
+
+    _or_exit(lambda: delete_savepoint(path, _options(storage_option)))
+    Console().print(f"Removed {path}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def restore(
+    path: str,
+    checkpoint_location: str,
+    num_partitions: Annotated[int | None, typer.Option(min=1, help="Of all operators; default: as it was.")] = None,
+    backend: Annotated[str | None, typer.Option(help="rocksdb or file; default: as it was.")] = None,
+    operator: Annotated[list[str] | None, typer.Option(help="Only this operator. Repeatable.")] = None,
+    state_only: Annotated[bool, typer.Option("--state-only", help="For a new query that starts with batch 0.")] = False,
+    storage_option: Option = None,
+) -> None:
+    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there goes on behind it."""
+    from spark_bridge.session.savepoints import restore_savepoint
+
+    console = Console()
+    restored = _or_exit(
+        lambda: restore_savepoint(
+            path,
+            checkpoint_location,
+            num_partitions,
+            backend,
+            operator,
+            state_only=state_only,
+            storage_options=_options(storage_option),
+            progress=lambda step: console.print(step, soft_wrap=True, highlight=False),
+        )
+    )
+    begins = "batch 0" if restored.batch_id is None else f"batch {restored.batch_id + 1}"
+    console.print(
+        f"{restored.checkpoint_location} is ready: the query begins with {begins}", soft_wrap=True, highlight=False
+    )

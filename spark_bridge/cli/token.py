@@ -1,0 +1,133 @@
+"""``statestore token ...``: read-only tokens for query clients outside the Ray cluster."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timezone
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from coordinator_actor.access_tokens import IssuedToken
+from coordinator_actor.exceptions import CoordinatorError
+from spark_bridge.cli.joined_ray import joined_ray
+from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
+
+COORDINATOR_NAME = "StateStoreCoordinator"
+ANSWER_SECONDS = 10.0
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"(\d+)([smhdw])")
+
+app = typer.Typer(name="token", help="Issue, list and revoke read-only tokens of query clients.", no_args_is_help=True)
+
+Address = Annotated[
+    str | None, typer.Option("--address", help="Address of the Ray cluster; by default the one on record here.")
+]
+Namespace = Annotated[str, typer.Option("--namespace", help="Ray namespace of the coordinator.")]
+CoordinatorName = Annotated[str, typer.Option("--coordinator", help="Name of the coordinator.")]
+
+
+def seconds_of(duration: str) -> float:
+    """The seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
+    found = _DURATION.fullmatch(duration.strip())
+    if found is None:
+        raise typer.BadParameter(f"{duration!r} is no time; write a number and s, m, h, d or w, such as 30d")
+    return float(int(found[1]) * SECONDS[found[2]])
+
+
+@app.command()
+def issue(
+    name: Annotated[str, typer.Option("--name", help="What to call it: who will use it.")],
+    expires: Annotated[
+        str | None, typer.Option("--expires", help="When it ends by itself, such as 12h, 30d, 2w; by default never.")
+    ] = None,
+    address: Address = None,
+    namespace: Namespace = "statestore",
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+) -> None:
+    """Issue a read-only token. It is printed alone, and cannot be shown again."""
+    expires_in = None if expires is None else seconds_of(expires)
+    token = _ask(address, namespace, coordinator, "issue_token", name, expires_in)
+    typer.echo(token)
+    ends = "until it is revoked" if expires is None else f"for {expires}"
+    _explain(
+        f"This is the read-only token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients give it as "
+        "token= or in STATESTORE_TOKEN."
+    )
+
+
+@app.command("list")
+def list_command(
+    address: Address = None, namespace: Namespace = "statestore", coordinator: CoordinatorName = COORDINATOR_NAME
+) -> None:
+    """The read-only tokens that were issued, without the tokens themselves."""
+    tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
+    Console().print(rendered(tokens, datetime.now(timezone.utc).timestamp()))
+
+
+@app.command()
+def revoke(
+    name_or_id: str,
+    address: Address = None,
+    namespace: Namespace = "statestore",
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+) -> None:
+    """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds."""
+    token: IssuedToken = _ask(address, namespace, coordinator, "revoke_token", name_or_id)
+    _explain(f"Revoked the token {token.name!r} ({token.id}).")
+
+
+def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
+    """The tokens as a table; ``now`` in seconds since 1970."""
+    table = Table(box=None, padding=(0, 2))
+    for heading in ("name", "id", "created", "expires", "state"):
+        table.add_column(heading, overflow="fold")
+    for token in tokens:
+        state = "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired"
+        expires = "never" if token.expires is None else _time(token.expires)
+        table.add_row(Text(token.name), token.id, _time(token.created), expires, state)
+    return table
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _explain(text: str, style: str | None = None) -> None:
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ask(address: str | None, namespace: str, coordinator: str, method: str, *args: object) -> Any:
+    """One message to the coordinator; what goes wrong is said on stderr, and ends the program with 2."""
+    try:
+        with joined_ray(address, namespace):
+            return _sent(namespace, coordinator, method, *args)
+    except (CoordinatorError, SparkBridgeError) as error:
+        _explain(str(error), "red")
+        raise typer.Exit(2) from error
+
+
+def _sent(namespace: str, coordinator: str, method: str, *args: object) -> Any:
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        actor = ray.get_actor(coordinator, namespace=namespace)
+    except ValueError as error:
+        raise EnvironmentProblemError(
+            f"There is no coordinator {coordinator!r} in the Ray namespace {namespace!r}: tokens are issued once a stream with state "
+            "has been started (init_spark or attach)."
+        ) from error
+    try:
+        return ray.get(getattr(actor, method).remote(*args), timeout=ANSWER_SECONDS)
+    except RayTaskError as error:
+        if isinstance(error.cause, CoordinatorError):
+            raise error.cause from None
+        raise
+    except RayError as error:
+        raise EnvironmentProblemError(
+            f"The coordinator {coordinator!r} (namespace {namespace!r}) did not answer: {error}. It may be restarting, so try again."
+        ) from error

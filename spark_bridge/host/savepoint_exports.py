@@ -1,0 +1,173 @@
+"""A host's part in savepoints: exporting its partitions while the stream goes on.
+
+One partition after the other, and mostly asleep: the stream's batches may take at most 1.3 times as long meanwhile. Only a query
+that is held until the savepoint is done, to be stopped with it, has no batches that could be slowed down.
+
+All partitions of an order are pinned at its version when it comes, for the stream soon leaves that version behind, and reading
+one back from storage costs much more than exporting it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+
+from backends.encoding.key_groups import partition_range
+from backends.encoding.schema import StateSchema
+from backends.exceptions import StoreClosedError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.exported_file import ExportedFile
+from coordinator_actor.messages import HostInfo, SavepointExported, SavepointOrder
+from coordinator_actor.savepoints.export import export_partition
+from coordinator_actor.savepoints.run_savepoints import variables_of
+
+log = logging.getLogger(__name__)
+
+Scans = dict[str, Iterator[pa.RecordBatch]]
+"""Batches of ``key`` and ``value`` by state variable."""
+Key = tuple[str, int, str, int]
+"""Run id, checkpoint id, operator, partition."""
+
+SHARE_OF_A_CORE = 0.25
+
+
+class SavepointExports:
+    """What a host exports, and has exported.
+
+    ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, None if it does not;
+    ``read_back`` one that it does not hold, and returns also what removes it afterwards.
+    """
+
+    def __init__(
+        self,
+        info: HostInfo,
+        held: Callable[[SavepointOrder, str, int], Scans | None],
+        read_back: Callable[[SavepointOrder, str, int], tuple[Scans, Callable[[], None]]],
+        send: Callable[[SavepointExported], None],
+        open_storage: Callable[[SavepointOrder], CheckpointStorage],
+        scratch: Path,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._info = info
+        self._held = held
+        self._read_back = read_back
+        self._send = send
+        self._open_storage = open_storage
+        self._scratch = scratch
+        self._sleep = sleep
+        shutil.rmtree(scratch, ignore_errors=True)  # of an incarnation of this host that was killed
+        self._states: dict[Key, SavepointExported | None] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="statestore-savepoint")
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+
+    def take(self, order: SavepointOrder) -> None:
+        """Begin what is new in an order, and report again what is done: the answer may have been lost."""
+        for operator, partitions in order.partitions.items():
+            for partition in partitions:
+                key = (order.run_id, order.checkpoint_id, operator, partition)
+                with self._lock:
+                    is_new = key not in self._states
+                    done = self._states.setdefault(key, None)
+                if is_new:
+                    pinned = self._pinned(order, operator, partition)
+                    self._pool.submit(self._export, order, operator, partition, pinned)
+                elif done is not None:
+                    self._pool.submit(self._report, done)
+
+    def _pinned(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+        try:
+            return self._held(order, operator, partition)
+        except Exception:  # the export tries it again, and says what is wrong
+            log.warning("Partition %d of %s is not held for its export", partition, operator, exc_info=True)
+            return None
+
+    def _export(self, order: SavepointOrder, operator: str, partition: int, pinned: Scans | None) -> None:
+        key = (order.run_id, order.checkpoint_id, operator, partition)
+        if self._is_given_up(key):
+            return
+        started = time.monotonic()
+        message = SavepointExported(
+            order.run_id, order.checkpoint_id, operator, partition, self._info.host_id, self._info.incarnation
+        )
+        try:
+            files = self._files(order, operator, partition, pinned)
+        except StoreClosedError:
+            # It was unloaded, and whoever owns it now is told to export it; or the savepoint was given up.
+            log.info("Partition %d of %s was not exported", partition, operator)
+            with self._lock:
+                self._states.pop(key, None)
+            return
+        except Exception as error:  # whatever it is, the savepoint fails of it
+            log.warning("Partition %d of %s was not exported", partition, operator, exc_info=True)
+            message = msgspec.structs.replace(message, failure=f"{type(error).__name__}: {error}")
+        else:
+            message = msgspec.structs.replace(message, files=files, duration=time.monotonic() - started)
+        with self._lock:
+            if key not in self._states:
+                return
+            self._states[key] = message
+        self._report(message)
+
+    def _report(self, message: SavepointExported) -> None:
+        try:
+            self._send(message)
+        except Exception:  # the order comes again, and with it the next try
+            log.warning("The export of %s/%d was not reported", message.operator, message.partition, exc_info=True)
+
+    def _files(
+        self, order: SavepointOrder, operator: str, partition: int, pinned: Scans | None
+    ) -> dict[str, ExportedFile]:
+        registration, key = order.registration, (order.run_id, order.checkpoint_id, operator, partition)
+        spec = next(o for o in registration.operators if o.name == operator)
+        first, end = partition_range(partition, spec.num_partitions, registration.key_groups)
+        storage = self._open_storage(order)
+        scans = pinned if pinned is not None else self._held(order, operator, partition)
+        close: Callable[[], None] = _nothing
+        if scans is None:
+            scans, close = self._read_back(order, operator, partition)
+        try:
+            return {
+                variable: export_partition(
+                    storage,
+                    operator,
+                    variable,
+                    StateSchema.from_json(schema),
+                    first,
+                    end - 1,
+                    scans[variable],
+                    scratch=self._scratch / uuid.uuid4().hex,
+                    throttle=None if order.is_held else lambda worked: self._sleep(worked * (1 / SHARE_OF_A_CORE - 1)),
+                    is_cancelled=lambda: self._is_given_up(key),
+                )
+                for variable, schema in variables_of(spec.schema).items()
+            }
+        finally:
+            close()
+
+    def give_up_others(self, pending: Mapping[str, Collection[int]]) -> None:
+        """Only these savepoints are still being made: checkpoint ids by run."""
+        with self._lock:
+            self._states = {k: m for k, m in self._states.items() if k[1] in pending.get(k[0], ())}
+
+    def _is_given_up(self, key: Key) -> bool:
+        return self._closed.is_set() or key not in self._states
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _nothing() -> None:
+    """Where there is nothing to remove."""

@@ -1,0 +1,235 @@
+"""The Arrow Flight server around a ``Host``: the data plane of tasks and query clients.
+
+It only translates. No token, no answer; what arrives is checked by msgspec and Arrow, and never
+unpickled (DESIGN, rule 9).
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+from pyarrow import flight
+
+from backends.decoders import json_decoder
+from backends.encoding.keys import KeyRange
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, to_bytes_list
+from backends.exceptions import StateStoreError
+from backends.formats.changelog import Changes
+from backends.ids import DEFAULT_FAMILY, check_name
+from coordinator_actor.access_tokens import is_read_only
+from coordinator_actor.exceptions import CoordinatorError
+from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
+from spark_bridge.host.host import Host
+from spark_bridge.transport.protocol import (
+    CHANGES_SCHEMA,
+    END_OF_CHANGES,
+    KEYS_SCHEMA,
+    RANGES_SCHEMA,
+    VALUES_SCHEMA,
+    CommitCommand,
+    CoordinatorCall,
+    ErrorInfo,
+    GetCommand,
+    LocateRequest,
+    OpenAndGetCommand,
+    ScanCommand,
+    TaskIdentity,
+)
+from spark_bridge.transport.tls import TlsConf
+
+log = logging.getLogger(__name__)
+
+KNOWN_ERRORS = (SparkBridgeError, CoordinatorError, StateStoreError)
+ENCODE = msgspec.json.encode
+NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=VALUES_SCHEMA)
+
+
+class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses every call that does not carry the cluster's token: who may call at all may commit."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode()
+
+    def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
+        given = next((v for k, values in headers.items() if k.lower() == "authorization" for v in values), "")
+        if not hmac.compare_digest(given.encode(), self._expected):
+            raise flight.FlightUnauthenticatedError(_refused(given.removeprefix("Bearer ")))
+
+
+def _refused(token: str) -> str:
+    only = "This state store host answers here only calls with the cluster's token"
+    if is_read_only(token):
+        return f"{only}; a read-only token is for its query address alone."
+    return f"{only}; {'this one has another' if token else 'this one has none'}."
+
+
+class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
+    """Serves one host at ``address``, ``grpc://<ip>:<port>``, with ``tls`` ``grpc+tls://``; ``port`` 0 takes a free one.
+
+    ``call_coordinator(method, args)`` passes on a task's message to the coordinator. Raises ``TlsError``.
+    """
+
+    def __init__(
+        self,
+        host: Callable[[], Host],
+        ip: str,
+        token: str,
+        call_coordinator: Callable[[str, dict[str, object]], object],
+        port: int = 0,
+        tls: TlsConf | None = None,
+    ) -> None:
+        scheme = "grpc" if tls is None else "grpc+tls"
+        arguments = {} if tls is None else tls.flight_server_arguments()
+        super().__init__(f"{scheme}://{ip}:{port}", middleware={"token": _TokenMiddleware(token)}, **arguments)
+        self.address = f"{scheme}://{ip}:{self.port}"
+        self._host = host
+        self._call_coordinator = call_coordinator
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        """``open``, ``locate``, ``coordinator`` and ``describe``; JSON in, JSON out."""
+        body = action.body.to_pybytes()
+        with translated_errors():
+            host = self._host()
+            match action.type:
+                case "open":
+                    answer: object = host.open(decoded(body, TaskIdentity))
+                case "locate":
+                    request = decoded(body, LocateRequest)
+                    answer = host.locate(request.operator, request.query)
+                case "coordinator":
+                    call = decoded(body, CoordinatorCall)
+                    answer = self._call_coordinator(call.method, call.args)
+                case "describe":
+                    answer = host.describe()
+                case unknown:
+                    raise RequestError(
+                        f"Unknown action {unknown!r}; this host knows open, locate, coordinator, describe."
+                    )
+            return iter([ENCODE(answer)])
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """Bulk get: batches of keys in, a batch of values for each, in the same order. Scan: ranges in, pairs out."""
+        with translated_errors():
+            command = decoded(descriptor.command, GetCommand | OpenAndGetCommand | ScanCommand)
+            host = self._host()
+            if isinstance(command, ScanCommand):
+                ranges = [r for c in reader if c.data is not None for r in key_ranges(c.data)]
+                writer.begin(PAIRS_SCHEMA)
+                for pairs in host.scan(command, ranges):
+                    writer.write_batch(pairs)
+                return
+            writer.begin(VALUES_SCHEMA)
+            for chunk in reader:
+                if chunk.data is None:
+                    continue
+                check_schema(chunk.data.schema, KEYS_SCHEMA)
+                opened = None
+                if isinstance(command, OpenAndGetCommand):
+                    # Not before the keys have come: a client that is refused is not in the midst of sending them.
+                    task = command.task
+                    opened = host.open(task)
+                    if opened.redirect is not None:
+                        writer.write_with_metadata(NO_VALUES, ENCODE(opened))
+                        return
+                    command = GetCommand(
+                        task.run_id, task.operator, task.partition, task.batch_id, command.column_family
+                    )
+                values = host.get_many(
+                    command.run_id,
+                    command.operator,
+                    command.partition,
+                    command.version,
+                    chunk.data.column(0),
+                    command.column_family,
+                )
+                batch = pa.record_batch([values], schema=VALUES_SCHEMA)
+                if opened is None:
+                    writer.write_batch(batch)
+                else:
+                    writer.write_with_metadata(batch, ENCODE(opened))
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """Commit: one stream of changes in, the coordinator's acknowledgement out."""
+        with translated_errors():
+            command = decoded(descriptor.command, CommitCommand)
+            check_schema(reader.schema, CHANGES_SCHEMA)
+            received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
+            is_complete = False
+            for chunk in reader:
+                metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
+                is_complete = chunk.data is None and metadata == END_OF_CHANGES
+                if chunk.data is not None:
+                    family = DEFAULT_FAMILY if metadata is None else metadata.decode(errors="replace")
+                    received.setdefault(check_name("a column family", family), []).append(chunk.data)
+            if not is_complete:
+                # Flight ends the stream of a client that was killed as it ends one that is complete.
+                task = command.task
+                raise RequestError(
+                    f"The changes of partition {task.partition} of operator {task.operator!r} (attempt {task.attempt}) broke off; "
+                    "nothing is committed."
+                )
+            changes = Changes({family: changes_of(batches) for family, batches in received.items()})
+            answer = self._host().commit(command.task, changes, command.timings, command.figures)
+            writer.write(pa.py_buffer(ENCODE(answer)))
+
+
+def decoded(said: bytes, kind: Any) -> Any:
+    """A command of type ``kind``. Raises ``RequestError`` if it is none."""
+    try:
+        return json_decoder(kind).decode(said)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as those of UTF-8 are
+        raise RequestError(f"The request was malformed: {error}") from error
+
+
+def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:
+    """The ranges of a scan."""
+    check_schema(batch.schema, RANGES_SCHEMA)
+    return list(zip(to_bytes_list(batch.column(0)), to_bytes_list(batch.column(1)), strict=True))  # type: ignore[arg-type]
+
+
+def changes_of(batches: list[pa.RecordBatch]) -> SortedPairs:
+    """What was written to one column family, in the order it came: of a key that came several times the last counts."""
+    if not batches:
+        return SortedPairs.empty()
+    if len(batches) == 1:
+        keys, values = batches[0].columns
+    else:
+        try:
+            keys, values = (pa.concat_arrays([b.column(i) for b in batches]) for i in range(2))
+        except pa.ArrowInvalid as error:
+            raise StateTooLargeError(
+                f"The changes of one partition and batch have more than 2 GiB in one column family ({error}): use more "
+                "partitions (num_partitions=), or smaller batches."
+            ) from error
+    if keys.null_count:
+        raise RequestError(f"{keys.null_count} of {len(keys)} changed keys are null.")
+    return SortedPairs.last_wins(keys, values)
+
+
+def check_schema(given: pa.Schema, expected: pa.Schema) -> None:
+    """Refuse a stream of other columns than expected."""
+    if given.names != expected.names or given.types != expected.types:
+        raise RequestError(f"Expected a stream of {expected}, got {given}.".replace("\n", ", "))
+
+
+class translated_errors:
+    """Our errors become Flight errors that carry class name and message; anything else is logged and named."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, flight.FlightError):
+            return
+        if isinstance(error, msgspec.MsgspecError):
+            error = RequestError(f"The request was malformed: {error}")
+        if not isinstance(error, KNOWN_ERRORS):
+            log.error("Unexpected error while answering a request", exc_info=error)
+        info = ErrorInfo(type(error).__name__, str(error))
+        raise flight.FlightServerError(f"{info.error}: {info.message}", extra_info=ENCODE(info)) from error

@@ -1,0 +1,47 @@
+"""Request statistics as Ray metrics, where Ray's dashboard and Prometheus find them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ray.util.metrics import Counter, Gauge
+
+from spark_bridge.queryable.server.request_statistics import RequestDelta, RequestStatistics
+
+_TAGS = ("namespace", "host", "operator", "verb")
+
+
+def request_metrics(statistics: RequestStatistics, namespace: str, host: str) -> Callable[[], None]:
+    """A function that publishes what has come since it was last called; for a host's heartbeat thread.
+
+    ``statestore_requests_total`` and ``statestore_request_failures_total`` count; ``statestore_request_latency_ms`` has the latencies
+    of the requests since the last call by ``quantile`` (0.5, 0.9, 0.99, and 1 for the slowest), and 0 when none have come.
+    """
+    requests = Counter("statestore_requests_total", "Queries of state that were answered", _TAGS)
+    failures = Counter("statestore_request_failures_total", "Queries of state that failed", _TAGS)
+    latency = Gauge("statestore_request_latency_ms", "Latency of queries of state", (*_TAGS, "quantile"))
+    shown: dict[tuple[str, str], tuple[float, ...]] = {}
+
+    def tags(operator: str, verb: str) -> dict[str, str]:
+        return {"namespace": namespace, "host": host, "operator": operator, "verb": verb}
+
+    def show(operator: str, verb: str, latencies: dict[float, float]) -> None:
+        for quantile, seconds in latencies.items():
+            latency.set(seconds * 1e3, {**tags(operator, verb), "quantile": f"{quantile:g}"})
+
+    def count(delta: RequestDelta) -> None:
+        # Ray refuses to add 0 to a counter.
+        requests.inc(delta.requests, tags(delta.operator, delta.verb))
+        if delta.failures:
+            failures.inc(delta.failures, tags(delta.operator, delta.verb))
+
+    def publish() -> None:
+        deltas = statistics.deltas()
+        for delta in deltas:
+            count(delta)
+            show(delta.operator, delta.verb, delta.latencies)
+        for key in shown.keys() - {(d.operator, d.verb) for d in deltas}:
+            show(*key, dict.fromkeys(shown.pop(key), 0.0))
+        shown.update({(d.operator, d.verb): tuple(d.latencies) for d in deltas})
+
+    return publish

@@ -1,0 +1,1 @@
+"""The operator ``aggregate``, with windows and sessions."""

@@ -1,0 +1,191 @@
+"""The work of an ``aggregate`` operator in a state task: columns in, columns out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.encoding.columns import fixed_dtype
+from backends.encoding.keys import KeyRange, decode_keys
+from backends.encoding.schema import StateSchema
+from backends.encoding.sorted_pairs import SortedPairs
+from coordinator_actor.messages import OperatorFigures
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
+from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.spool import Spool
+from spark_bridge.task.state_access import StateAccess
+from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
+
+FIXED_KEYS_PER_STEP = 1 << 18
+KEYS_PER_STEP = 1 << 14
+"""Keys whose states are read and written at once, to begin with: with states of fixed width, and of any."""
+NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
+
+
+@dataclass(frozen=True)
+class AggregateLogic:
+    """Running aggregates by key.
+
+    ``schema`` has the stored keys, whose first column is that of ``event_time``, if any, and the aggregator's states.
+    ``output_mode`` "update" emits every key touched in the batch, "append" keys that are done, "complete" all keys.
+    Keys that are done go from the state, except in "complete". ``is_partial``: the rows are partial results already.
+    Spark's counterpart is ``StateStoreSaveExec``.
+    """
+
+    schema: StateSchema
+    aggregator: Aggregator
+    output: pa.Schema
+    output_mode: str = "update"
+    event_time: EventTime | None = None
+    is_partial: bool = False
+    limits: Limits | None = None
+
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Aggregate the rows, merge with the old states of their keys, commit, and give the results."""
+        work = _Work(self, store, timer)
+        with RowReducer(
+            self.schema.key, store.num_key_groups, empty(self.aggregator.state_schema), self._reduce, self.limits
+        ) as reducer:
+            for rows in parts_of(batches, timer, "aggregate_ms"):
+                work.add(rows, reducer)
+            with Spool(self.output) as spool:
+                work.merge(reducer, spool)
+                timer.step("merge_ms")
+                store.commit(work.figures(), timer.milliseconds)
+                yield from spool.batches()
+
+    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
+        """The states of the rows of each key."""
+        groups = group_rows(rows, self.schema.key, num_key_groups)
+        if self.is_partial:
+            rows = rows.select(self.aggregator.state_schema.names)
+            states = self.aggregator.merge(groups.ids, len(groups.keys), rows)
+        else:
+            states = self.aggregator.partial(groups.ids, len(groups.keys), rows)
+        return KeyedRows(groups.keys, np.arange(len(groups.keys)), states)
+
+    def _reduce(self, ids: Ids, num_keys: int, states: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
+        return np.arange(num_keys), self.aggregator.merge(ids, num_keys, states)
+
+
+class _Work:
+    """One batch of one partition."""
+
+    def __init__(self, logic: AggregateLogic, store: StateAccess, timer: StepTimer) -> None:
+        self._logic = logic
+        self._store = store
+        self._timer = timer
+        # Without event time nothing is ever late or done, and with all keys in the output nothing goes.
+        self._event_time = logic.event_time if logic.output_mode != "complete" else None
+        self._rows = self._late = self._updated = self._removed = 0
+
+    def figures(self) -> OperatorFigures:
+        """What was done to the state."""
+        return OperatorFigures(self._rows, self._updated, self._removed, self._late)
+
+    def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
+        """Aggregate rows."""
+        if self._event_time is not None:
+            rows, late = late_rows_removed(rows, self._event_time, self._store.times.late_watermark_ms)
+            self._late += late
+        self._rows += rows.num_rows
+        if rows.num_rows:
+            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
+
+    def merge(self, reducer: RowReducer, spool: Spool) -> None:
+        """Merge what was aggregated into the state, and what is to be emitted into the spool."""
+        is_fixed = all(fixed_dtype(f.type) is not None for f in self._logic.aggregator.state_schema)
+        size = StepSize(FIXED_KEYS_PER_STEP if is_fixed else KEYS_PER_STEP)
+        ranges, behind = self._ranges_to_visit(), None
+        for part in reducer.steps():
+            start = 0
+            while start < len(part.keys):
+                step = part.slice(start, size.keys)
+                start += len(step.keys)
+                num_bytes = self._merge_step(step.keys, step.rows, spool)
+                size.seen(len(step.keys), num_bytes)
+                if ranges:
+                    last = step.keys[-1].as_py()
+                    self._visit(between(ranges, behind, last), step.keys, spool)
+                    behind = last
+        if ranges:
+            self._visit(between(ranges, behind, None), NO_KEYS, spool)
+
+    def _ranges_to_visit(self) -> list[KeyRange]:
+        """Where the state has keys that must be emitted or removed though the batch does not touch them."""
+        if self._logic.output_mode == "complete":
+            return all_keys(self._store.key_groups)
+        times = self._store.times if self._event_time is not None else None
+        if self._event_time is None or times is None or times.watermark_ms <= times.late_watermark_ms:
+            return []  # what the last watermark has done is gone already
+        return self._event_time.done_ranges(self._store.key_groups, times.watermark_ms)
+
+    def _merge_step(self, keys: pa.BinaryArray, states: pa.RecordBatch, spool: Spool) -> int:
+        """Merge the states of keys into the stored ones; returns the bytes that both take."""
+        logic, store = self._logic, self._store
+        self._timer.step("merge_ms")
+        old = store.get_many(keys)
+        self._timer.step("get_ms")
+        present = old.is_valid()
+        states = logic.aggregator.merge_pairs(logic.schema.decode_values(old), present, states)
+        self._updated += len(keys)
+        if self._event_time is None:
+            store.stage(keys, logic.schema.encode_values(states))
+            spool.add(self._output(keys, states))
+            return int(old.nbytes + states.nbytes)
+        columns = decode_keys(keys, logic.schema.key)
+        done = self._event_time.is_done(columns, store.times.watermark_ms)
+        if not done.any():
+            store.stage(keys, logic.schema.encode_values(states))
+        else:
+            is_done = pa.array(done)
+            stays = pc.invert(is_done)
+            store.stage(keys.filter(stays), logic.schema.encode_values(states.filter(stays)))
+            self._remove(keys.filter(pc.and_(is_done, present)))
+            # As in Spark, what comes and goes in one batch counts both as updated and as removed.
+            self._removed += int(np.count_nonzero(done & ~np.asarray(present)))
+        if logic.output_mode == "update":
+            spool.add(self._output(keys, states))
+        elif done.any():
+            spool.add(self._output(keys.filter(is_done), states.filter(is_done)))
+        return int(old.nbytes + states.nbytes)
+
+    def _visit(self, ranges: list[KeyRange], touched: pa.BinaryArray, spool: Spool) -> None:
+        """Emit, and if they are done remove, the stored keys that are not among those touched."""
+        logic = self._logic
+        pairs_touched = SortedPairs(touched, touched)
+        for pairs in scanned(self._store, ranges):
+            keys, values = pairs.column(0), pairs.column(1)
+            near = pairs_touched.between(keys[0].as_py(), keys[-1].as_py() + b"\x00").keys
+            if len(near):
+                others = pc.invert(pc.is_in(keys, near))
+                keys, values = keys.filter(others), values.filter(others)
+            if self._event_time is not None and not self._event_time.is_exact:
+                columns = decode_keys(keys, logic.schema.key)
+                done = pa.array(self._event_time.is_done(columns, self._store.times.watermark_ms))
+                keys, values = keys.filter(done), values.filter(done)
+            if self._event_time is not None:
+                self._remove(keys)
+            if logic.output_mode != "update" and len(keys):
+                spool.add(self._output(keys, logic.schema.decode_values(values)))
+
+    def _remove(self, keys: pa.BinaryArray) -> None:
+        if len(keys):
+            self._store.stage(keys, pa.nulls(len(keys), pa.binary()))
+            self._removed += len(keys)
+
+    def _output(self, keys: pa.BinaryArray, states: pa.RecordBatch) -> pa.RecordBatch:
+        logic = self._logic
+        columns = dict(zip(logic.schema.key.names, decode_keys(keys, logic.schema.key).columns, strict=True))
+        results = logic.aggregator.results(states)
+        columns.update(zip((o.name for o in logic.aggregator.outputs), results, strict=True))
+        return pa.RecordBatch.from_arrays([columns[n] for n in logic.output.names], schema=logic.output)

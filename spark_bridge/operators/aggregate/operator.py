@@ -1,0 +1,230 @@
+"""``aggregate``: running aggregates by key and window, as an ordinary streaming DataFrame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import types as T
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema, to_spark_type
+from backends.exceptions import StateStoreError
+from coordinator_actor.messages import OperatorSpec
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.functions import AggregateFunction
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.aggregate.columns import output_of
+from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahead
+from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.declared import check_operator_name, declare
+from spark_bridge.operators.input import (
+    DEFAULT_KEY_GROUPS,
+    KEY_GROUPS_CONF,
+    check_keys,
+    columns_of,
+    event_time_of,
+    key_group_count,
+    map_in_arrow,
+    partition_count,
+    routed,
+    watermark_columns,
+)
+from spark_bridge.operators.types import arrow_type
+from spark_bridge.operators.windows import SessionWindow, Window, microseconds
+from spark_bridge.task.state_task import StateTask
+
+__all__ = ["DEFAULT_KEY_GROUPS", "KEY_GROUPS_CONF", "aggregate"]
+
+OUTPUT_MODES = ("update", "append", "complete")
+GroupingKey: TypeAlias = str | Window | SessionWindow
+
+
+def aggregate(
+    df: DataFrame,
+    *,
+    by: GroupingKey | Sequence[GroupingKey],
+    operator: str,
+    output_mode: str = "update",
+    num_partitions: int | None = None,
+    partial_aggregation: bool | None = None,
+    **aggregations: AggregateFunction,
+) -> DataFrame:
+    """Keep running aggregates of a stream by key, in the state store.
+
+    ``df`` is a streaming DataFrame, ``by`` its key column or columns (nulls are a key of their own), among them at most
+    one ``window(...)`` or ``session_window(...)`` of ``spark_bridge.functions``. ``operator`` is the name of this state in
+    the checkpoint and in queries. Each other keyword names an output column and gives its function. The result has the
+    keys (windows as Spark names them) and the outputs, and goes to any sink with ``outputMode("append")`` or
+    ``("update")``.
+
+    ``output_mode`` says what each micro-batch emits: "update" one row per key touched (of sessions, those that rows
+    of the batch belong to), "append" each window once it is closed, "complete" all keys. With a watermark on the event
+    time, late rows are dropped and closed windows go from the state, as in Spark; in "complete" they stay.
+
+    ``num_partitions`` is the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``; it stays
+    with the checkpoint. ``partial_aggregation=True`` aggregates before the shuffle as well: it pays where few keys have most
+    of the rows, or the network is slow; else the second pass through Python costs more than it saves (the default).
+
+    Raises ``InvalidOperatorError`` for whatever the DataFrame shows to be wrong. The counterpart in
+    Spark is ``groupBy(...).agg(...)`` on a stream.
+    """
+    _check_arguments(df, aggregations, output_mode)
+    keys = _keys_of(by)
+    check_operator_name(operator, df)
+    key_groups = key_group_count(df)
+    partitions = partition_count(df, num_partitions, key_groups)
+    marked = watermark_columns(df.schema)
+    outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
+    aggregator = Aggregator(outputs)
+    _check_keys(df, keys, aggregator)
+
+    if output_mode == "append" and marked:
+        from spark_bridge.operators.ticks import with_ticks
+
+        df = with_ticks(df)
+    rows = _windowed(df, keys, aggregator)
+    try:
+        declared = _declared(rows, keys, aggregator, output_mode)
+        spec = OperatorSpec(
+            operator, partitions, declared.schema.to_json(), kind=declared.kind, uses_time=declared.uses_time
+        )
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
+
+    prepared, stored, logic = rows, declared.stored, declared.logic
+    if partial_aggregation:
+        if isinstance(logic, SessionLogic):
+            raise InvalidOperatorError(
+                "partial_aggregation=True does not go with session windows: which rows are late is known only where the "
+                "state is, and a late row may join two sessions. Leave it out."
+            )
+        prepared = aggregated_ahead(prepared, logic)
+        logic = replace(logic, is_partial=True)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time)
+    output = T.StructType([*(rows.schema[k] for k in keys.names), *_result_fields(aggregator)])
+    return map_in_arrow(routed(prepared, stored, partitions, key_groups), task, declare(spec), output)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Grouping keys in the user's order, and the window among them, if any."""
+
+    names: tuple[str, ...]
+    window: Window | SessionWindow | None
+
+    @property
+    def columns(self) -> list[str]:
+        """Those that are columns of the DataFrame."""
+        return [n for n in self.names if self.window is None or n != self.window.name]
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """What is kept, by which stored key columns, and how it is worked on."""
+
+    kind: str
+    schema: OperatorSchema
+    stored: list[str]
+    logic: AggregateLogic | SessionLogic
+    uses_time: bool
+
+
+def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
+    given = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
+    windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
+    if len(windows) > 1:
+        raise InvalidOperatorError(
+            f"by= has {len(windows)} windows; there can be one: put one operator behind another."
+        )
+    for key in given:
+        if not isinstance(key, (str, Window, SessionWindow)):
+            raise InvalidOperatorError(
+                f"by={key!r} is no key; give column names, S.window(...) or S.session_window(...) of spark_bridge.functions."
+            )
+    return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
+
+
+def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], output_mode: str) -> None:
+    if not df.isStreaming:
+        raise InvalidOperatorError(
+            "aggregate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
+            "df.groupBy(...).agg(...)."
+        )
+    if output_mode not in OUTPUT_MODES:
+        raise InvalidOperatorError(
+            f'output_mode={output_mode!r} is none of aggregate\'s: "update" (keys touched in the batch), "append" (windows '
+            'when they close), "complete" (all keys).'
+        )
+    if not aggregations:
+        raise InvalidOperatorError("aggregate needs at least one output, for instance n=S.count().")
+    for name, function in aggregations.items():
+        if not isinstance(function, AggregateFunction):
+            raise InvalidOperatorError(
+                f"{name}={function!r} is no aggregate function of the state store; use spark_bridge.functions, "
+                f"for instance {name}=S.count()."
+            )
+
+
+def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
+    if keys.columns or keys.window is None:
+        check_keys(df.schema, keys.columns)
+    for output in aggregator.outputs:
+        if output.name in keys.names:
+            raise InvalidOperatorError(f"Output {output.name!r} has the name of a key column; choose another name.")
+    if keys.window is None:
+        return
+    if len(set(keys.names)) != len(keys.names) or keys.window.name in aggregator.inputs:
+        raise InvalidOperatorError(
+            f"The window is called {keys.window.name!r}, as a column that is used besides; give it another name, for "
+            f'instance S.window(...).alias("{keys.window.name}_of_event").'
+        )
+    if isinstance(keys.window, SessionWindow) and not keys.columns:
+        raise InvalidOperatorError("by= has a session window alone; sessions need another key, whose rows they are.")
+
+
+def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
+    """The columns needed, and the windows of each row: a row for each window that it lies in."""
+    inputs = list(dict.fromkeys([*keys.columns, *aggregator.inputs]))
+    if keys.window is None:
+        return df.select(*columns_of(df, inputs))
+    return df.select(keys.window.column(), *columns_of(df, inputs))
+
+
+def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
+    types = {name: arrow_type(rows.schema[name].dataType) for name in keys.names}
+    output = pa.schema([*(pa.field(n, types[n]) for n in keys.names), *aggregator.result_fields])
+    event_time = event_time_of(rows.schema, keys.names)
+    if output_mode == "append" and event_time is None:
+        raise InvalidOperatorError(
+            'output_mode="append" emits a window when the watermark closes it, and no key has a watermark: put withWatermark '
+            "on the DataFrame, and a window of that column, or the column itself, into by=."
+        )
+    if isinstance(keys.window, SessionWindow):
+        window = keys.window.name
+        by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
+        schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema)
+        if event_time is not None and event_time.column != window:
+            event_time = None
+        logic = SessionLogic(schema, aggregator, output, window, output_mode, event_time is not None)
+        return _Declared("session_aggregate", schema, keys.columns, logic, event_time is not None)
+    if event_time is not None and isinstance(keys.window, Window) and event_time.column == keys.window.name:
+        event_time = replace(event_time, window_us=microseconds(rows.sparkSession, keys.window.duration))
+    stored = sorted(keys.names, key=lambda n: event_time is None or n != event_time.column)
+    state = StateSchema(pa.schema([pa.field(n, types[n]) for n in stored]), aggregator.state_schema)
+    operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
+    uses_time = event_time is not None and output_mode != "complete"
+    rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time)
+    return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time)
+
+
+def _result_fields(aggregator: Aggregator) -> list[T.StructField]:
+    fields = [
+        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}}
+        for f in aggregator.result_fields
+    ]
+    return list(T.StructType.fromJson({"type": "struct", "fields": fields}).fields)

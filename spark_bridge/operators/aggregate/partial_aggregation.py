@@ -1,0 +1,68 @@
+"""Aggregating before the shuffle: the rows of one key in a task become one partial result.
+
+It costs another pass through Python, and pays where few keys have most of the rows, or the network is slow: with
+500,000 rows of 100,000 keys on one machine it took 0.25 s more, with 100 keys as long as without. Where a task finds few rows
+of one key, it stops looking for them and makes a partial result of each row, which is cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import types as T
+
+from backends.encoding.keys import decode_keys
+from backends.encoding.schema import to_spark_type
+from spark_bridge.aggregates.column_order import plain
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.input import map_in_arrow
+from spark_bridge.task.keyed_rows import parts_of
+from spark_bridge.task.state_task import EMIT_ROWS, StepTimer
+
+WORTHWHILE = 0.5
+"""The most results per row with which looking for rows of one key goes on."""
+
+
+def aggregated_ahead(df: DataFrame, logic: AggregateLogic) -> DataFrame:
+    """Rows as partial results, for the same ``logic`` with ``is_partial``."""
+    columns = pa.schema([*logic.schema.key, *logic.aggregator.state_schema])
+    fields = [
+        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}} for f in columns
+    ]
+    schema = T.StructType.fromJson({"type": "struct", "fields": fields})
+    return map_in_arrow(df, PartialTask(logic, columns), "partial_aggregation", schema)
+
+
+@dataclass(frozen=True)
+class PartialTask:
+    """Partial results of rows; ``columns`` are the stored keys and the states."""
+
+    logic: AggregateLogic
+    columns: pa.Schema
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The partial results of one task's rows."""
+        is_worthwhile = True
+        for rows in parts_of(batches, StepTimer(), "aggregate_ms"):
+            part = self._by_key(rows) if is_worthwhile else self._each(rows)
+            is_worthwhile = is_worthwhile and part.num_rows <= rows.num_rows * WORTHWHILE
+            for start in range(0, part.num_rows, EMIT_ROWS):
+                yield part.slice(start, EMIT_ROWS)
+
+    def _by_key(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        part = self.logic.by_key(rows, 1)  # which key group is found out behind the shuffle
+        keys = decode_keys(part.keys, self.logic.schema.key)
+        return self._batch([*keys.columns, *part.rows.columns])
+
+    def _each(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        keys = [plain(rows.column(name)) for name in self.logic.schema.key.names]
+        states = self.logic.aggregator.partial(np.arange(rows.num_rows), rows.num_rows, rows)
+        return self._batch([*keys, *states.columns])
+
+    def _batch(self, columns: list[pa.Array]) -> pa.RecordBatch:
+        cast = [c.cast(f.type) for c, f in zip(columns, self.columns, strict=True)]
+        return pa.RecordBatch.from_arrays(cast, schema=self.columns)

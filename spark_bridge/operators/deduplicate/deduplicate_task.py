@@ -1,0 +1,209 @@
+"""The work of a ``deduplicate`` operator in a state task: of rows with one key, only the first of all goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from backends.encoding.columns import fixed_array, null_mask
+from backends.encoding.keys import decode_keys
+from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.encoding.schema import StateSchema
+from backends.ids import DEFAULT_FAMILY
+from coordinator_actor.messages import OperatorFigures
+from spark_bridge.aggregates.column_order import order_codes, plain
+from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.state_format.layouts import EXPIRES_AT, EXPIRY_FAMILY, PRESENT
+from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
+from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
+from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.spool import Spool
+from spark_bridge.task.state_access import StateAccess
+from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.watermark import EventTime, late_rows_removed
+
+KEYS_PER_STEP = 1 << 18
+_GREATEST = np.iinfo(np.int64).max
+
+
+def deduplicate_schema(keys: pa.Schema, key_columns: tuple[str, ...], expiry: pa.DataType | None) -> OperatorSchema:
+    """What a ``deduplicate`` operator keeps: its keys, and if they expire, the times (of type ``expiry``) when they do."""
+    if expiry is None:
+        return OperatorSchema.of_rows(
+            StateSchema(keys, PRESENT), key_columns if key_columns != tuple(keys.names) else ()
+        )
+    expires = pa.schema([pa.field(EXPIRES_AT, expiry)])
+    families = {
+        DEFAULT_FAMILY: StateSchema(keys, expires),
+        EXPIRY_FAMILY: StateSchema(pa.schema([*expires, *keys]), PRESENT),
+    }
+    return OperatorSchema((StateVariable(DEFAULT_FAMILY, "rows", families),), key_columns)
+
+
+@dataclass(frozen=True)
+class DeduplicateLogic:
+    """The first row of each key: the one of the least event time, if there is any, and of these the least by content.
+
+    ``columns`` are those of the output, ``compared`` those that can tell rows of the same time apart. ``event_time`` is the
+    column that makes rows late. Keys go from the state when the watermark passes ``key_time``, which is their first
+    column, or ``within_us`` after the event time of their first row. Spark's counterparts are ``StreamingDeduplicateExec``
+    and ``StreamingDeduplicateWithinWatermarkExec``.
+    """
+
+    schema: OperatorSchema
+    columns: tuple[str, ...]
+    compared: tuple[str, ...]
+    event_time: EventTime | None = None
+    key_time: EventTime | None = None
+    within_us: int | None = None
+    limits: Limits | None = None
+
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Find the first row of each key, leave those out whose key is in the state, commit, and give the others."""
+        work = _Work(self, store, timer)
+        parts = parts_of(batches, timer, "deduplicate_ms")
+        first = next(parts, None)
+        if first is None:
+            work.evict()
+            store.commit(work.figures(), timer.milliseconds)
+            return
+        without = first.slice(0, 0).select(list(self.columns))
+        reducing = RowReducer(self._keys, store.num_key_groups, without, self.first_rows, self.limits)
+        with reducing as reducer, Spool(without.schema) as spool:
+            work.add(first, reducer)
+            del first
+            for rows in parts:
+                work.add(rows, reducer)
+            for part in reducer.steps():
+                for start in range(0, len(part.keys), KEYS_PER_STEP):
+                    work.pass_new(part.slice(start, KEYS_PER_STEP), spool)
+            work.evict()
+            timer.step("merge_ms")
+            store.commit(work.figures(), timer.milliseconds)
+            yield from spool.batches()
+
+    @property
+    def _keys(self) -> pa.Schema:
+        return self.schema.families[DEFAULT_FAMILY].key
+
+    def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
+        """The first of the rows of each key."""
+        groups = group_rows(rows, self._keys, num_key_groups)
+        return KeyedRows(groups.keys, *self.first_rows(groups.ids, len(groups.keys), rows.select(list(self.columns))))
+
+    def first_rows(self, ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
+        """One row for each of the ids, all of which occur."""
+        chosen = np.arange(len(ids))
+        if self.event_time is not None and len(chosen) > num_keys:
+            times = self.event_time.times(rows).fill_null(_GREATEST).to_numpy()
+            chosen = least(ids, num_keys, times)
+        for name in self.compared:
+            if len(chosen) == num_keys:
+                break
+            column = plain(rows.column(name).take(pa.array(chosen)))
+            codes, mask = order_codes(column), null_mask(column)
+            if mask is not None:
+                # A null is less than any value.
+                kept = least(ids[chosen], num_keys, (~mask).astype(np.int64))
+                chosen, codes = chosen[kept], np.where(mask, 0, codes)[kept]
+            chosen = chosen[least(ids[chosen], num_keys, codes)]
+        first = np.empty(num_keys, np.int64)
+        first[ids[chosen]] = chosen
+        return np.arange(num_keys), rows.take(pa.array(first))
+
+
+def least(ids: Ids, num_keys: int, values: npt.NDArray[np.int64]) -> Ids:
+    """The rows that have the least value of their id."""
+    best = np.full(num_keys, _GREATEST)
+    np.minimum.at(best, ids, values)
+    return np.flatnonzero(values == best[ids])
+
+
+class _Work:
+    """One batch of one partition."""
+
+    def __init__(self, logic: DeduplicateLogic, store: StateAccess, timer: StepTimer) -> None:
+        self._logic = logic
+        self._store = store
+        self._timer = timer
+        self._rows = self._late = self._new = self._removed = 0
+
+    def figures(self) -> OperatorFigures:
+        """What was done to the state."""
+        duplicates = {"num_dropped_duplicate_rows": float(self._rows - self._new)}
+        return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
+
+    def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
+        """Take rows that are not late."""
+        if self._logic.event_time is not None:
+            rows, late = late_rows_removed(rows, self._logic.event_time, self._store.times.late_watermark_ms)
+            self._late += late
+        self._rows += rows.num_rows
+        if rows.num_rows:
+            reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
+
+    def pass_new(self, part: KeyedRows, spool: Spool) -> None:
+        """Let the rows through whose key is not in the state, and remember their keys."""
+        self._timer.step("merge_ms")
+        is_new = self._store.get_many(part.keys).is_null()
+        self._timer.step("get_ms")
+        keys, rows = part.keys.filter(is_new), part.rows.filter(is_new)
+        self._new += len(keys)
+        spool.add(rows)
+        if self._logic.within_us is None:
+            self._remember(keys)
+        else:
+            assert self._logic.event_time is not None
+            # As in Spark, no time counts as 1970.
+            self._remember_until(
+                keys, self._logic.event_time.times(rows).fill_null(0).to_numpy() + self._logic.within_us
+            )
+
+    def evict(self) -> None:
+        """Forget keys that the watermark has passed."""
+        logic, store = self._logic, self._store
+        if logic.key_time is None and logic.within_us is None:
+            return
+        times = store.times
+        if times.watermark_ms <= times.late_watermark_ms:
+            return  # what the last watermark has passed is gone already
+        column = logic.key_time or EventTime(EXPIRES_AT)
+        ranges = column.done_ranges(store.key_groups, times.watermark_ms)
+        family = DEFAULT_FAMILY if logic.within_us is None else EXPIRY_FAMILY
+        for pairs in scanned(store, ranges, family):
+            keys = pairs.column(0)
+            if not column.is_exact:
+                done = column.is_done(decode_keys(keys, logic.schema.families[family].key), times.watermark_ms)
+                keys = keys.filter(pa.array(done))
+            self._removed += len(keys)
+            store.stage(keys, pa.nulls(len(keys), pa.binary()), family)
+            if family == EXPIRY_FAMILY:
+                store.stage(without_expiry(keys), pa.nulls(len(keys), pa.binary()))
+
+    def _remember(self, keys: pa.BinaryArray) -> None:
+        schema = self._logic.schema.families[DEFAULT_FAMILY]
+        if self._logic.key_time is not None:
+            done = self._logic.key_time.is_done(decode_keys(keys, schema.key), self._store.times.watermark_ms)
+            self._removed += int(np.count_nonzero(done))
+            keys = keys.filter(pa.array(~done))
+        self._stage(keys, pa.array(np.ones(len(keys), np.bool_)), DEFAULT_FAMILY)
+
+    def _remember_until(self, keys: pa.BinaryArray, expires_at: Ids) -> None:
+        stays = expires_at > self._store.times.watermark_ms * 1000
+        self._removed += int(np.count_nonzero(~stays))
+        keys, expires_at = keys.filter(pa.array(stays)), expires_at[stays]
+        kind = self._logic.schema.families[DEFAULT_FAMILY].value.field(0).type
+        self._stage(keys, fixed_array(expires_at, None, kind), DEFAULT_FAMILY)
+        self._stage(by_expiry(keys, expires_at), pa.array(np.ones(len(keys), np.bool_)), EXPIRY_FAMILY)
+
+    def _stage(self, keys: pa.BinaryArray, column: pa.Array, family: str) -> None:
+        if len(keys):
+            schema = self._logic.schema.families[family]
+            values = schema.encode_values(pa.RecordBatch.from_arrays([column], schema=schema.value))
+            self._store.stage(keys, values, family)

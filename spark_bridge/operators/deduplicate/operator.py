@@ -1,0 +1,82 @@
+"""``deduplicate``: of rows with one key, only the first goes through, as an ordinary streaming DataFrame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+
+from backends.exceptions import StateStoreError
+from coordinator_actor.messages import OperatorSpec
+from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.operators.declared import check_operator_name, declare
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
+from spark_bridge.operators.input import (
+    check_keys,
+    event_time_of,
+    key_group_count,
+    map_in_arrow,
+    partition_count,
+    routed,
+)
+from spark_bridge.operators.types import arrow_type, is_ordered
+from spark_bridge.operators.windows import microseconds
+from spark_bridge.task.state_task import StateTask
+
+
+def deduplicate(
+    df: DataFrame,
+    by: str | Sequence[str],
+    *,
+    operator: str,
+    within: str | None = None,
+    num_partitions: int | None = None,
+) -> DataFrame:
+    """Drop the rows of a stream whose key has come before; what is left has all columns.
+
+    ``by`` is the key column or columns, ``operator`` the name of this state in the checkpoint and in queries. Of the rows
+    of one key in a batch, the one of the least event time goes through. Late rows are dropped where there is a watermark.
+
+    Keys are remembered for good, as by Spark's ``dropDuplicates``; if the watermark column is among them, until the
+    watermark passes it. With ``within``, a duration such as ``"10 minutes"``, a key is forgotten that long after the
+    event time of its first row; with the delay of the watermark this is Spark's ``dropDuplicatesWithinWatermark``.
+
+    ``num_partitions`` is the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``; it stays
+    with the checkpoint. Raises ``InvalidOperatorError`` for whatever the DataFrame shows to be wrong.
+    """
+    keys = [by] if isinstance(by, str) else list(by)
+    if not df.isStreaming:
+        raise InvalidOperatorError(
+            "deduplicate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use df.dropDuplicates(...)."
+        )
+    check_keys(df.schema, keys)
+    if len(set(df.columns)) != len(df.columns):
+        raise InvalidOperatorError(f"The DataFrame has two columns of one name: {', '.join(df.columns)}.")
+    check_operator_name(operator, df)
+    key_groups = key_group_count(df)
+    partitions = partition_count(df, num_partitions, key_groups)
+    event_time = event_time_of(df.schema, df.columns)
+    expiry, within_us = None, None
+    if within is not None:
+        if event_time is None or event_time.is_window:
+            raise InvalidOperatorError(
+                f"within={within!r} counts from the event time of a key's first row: put withWatermark on a time column first."
+            )
+        within_us = microseconds(df.sparkSession, within)
+        if within_us < 0:
+            raise InvalidOperatorError(f"within={within!r} is less than nothing; give a duration such as '10 minutes'.")
+        expiry = arrow_type(df.schema[event_time.column].dataType)
+    key_time = event_time if within is None and event_time is not None and event_time.column in keys else None
+    stored = sorted(keys, key=lambda name: key_time is None or name != key_time.column)
+    key_schema = pa.schema([pa.field(n, arrow_type(df.schema[n].dataType)) for n in stored])
+    try:
+        schema = deduplicate_schema(key_schema, tuple(keys), expiry)
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
+    uses_time = event_time is not None
+    spec = OperatorSpec(operator, partitions, schema.to_json(), kind="deduplicate", uses_time=uses_time)
+    compared = tuple(f.name for f in df.schema.fields if f.name not in keys and is_ordered(f.dataType))
+    logic = DeduplicateLogic(schema, tuple(df.columns), compared, event_time, key_time, within_us)
+    task = StateTask(operator, partitions, key_groups, tuple(stored), logic, uses_time)
+    return map_in_arrow(routed(df, stored, partitions, key_groups), task, declare(spec), df.schema)

@@ -1,0 +1,1 @@
+"""The client that users call: lookups, scans, watches, discovery of the cluster."""

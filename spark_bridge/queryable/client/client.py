@@ -1,0 +1,511 @@
+"""``QueryableStateClient``: what is the value for key 42 now? (Flink's client of the same name.)"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+
+from backends.decoders import json_decoder
+from spark_bridge.exceptions import (
+    ConnectionClosedError,
+    HostUnavailableError,
+    QueryableStateError,
+    RequestError,
+)
+from spark_bridge.queryable.client.descriptions import described_operator
+from spark_bridge.queryable.client.discovery import (
+    Entry,
+    NobodyError,
+    ProxyEntry,
+    addresses_of,
+    from_environment,
+    in_cluster,
+)
+from spark_bridge.queryable.client.key_answers import KeyAnswers
+from spark_bridge.queryable.client.locations import REFRESH_SECONDS, KnownOperator, Locations
+from spark_bridge.queryable.client.results import check_form, formed
+from spark_bridge.queryable.client.scans import Condition, StateScan, comparisons, key_range
+from spark_bridge.queryable.client.windows import have_windows
+from spark_bridge.queryable.protocol.connections import KvConnections, KvStream
+from spark_bridge.queryable.protocol.messages import At, Described, KeyRows, Operators, Reply, Request, Scan
+from spark_bridge.queryable.protocol.messages import Describe as DescribeRequest
+from spark_bridge.queryable.routing.retries import Attempts, retrying, should_locate
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.state_format.layouts import ROWS, VALUE
+from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from spark_bridge.queryable.client.watch import StateWatch
+    from spark_bridge.queryable.sql.sql import StateRelation
+
+T = TypeVar("T")
+
+COMPLETED = At()
+ISOLATIONS = ("completed", "latest")
+
+
+@dataclass(frozen=True)
+class _Fast:
+    """All that a lookup of one key in one state variable needs."""
+
+    known: KnownOperator
+    family: str
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], dict[str, Any] | None]
+
+
+class QueryableStateClient:
+    """Reads the state of running queries, from any process. Make one with ``connect``; it is for any number of threads.
+
+        client = QueryableStateClient.connect()                                  # in the Ray cluster
+        client = QueryableStateClient.connect(address="10.0.0.5:7070", token=t)  # from anywhere, without Ray and Spark
+
+        client.get("user_totals", 42)                     # {'n': 17, 'spent': 311.2}, or None
+        client.get_many("user_totals", [42, 43, 44])      # pyarrow.Table, one row per key asked, in that order
+        client.scan("user_totals", where=[("n", ">", 100)]).to_pandas()
+        for change in client.watch("user_totals"):        # what each completed checkpoint changed
+            print(change.version, change.batch)
+
+    **Operators** are named by ``operator=`` as in ``aggregate`` and the others; where two running queries have one of that name, ``query=``
+    (name, query id or run id) says which. ``state=`` names the state variable of a processor that has several.
+
+    **Keys** are in the order of ``by``: a plain value for one column, a tuple for several, or a dict by column name.
+
+    **Versions.** Every answer is of one version of all partitions. By default that is the last completed checkpoint, and never an older one than
+    this client has seen before (``isolation="completed"``); ``isolation="latest"`` is what hosts committed last, partition by partition, Spark's
+    commit aside; ``version=`` is one that is still retained.
+
+    **Time.** A call waits for hosts that are restarted or moved, and for a query that is started again, until its ``timeout``
+    (seconds; by default the client's) is over, and then raises ``QueryTimeoutError`` with the last failure, or ``QueryEndedError`` for a query
+    that has not come back. A client that has never read of an ended query is told so at once.
+
+    **Errors** are ``QueryableStateError``s that say what was asked and what exists: ``UnknownOperatorError``, ``QueryEndedError``,
+    ``UnknownKvStateIdError`` (no such state variable), ``UnknownKeyOrNamespaceError`` (a key that cannot be one), ``StateVersionError``,
+    ``AccessDeniedError``, ``RequestLimitError``, ``QueryTimeoutError``. A key that merely is not there is no error.
+    """
+
+    def __init__(self, entry: Entry, connections: KvConnections, router: StateRouter, timeout: float) -> None:
+        self._entry = entry
+        self._connections = connections
+        self._router = router
+        self.timeout = timeout
+        self._locations = Locations(entry.locate)
+        self._fast: dict[tuple[str, str | None, str | None], _Fast] = {}
+
+    @classmethod
+    def connect(
+        cls,
+        namespace: str = "statestore",
+        coordinator_name: str = "StateStoreCoordinator",
+        address: str | Sequence[str] | None = None,
+        token: str | None = None,
+        tls: TlsConf | ssl.SSLContext | None = None,
+        timeout: float = 30.0,
+        direct: bool | None = None,
+    ) -> QueryableStateClient:
+        """Connect to the state store.
+
+        Without ``address`` from a process in the Ray cluster, which finds coordinator, hosts and token by itself (Ray is joined if it is
+        not yet). With the ``address`` of any host, ``ip:port`` or ``statestore://ip:port``, or of several, of which one that answers is
+        used, from a process that has neither Ray nor Spark; then with a ``token``, as ``statestore token`` issues them.
+        ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` in the environment are the defaults of both.
+
+        ``direct``: whether hosts are asked themselves, or all through the one at ``address``, which asks the others; by default
+        the latter only if there is an ``address``. ``tls``, a ``TlsConf`` or an ``ssl.SSLContext`` of a client, must be given where hosts use TLS.
+        ``timeout`` in seconds is that of every call that names none.
+
+        Nothing is looked up yet with an address: a wrong one, or a wrong token, shows with the first call.
+        """
+        address, token = from_environment(address, token)
+        context = tls.client_context() if isinstance(tls, TlsConf) else tls
+        if address is None:
+            found, own_token = in_cluster(namespace, coordinator_name, timeout)
+            connections = KvConnections(token or own_token, context, timeout)
+            if direct is False:
+                return cls(found, connections, StateRouter(connections, via=found.proxy), timeout)
+            return cls(found, connections, StateRouter(connections), timeout)
+        if token is None:
+            raise QueryableStateError(
+                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts answer nobody without one. "
+                "`statestore token` issues them."
+            )
+        addresses = addresses_of(address)
+        connections = KvConnections(token, context, timeout)
+        entry = ProxyEntry(addresses, connections)
+        router = StateRouter(connections) if direct else StateRouter(connections, via=entry.proxy)
+        return cls(entry, connections, router, timeout)
+
+    # -- keys ----------------------------------------------------------------------------------
+
+    def get(
+        self,
+        operator: str,
+        key: Any,
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        window: Any = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """What one key has, or None if it has nothing.
+
+        - Of an aggregate or a value state: a dict of its columns.
+        - Of a list state: a list of its elements; of a map state: a dict of user key to value. Elements and values of one column are
+          plain, others dicts; user keys of several columns are tuples.
+        - Of an aggregate by windows or sessions: a list of dicts with the window's column, ascending; with ``window=`` the one dict.
+          ``window`` is its start, a datetime, or ``(start, end)``. Times without a zone are UTC.
+        - Of timers: a list of when they fire, in ms since 1970.
+
+            client.get("user_totals", 42)                                   # {'n': 17, 'spent': 311.2}
+            client.get("by_country", ("de", "fr"))                          # a key of two columns
+            client.get("per_minute", 42, window=datetime(2024, 3, 9, 23))   # {'n': 3}
+        """
+        begun, failure = time.monotonic(), None
+        if window is None and version is None and isolation == "completed":
+            fast = self._fast.get((operator, query, state))
+            if fast is not None and begun - fast.known.located_at < REFRESH_SECONDS:
+                encoded = fast.encode(key)
+                deadline = begun + (self.timeout if timeout is None else timeout)
+                try:
+                    _, value = self._router.lookup_one(fast.known.location, fast.family, encoded, COMPLETED, deadline)
+                except Exception as error:  # noqa: BLE001 - the first attempt below, which raises what does not go away
+                    failure = error
+                else:
+                    return None if value is None else fast.decode(value)
+        at = at_of(isolation, version)
+
+        def ask(known: KnownOperator, deadline: float) -> Any:
+            view = known.view(state)
+            if view.kind in (VALUE, ROWS):
+                fast = _Fast(known, view.family, view.codec.encode_one, view.decode_one)
+                self._fast[operator, query, state] = fast
+            return KeyAnswers(self._router, known, view, at, deadline).one(key, window)
+
+        return self._answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
+
+    def get_each(
+        self,
+        operator: str,
+        keys: Sequence[Any],
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        isolation: str = "completed",
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """What ``get`` returns for each of several keys, all of one version; for what cannot be a key the error itself is there.
+
+        For the keys of different askers (``AsyncQueryableStateClient``); ``get_many`` is for one who wants a table.
+        """
+        at = at_of(isolation, None)
+
+        def ask(known: KnownOperator, deadline: float) -> list[Any]:
+            return KeyAnswers(self._router, known, known.view(state), at, deadline).each(keys)
+
+        return self._answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
+
+    def get_many(
+        self,
+        operator: str,
+        keys: Any,
+        query: str | None = None,
+        state: str | None = None,
+        *,
+        window: Any = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+        as_: str = "arrow",
+    ) -> Any:
+        """One row per key asked, in that order: the columns of the key, then of its value, which are null where it has none.
+
+        ``keys`` are a list of keys, an array of Arrow or numpy, a series or index of pandas or Polars; or several columns as a table or frame,
+        whose columns count by name, else by order, or as a dict of columns. There may be any number of them, and one may come twice.
+
+        Lists, maps, windows, sessions and timers are one list or map per key, in the column ``list_value``, ``map_value``, ``windows``,
+        ``sessions`` or ``timers``. With ``window=`` (one for all keys, or a list of them), or if the keys have the window's
+        column, there is a row of values as for other aggregates.
+
+        ``as_``: "arrow" (a ``pyarrow.Table``), "pandas", "polars" or "pylist" (a list of dicts).
+        """
+        check_form(as_)
+        at = at_of(isolation, version)
+        given = keys if hasattr(keys, "__len__") else list(keys)
+
+        def ask(known: KnownOperator, deadline: float) -> pa.Table:
+            return KeyAnswers(self._router, known, known.view(state), at, deadline).table(given, window)
+
+        what = f"get_many of {len(given)} keys of {operator!r}"
+        return formed(self._answer(what, (operator, query), timeout, ask), as_)
+
+    def key_rows(
+        self,
+        operator: str,
+        keys: Any,
+        state: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> StateScan:
+        """The rows that some keys have, in the columns of ``scan`` and like a scan: of keys that have none there is no row.
+
+        ``keys`` as for ``get_many``, without the window of an aggregate by windows. A key that comes twice counts once.
+        """
+        at = at_of(isolation, version)
+        given = keys if hasattr(keys, "__len__") else list(keys)
+
+        def ask(known: KnownOperator, deadline: float) -> StateScan:
+            view = known.view(state)
+            codec, chosen = view.without_window, given
+            if view.window is not None and have_windows(view, given):
+                chosen = view.codec.columns(given).select(list(codec.by))
+            location = known.location
+            wanted = None if columns is None else list(columns)
+            encoded = codec.encode(codec.columns(chosen)).unique()
+            request = KeyRows(location.run_id, location.operator.name, state, at, wanted)
+            answer = KeyAnswers(self._router, known, view, at, deadline).key_rows(request, encoded)
+            names = answer.schema.names
+            return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
+
+        return self._answer(f"key_rows of {len(given)} keys of {operator!r}", (operator, query), timeout, ask)
+
+    # -- all rows ------------------------------------------------------------------------------
+
+    def scan(
+        self,
+        operator: str,
+        state: str | None = None,
+        prefix: Any = None,
+        start: Any = None,
+        end: Any = None,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        where: Sequence[Condition] | None = None,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> StateScan:
+        """The rows of a state variable, as they come: one per key, list element, map entry, window, session or timer.
+
+        ``prefix``: the keys that begin so: with these columns, if it is a tuple (or one that is no string), as ``("de",)``; with this
+        string, if it is one. ``start`` (included) and ``end`` (not included) bound the key in the order of ``by``; they are one column or
+        a tuple of the first ones. ``where``: conditions, all of which must hold, as ``[("n", ">", 10), ("country", "in", ["de", "fr"])]``;
+        operators are =, !=, <, <=, >, >=, in, is null, is not null. ``columns``: those that are wanted; by default all but
+        ``key_group``, ``partition_id`` and, with a TTL, ``ttl_expiration_ms``. ``limit``: at most so many rows, whichever.
+
+        Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
+        """
+        at = at_of(isolation, version)
+        check_limit(limit)
+
+        def ask(known: KnownOperator, deadline: float) -> StateScan:
+            request = self._scan_request(known, state, prefix, start, end, limit, columns, where, at)
+
+            def relocate(error: Exception) -> Any:
+                self.moved((operator, query), error)
+                return self._locations.get((operator, query), time.monotonic() + self.timeout).location
+
+            return StateScan(self._router.scan(known.location, request, deadline, relocate), limit)
+
+        return self._answer(f"scan({operator!r})", (operator, query), timeout, ask)
+
+    @staticmethod
+    def _scan_request(
+        known: KnownOperator,
+        state: str | None,
+        prefix: Any,
+        start: Any,
+        end: Any,
+        limit: int | None,
+        columns: Sequence[str] | None,
+        where: Sequence[Condition] | None,
+        at: At,
+    ) -> Scan:
+        view = known.view(state)
+        (first, behind), conditions = key_range(view.codec, view.window, prefix, start, end)
+        return Scan(
+            known.location.run_id,
+            known.location.operator.name,
+            state,
+            at,
+            first,
+            behind,
+            None if columns is None else list(columns),
+            comparisons([*conditions, *(where or ())], view.types),
+            limit,
+        )
+
+    def count(
+        self,
+        operator: str,
+        state: str | None = None,
+        *,
+        prefix: Any = None,
+        start: Any = None,
+        end: Any = None,
+        where: Sequence[Condition] | None = None,
+        query: str | None = None,
+        isolation: str = "completed",
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """How many rows ``scan`` would give."""
+        at = at_of(isolation, version)
+
+        def ask(known: KnownOperator, deadline: float) -> int:
+            request = self._scan_request(known, state, prefix, start, end, None, None, where, at)
+            return self._router.count(known.location, request, deadline)[1]
+
+        return self._answer(f"count({operator!r})", (operator, query), timeout, ask)
+
+    # -- changes -------------------------------------------------------------------------------
+
+    def watch(
+        self,
+        operator: str,
+        keys: Any = None,
+        *,
+        state: str | None = None,
+        query: str | None = None,
+        from_version: int | None = None,
+        timeout: float | None = None,
+    ) -> StateWatch:
+        """What each completed checkpoint changes, version by version, for as long as it is iterated over; see ``StateWatch``."""
+        from spark_bridge.queryable.client.watch import StateWatch
+
+        given = keys if keys is None or hasattr(keys, "__len__") else list(keys)
+        return StateWatch(self, operator, given, state, query, from_version, timeout)
+
+    def sql(
+        self, query: str, *, query_params: Any = None, connection: Any = None, timeout: float | None = None
+    ) -> StateRelation:
+        """The rows that a SQL statement makes of the state of running queries, by DuckDB (``pip install ray-statestore[sql]``).
+
+            client.sql("select country, sum(n) from user_totals group by country").df()
+
+        See ``spark_bridge.queryable.sql.sql``.
+        """
+        from spark_bridge.queryable.sql.sql import sql
+
+        return sql(self, query, query_params=query_params, connection=connection, timeout=timeout)
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
+        """The operators of all running queries, each with its query, key columns and state variables."""
+        try:
+            found: list[dict[str, Any]] = self._ask_any("operators()", Operators(), timeout)
+        except NobodyError:
+            return []
+        return found
+
+    def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
+        """One operator: its key and state variables, who owns its partitions, its versions, and how its hosts have answered."""
+
+        def ask(known: KnownOperator, deadline: float) -> dict[str, Any]:
+            request = DescribeRequest(operator, known.location.run_id, forward=True)
+            return described_operator(known, self.ask_host(request, deadline)["hosts"])
+
+        return self._answer(f"describe({operator!r})", (operator, query), timeout, ask)
+
+    # -- how it is asked -----------------------------------------------------------------------
+
+    def _answer(
+        self,
+        what: str,
+        asked: tuple[str, str | None],
+        timeout: float | None,
+        ask: Callable[[KnownOperator, float], T],
+        begun: float | None = None,
+        failure: Exception | None = None,
+    ) -> T:
+        """What ``ask`` returns, who is given what is known of the operator and the deadline; repeated where that may help.
+
+        ``begun`` is when a first attempt began that had this ``failure``.
+        """
+        begun = time.monotonic() if begun is None else begun
+        deadline = begun + (self.timeout if timeout is None else timeout)
+        attempts = Attempts(what, deadline, had_answer=self._locations.had_answer(asked), begun=begun)
+        return retrying(
+            lambda: ask(self._locations.get(asked, deadline), deadline),
+            attempts,
+            relocate=lambda error: self.moved(asked, error),
+            failure=failure,
+        )
+
+    def moved(self, asked: tuple[str, str | None], error: Exception) -> None:
+        """What is known of an operator has perhaps proved wrong."""
+        if should_locate(error):
+            self._locations.forget(asked)
+            self._fast.clear()
+        if isinstance(error, ConnectionClosedError | HostUnavailableError | OSError):
+            self._entry.failed()
+
+    def known(self, asked: tuple[str, str | None], deadline: float) -> KnownOperator:
+        """What is known of an operator, by its name and ``query``."""
+        return self._locations.get(asked, deadline)
+
+    def ask_host(self, request: Request, deadline: float) -> Any:
+        """The answer of any one host to a question that each of them can answer, decoded if it is JSON."""
+        return _decoded(*self._connections.request(self._entry.proxy(), request, deadline=deadline))
+
+    def stream(self, request: Request, body: bytes, deadline: float) -> KvStream:
+        """The rows of any one host, which whoever stops early must close."""
+        return self._connections.stream(self._entry.proxy(), request, body, deadline)
+
+    def _ask_any(self, what: str, request: Request, timeout: float | None) -> Any:
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+
+        return retrying(
+            lambda: self.ask_host(request, deadline),
+            Attempts(what, deadline),
+            relocate=lambda error: self._entry.failed(),
+        )
+
+    def close(self) -> None:
+        """Close all connections; the client is of no use afterwards."""
+        self._fast.clear()
+        self._connections.close()
+
+    def __enter__(self) -> QueryableStateClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def at_of(isolation: str, version: int | None) -> At:
+    """Which version is asked for. Raises ``RequestError``."""
+    if version is not None:
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise RequestError(f"version={version!r} is no version; they are numbers from 0 on.")
+        if isolation != "completed":
+            raise RequestError(f"version={version} says which version is read; leave isolation={isolation!r} out.")
+        return At("version", version)
+    if isolation == "completed":
+        return COMPLETED
+    if isolation == "latest":
+        return At("latest")
+    raise RequestError(f"isolation={isolation!r} is none; there are {', '.join(map(repr, ISOLATIONS))}, or version=.")
+
+
+def check_limit(limit: int | None) -> None:
+    """Raise ``RequestError`` for what cannot be a limit."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise RequestError(f"limit={limit!r} is no number of rows.")
+
+
+def _decoded(reply: Reply, body: memoryview) -> Any:
+    return json_decoder(Any).decode(body) if isinstance(reply, Described) else reply

@@ -1,0 +1,194 @@
+"""How a client finds out where state is: from the coordinator, in the Ray cluster, or through a proxy at a known address."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from backends.decoders import json_decoder
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.messages import OperatorLocation, RunningOperator
+from spark_bridge.exceptions import (
+    EnvironmentProblemError,
+    HostUnavailableError,
+    QueryableStateError,
+    RequestError,
+)
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.messages import Locate, Located
+from spark_bridge.transport.error_codec import rebuilt_error
+
+T = TypeVar("T")
+
+ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
+TOKEN_VARIABLE = "STATESTORE_TOKEN"
+SCHEME = "statestore://"
+COORDINATOR_SECONDS = 5.0
+"""How long the coordinator may take for one answer; who has more time asks again."""
+
+
+class Entry(Protocol):
+    """Where locations come from. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        """Where an operator's partitions are."""
+
+    def proxy(self) -> str:
+        """The address of a host that answers for all: it may be another one after ``failed``."""
+
+    def failed(self) -> None:
+        """The proxy did not answer."""
+
+
+class ProxyEntry:
+    """One or several proxies, one of which is used until it fails; behind those given come the hosts that they have named.
+
+    So a client outlives the host whose address it was given: a restarted one has another port.
+    """
+
+    def __init__(self, addresses: Sequence[str], connections: KvConnections) -> None:
+        self._given = list(addresses)
+        self._named: list[str] = []
+        self._current = self._given[0]
+        self._connections = connections
+
+    def proxy(self) -> str:
+        """See ``Entry``."""
+        return self._current
+
+    def failed(self) -> None:
+        """See ``Entry``."""
+        known = list(dict.fromkeys([*self._given, *self._named]))
+        at = known.index(self._current) if self._current in known else -1
+        self._current = known[(at + 1) % len(known)]
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        """See ``Entry``."""
+        proxy = self._current
+        reply, body = self._connections.request(proxy, Locate(operator, query), deadline=deadline)
+        if not isinstance(reply, Located):
+            raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
+        location = json_decoder(OperatorLocation).decode(body)
+        self._named = addresses_in(location)
+        return location
+
+
+def addresses_in(location: OperatorLocation) -> list[str]:
+    """Where the owners of an operator's partitions answer, each once."""
+    return list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
+
+
+class Coordinator(Protocol):
+    """What a client asks the coordinator itself."""
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """Where an operator's partitions are."""
+
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """The operators of all running queries."""
+
+
+class CoordinatorEntry:
+    """The coordinator; hosts are those that it has named.
+
+    ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within`` gives one that takes so many seconds, for who has fewer.
+    """
+
+    def __init__(self, coordinator: Coordinator, within: Callable[[float], Coordinator] | None = None) -> None:
+        self._coordinator = coordinator
+        self._within = within
+        self._addresses: list[str] = []
+
+    def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
+        """See ``Entry``."""
+        left = deadline - time.monotonic()
+        coordinator = self._coordinator
+        if self._within is not None and left < COORDINATOR_SECONDS:
+            if left <= 0:
+                raise HostUnavailableError("There was no time left to ask the coordinator.")
+            coordinator = self._within(left)
+        location = _as_ours(lambda: coordinator.locate(operator, query))
+        self._addresses = addresses_in(location) or self._addresses
+        return location
+
+    def proxy(self) -> str:
+        """See ``Entry``. Raises ``QueryableStateError`` if no query runs: then there is nobody to ask."""
+        if not self._addresses:
+            running = _as_ours(self._coordinator.operators)
+            if not running:
+                raise NobodyError("No query with state is running.")
+            self.locate(running[0].operator.name, running[0].run_id, math.inf)
+        addresses = self._addresses
+        if not addresses:
+            raise QueryableStateError("The hosts of the running queries have no addresses for query clients.")
+        return addresses[0]
+
+    def failed(self) -> None:
+        """See ``Entry``."""
+        self._addresses = self._addresses[1:]
+
+
+class NobodyError(QueryableStateError):
+    """No query is running, so that there is no host that could be asked."""
+
+
+def _as_ours(call: Callable[[], T]) -> T:
+    """The coordinator's errors as those that a host would have passed on."""
+    try:
+        return call()
+    except (CoordinatorError, StateStoreError) as error:
+        raise rebuilt_error(type(error).__name__, str(error)) from error
+
+
+def addresses_of(address: str | Sequence[str]) -> list[str]:
+    """``ip:port`` of one or several addresses, which may begin with ``statestore://``. Raises ``RequestError``."""
+    given = address.split(",") if isinstance(address, str) else list(address)
+    addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in given]
+    for plain in addresses:
+        host, _, port = plain.rpartition(":")
+        if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise RequestError(
+                f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a host, which "
+                "`statestore status` shows."
+            )
+    if not addresses:
+        raise RequestError("address= is empty; give the query address of at least one host.")
+    return addresses
+
+
+def from_environment(
+    address: str | Sequence[str] | None, token: str | None
+) -> tuple[str | Sequence[str] | None, str | None]:
+    """Address and token, those that are not given as the environment has them."""
+    return address or os.environ.get(ADDRESS_VARIABLE) or None, token or os.environ.get(TOKEN_VARIABLE) or None
+
+
+def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorEntry, str]:
+    """The coordinator of the Ray cluster that this process is in, or joins now, and a token.
+
+    Raises ``EnvironmentProblemError`` without Ray or a cluster, ``HostUnavailableError`` without a coordinator.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise EnvironmentProblemError(
+            "Without an address the coordinator is found by Ray, which is not installed here. Give address= and token=, or set "
+            f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
+        ) from error
+    from spark_bridge.host_actor.actor import RayCoordinatorPort
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
+        except (ConnectionError, ValueError) as error:
+            raise EnvironmentProblemError(
+                f"No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give address= and "
+                f"token=. Ray says: {error}"
+            ) from error
+    token: str = RayCoordinatorPort(namespace, coordinator_name, timeout).call("token")
+    port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, COORDINATOR_SECONDS))
+    return CoordinatorEntry(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token

@@ -1,0 +1,227 @@
+"""``client.watch``: what each completed checkpoint changes, as it completes. The change feed, live."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_bridge.exceptions import ConnectionClosedError, RequestLimitError, StateVersionError
+from spark_bridge.queryable.client.locations import KnownOperator
+from spark_bridge.queryable.protocol.messages import Await, Batch, Changes, Counted, pack_bytes
+from spark_bridge.queryable.protocol.row_batches import BatchDecoder
+from spark_bridge.queryable.routing.retries import Attempts
+
+if TYPE_CHECKING:
+    from spark_bridge.queryable.client.client import QueryableStateClient
+
+AWAIT_SECONDS = 2.0
+"""A host waits so long for the next version before it answers that there is none; ``close`` may take as long."""
+VERSIONS_AT_ONCE = 64
+"""Who is far behind asks for so many versions at a time."""
+LAST_COLUMNS = 2
+"""Key group and partition, which are behind all others."""
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """What one version changed of what is watched.
+
+    ``batch`` has a row per key, element, entry, window or timer that changed: ``version``, ``change_type`` ("insert", "update" or
+    "delete"), the columns of the key and of a map's user key, and the structs ``before`` and ``after`` of the values. Keys
+    that were written again as they were are not in it.
+    """
+
+    version: int
+    batch: pa.RecordBatch
+
+
+class StateWatch:
+    """The changes of an operator's state, version by version: in order, none skipped and none twice. Iterate over it.
+
+        with client.watch("user_totals", keys=[42, 43]) as changes:
+            for change in changes:
+                print(change.version, change.batch.to_pylist())
+
+    It begins behind ``from_version``, by default at the version that is completed now, and waits for the next one without end. Versions that
+    changed nothing of what is watched are left out. To go on later, or after an error, make another one with the ``version`` of
+    the last change (or ``position``, which counts versions that changed nothing too) as ``from_version``.
+
+    It outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``; else it raises
+    ``QueryTimeoutError``, or ``QueryEndedError`` if the query has not. It raises ``StateVersionError`` if versions to be read next are no longer retained, or if the query went back to an
+    older version than it has given already: what it gave of later ones no longer holds. For one thread at a time; ``close`` is for any.
+    """
+
+    def __init__(
+        self,
+        client: QueryableStateClient,
+        operator: str,
+        keys: Any,
+        state: str | None,
+        query: str | None,
+        from_version: int | None,
+        timeout: float | None,
+    ) -> None:
+        self._client = client
+        self._asked = (operator, query)
+        self._keys = keys
+        self._state = state
+        self._timeout = client.timeout if timeout is None else timeout
+        self._position = from_version
+        self._run_id: str | None = None
+        self._given_by = ""
+        self._closed = threading.Event()
+        self._changes = self._all_changes()
+
+    @property
+    def position(self) -> int | None:
+        """The last version that was looked at; None before the first look, if no ``from_version`` was given."""
+        return self._position
+
+    def __iter__(self) -> Iterator[StateChange]:
+        return self
+
+    def __next__(self) -> StateChange:
+        return next(self._changes)
+
+    def close(self) -> None:
+        """End it. Who waits in another thread is told within a moment (``AWAIT_SECONDS``)."""
+        self._closed.set()
+
+    def __enter__(self) -> StateWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _attempts(self) -> Attempts:
+        operator, _ = self._asked
+        deadline = time.monotonic() + self._timeout
+        return Attempts(f"watch({operator!r})", deadline, had_answer=self._run_id is not None)
+
+    def _all_changes(self) -> Iterator[StateChange]:
+        attempts = self._attempts()
+        while not self._closed.is_set():
+            begun = self._position
+            try:
+                yield from self._next_changes(attempts.deadline)
+            except RequestLimitError:
+                if self._position == begun:
+                    raise
+                attempts = self._attempts()  # whoever took the changes took long: the rest is another answer
+            except Exception as error:  # noqa: BLE001 - delay raises what no attempt can help
+                if self._position != begun:
+                    attempts = self._attempts()
+                delay = attempts.delay(error)
+                self._client.moved(self._asked, error)
+                self._closed.wait(delay)
+            else:
+                attempts = self._attempts()
+
+    def _next_changes(self, deadline: float) -> Iterator[StateChange]:
+        """What has completed since the position, for which it waits a while; the position goes on with what is given."""
+        known = self._client.known(self._asked, deadline)
+        position = self._begin(known, deadline)
+        completed = self._completed(known, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
+        while position < completed and not self._closed.is_set():
+            until = min(completed, position + VERSIONS_AT_ONCE)
+            for change in self._changes_until(known, position, until, time.monotonic() + self._timeout):
+                self._position, self._given_by = change.version, known.location.run_id
+                yield change
+                if self._closed.is_set():
+                    return
+            self._position, self._given_by = until, known.location.run_id
+            position = until
+
+    def _begin(self, known: KnownOperator, deadline: float) -> int:
+        """The position, which is found out at the beginning and proved when the query has been restarted."""
+        location = known.location
+        if self._position is None:
+            self._position = max(location.completed_version, self._completed(known, 0, 0.0, deadline))
+            self._given_by = location.run_id
+        elif location.run_id != self._run_id and location.completed_version < self._position:
+            self._prove(known, self._position, deadline)
+        self._run_id = location.run_id
+        return self._position
+
+    def _prove(self, known: KnownOperator, position: int, deadline: float) -> None:
+        """Raise ``StateVersionError`` if a run begins before the position."""
+        location = known.location
+        is_first = self._run_id is None
+        # A location may be a little old; but a new run is located at the version that it begins with, or later.
+        completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
+        if completed >= position:
+            return
+        operator, _ = self._asked
+        of = f"operator {operator!r} (query {location.query_name or 'unnamed'}, {location.query_id}, run {location.run_id})"
+        if is_first:
+            raise StateVersionError(
+                f"from_version={position} of {of} is not completed: the last completed version is {completed}. Has the query gone "
+                "back? Read its state anew and watch from there."
+            )
+        raise StateVersionError(
+            f"The query was rolled back: {of} went on from version {completed}, but changes up to version {position} have been given "
+            "already, which no longer hold. Read the state anew and watch from there."
+        )
+
+    # -- how it is asked -----------------------------------------------------------------------
+
+    def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
+        """The completed version as soon as it is behind ``after``, or the one there is after some seconds."""
+        reply = self._client.ask_host(Await(known.location.run_id, after, seconds), deadline)
+        if not isinstance(reply, Counted):
+            raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")
+        return reply.count
+
+    def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
+        """The changes of each of some versions, once all that one version changed is there."""
+        location = known.location
+        view = known.view(self._state)
+        body = b""
+        if self._keys is not None:
+            codec = view.without_window
+            body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
+        # A run that begins below the position may be past it by now: the host knows whose version it is.
+        behind = self._given_by if self._given_by != location.run_id else ""
+        request = Changes(location.run_id, location.operator.name, after, until, view.variable.name, behind)
+        decoder = BatchDecoder()
+        version, parts = after, list[pa.RecordBatch]()
+        stream = self._client.stream(request, body, deadline)
+        try:
+            for reply, content in stream:
+                rows = decoder.decode(content) if isinstance(reply, Batch) else None
+                for part in () if rows is None else _by_version(rows):
+                    found = part.column(0)[0].as_py()
+                    if found != version and parts:
+                        yield StateChange(version, _one(parts))
+                        parts = []
+                    version = found
+                    parts.append(part)
+        finally:
+            stream.close()
+        if parts:
+            yield StateChange(version, _one(parts))
+
+
+def _by_version(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The rows of each version, by the first column."""
+    versions = np.asarray(rows.column(0))
+    bounds = [0, *(1 + np.flatnonzero(versions[1:] != versions[:-1])).tolist(), len(versions)]
+    for begin, end in itertools.pairwise(bounds):
+        if end > begin:
+            yield rows.slice(begin, end - begin)
+
+
+def _one(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """The rows of all parts, without key group and partition."""
+    wanted = list(range(parts[0].num_columns - LAST_COLUMNS))
+    if len(parts) == 1:
+        return parts[0].select(wanted)
+    (batch,) = pa.Table.from_batches(parts).select(wanted).combine_chunks().to_batches()
+    return batch

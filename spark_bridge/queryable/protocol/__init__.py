@@ -1,0 +1,1 @@
+"""The wire protocol of queries: messages, frames and client connections."""

@@ -1,0 +1,1 @@
+"""Reads of state on its host, each at one version."""

@@ -1,0 +1,285 @@
+"""The rows that single grouping keys have in a state variable of any kind, in the order of the keys asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from backends.encoding.columns import MAX_BYTES, concatenated, content_bytes, list_parts
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import decode_keys, encode_keys
+from backends.exceptions import SchemaMismatchError
+from backends.ids import DEFAULT_FAMILY
+from spark_bridge.exceptions import RequestError, RequestLimitError
+from spark_bridge.queryable.protocol.request_watch import check_request, hold
+from spark_bridge.queryable.reads.host_views import PartitionView
+from spark_bridge.queryable.reads.key_windows import KeyWindowIndex
+from spark_bridge.queryable.reads.operator_plan import OperatorPlan, behind
+from spark_bridge.queryable.reads.row_selection import POSITION
+from spark_bridge.state_format.families import TIMERS_BY_KEY, family_of
+from spark_bridge.state_format.stored_keys import prefix_range
+from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows, key_groups_of
+
+CANDIDATES = 1 << 16
+"""Keys with windows that are looked up at once."""
+READ_KEYS = 1 << 14
+"""Keys that are read at once."""
+READ_BYTES = 64 << 20
+"""Values that are read at once, as far as one can tell by those before."""
+FIRST_KEYS = 1 << 10
+"""Keys that are read at first, to see how large values are."""
+DECODED_ROWS = 1 << 14
+"""Keys whose rows are decoded at once."""
+LONG_ROWS = 1 << 8
+"""Stored rows of one key that are decoded at once: each may be a chunk of many elements."""
+
+
+@dataclass(frozen=True)
+class FoundPairs:
+    """Stored pairs that were found in one partition, and the positions of the keys that they belong to, ascending.
+
+    ``more`` has by position the pairs of what is too long to be kept beside its key: chunks of lists, entries of large maps.
+    """
+
+    positions: Positions
+    keys: pa.BinaryArray
+    values: pa.BinaryArray
+    more: dict[int, Iterator[pa.RecordBatch]]
+
+
+def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
+    """The values of stored keys, null where there is none. Sorted keys are fastest."""
+    if family != DEFAULT_FAMILY and family not in view.state.column_families(view.version, head=view.head):
+        return pa.nulls(len(keys), pa.binary())
+    # What is completed is applied when the reads of what was before are done: none may take long.
+    parts: list[pa.BinaryArray] = []
+    at, nbytes, step = 0, 0, FIRST_KEYS
+    while at < len(keys) or not parts:
+        check_request()
+        try:
+            part = view.state.get_many(keys.slice(at, step), view.version, family, head=view.head, remember=False)
+        except pa.ArrowInvalid as error:
+            if "overflow" not in str(error):
+                raise
+            raise RequestLimitError(
+                f"{step:,} values are more than one answer can have: ask for fewer keys."
+            ) from error
+        size = content_bytes(part)  # what is not there costs little, and is soon dropped where windows are tried
+        hold(size)
+        parts.append(part)
+        at, nbytes = at + len(part), nbytes + size
+        require_bytes(nbytes)
+        step = max(1, min(READ_KEYS, READ_BYTES * at // max(1, nbytes)))
+    return joined(parts)
+
+
+def require_bytes(nbytes: int) -> None:
+    """Raises ``RequestLimitError`` for more than one Arrow array can have."""
+    if nbytes > MAX_BYTES:
+        raise RequestLimitError(
+            f"The answer has {nbytes:,} bytes, more than the {MAX_BYTES:,} that one can have: ask for fewer keys."
+        )
+
+
+def joined(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
+    """Keys or values one behind the other. Raises ``RequestLimitError`` if they are too many bytes."""
+    try:
+        return concatenated(parts)
+    except pa.ArrowInvalid:
+        require_bytes(sum(map(content_bytes, parts)))
+        raise
+
+
+def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, positions: Positions) -> FoundPairs:
+    """What a partition has of grouping keys, whose positions ascend."""
+    values = _sorted_values(view, keys, _family(rows))
+    is_there = pc.is_valid(values)
+    keys, values = keys.filter(is_there), values.filter(is_there)
+    positions = positions[np.asarray(is_there)]
+    return FoundPairs(positions, keys, values, _more(view, rows, keys, values, positions))
+
+
+def _family(rows: VariableRows) -> str:
+    return family_of(rows.variable, TIMERS_BY_KEY)[0] if rows.kind == "timers" else rows.main
+
+
+def _sorted_values(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
+    order = np.asarray(pc.sort_indices(keys))
+    back = np.empty(len(order), np.int64)
+    back[order] = np.arange(len(order))
+    return values_of(view, keys.take(pa.array(order)), family).take(pa.array(back))
+
+
+def _more(
+    view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray, positions: Positions
+) -> dict[int, Iterator[pa.RecordBatch]]:
+    if rows.second is None or not len(keys):
+        return {}
+    stored = rows.variable.families[rows.main].decode_values(values)
+    if rows.kind == "list":
+        is_long = np.asarray(stored.column("chunks").fill_null(0)) > 0
+    else:
+        is_long = np.asarray(stored.column("large").fill_null(False))
+    asked = np.flatnonzero(is_long).tolist()
+    if not asked or rows.second not in view.state.column_families(view.version, head=view.head):
+        return {}
+    # One by one: a key that is asked for twice is read twice.
+    return {
+        int(positions[i]): view.state.scan(
+            view.version, *prefix_range(keys[i].as_py()), column_family=rows.second, head=view.head
+        )
+        for i in asked
+    }
+
+
+_Candidates: TypeAlias = tuple[pa.BinaryArray, Positions, Positions]
+"""Stored keys that may be there, their partitions, and the positions of the keys that they belong to."""
+
+
+@dataclass(frozen=True)
+class WindowedKeys:
+    """Grouping keys of a windowed aggregate, as columns without the window, whose place in the stored key is ``place``."""
+
+    rows: VariableRows
+    place: int
+    columns: pa.RecordBatch
+    _made: dict[frozenset[bytes], _Candidates] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: VariableRows, place: int, keys: pa.BinaryArray) -> WindowedKeys:
+        """Raises ``RequestError`` if those are no such keys."""
+        schema = rows.key.remove(place)
+        try:
+            return cls(rows, place, decode_keys(keys, schema))
+        except SchemaMismatchError as error:
+            raise RequestError(
+                f"The keys of a windowed aggregate are given without the window {rows.key.field(place).name!r}, as "
+                f"({', '.join(f'{f.name}: {f.type}' for f in schema)}): {error}"
+            ) from error
+
+    def find(self, plan: OperatorPlan, view: PartitionView) -> FoundPairs:
+        """What a partition has of the keys, in the order of the keys and then of the windows."""
+        index = KeyWindowIndex.of(view.instance, self.rows.key, self.place)
+        found: list[FoundPairs] = []
+        for keys, partitions, positions in self._candidates(plan, index, index.windows(view)):
+            check_request()
+            own = partitions == view.partition
+            found.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
+        if not found:
+            nothing = pa.array([], pa.binary())
+            return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {})
+        return FoundPairs(
+            np.concatenate([f.positions for f in found]),
+            joined([f.keys for f in found]),
+            joined([f.values for f in found]),
+            {},
+        )
+
+    def _candidates(
+        self, plan: OperatorPlan, index: KeyWindowIndex, windows: frozenset[bytes]
+    ) -> Iterator[_Candidates]:
+        """All keys with all windows, some at a time. Partitions mostly have the same windows."""
+        made = self._made.get(windows)
+        if made is not None:
+            yield made
+            return
+        decoded = index.decoded(windows)
+        step = max(1, CANDIDATES // max(1, len(decoded)))
+        for at in range(0, self.columns.num_rows if len(decoded) else 0, step):
+            some = self._with_windows(plan, self.columns.slice(at, step), decoded, at)
+            if step >= self.columns.num_rows:
+                self._made[windows] = some
+            yield some
+
+    def _with_windows(self, plan: OperatorPlan, columns: pa.RecordBatch, windows: pa.Array, first: int) -> _Candidates:
+        of_key = np.repeat(np.arange(columns.num_rows), len(windows))
+        of_window = np.tile(np.arange(len(windows)), columns.num_rows)
+        made = [column.take(pa.array(of_key)) for column in columns.columns]
+        made.insert(self.place, windows.take(pa.array(of_window)))
+        batch = pa.RecordBatch.from_arrays(made, schema=self.rows.key)
+        groups = key_groups(batch, plan.registration.key_groups)
+        return encode_keys(batch, groups), plan.partitions_of(groups.astype(np.int64)), of_key + first
+
+
+def rows_of_keys(
+    plan: OperatorPlan, rows: VariableRows, found: Sequence[FoundPairs], *, by_window: bool
+) -> Iterator[pa.RecordBatch]:
+    """The columns of ``VariableRows.output`` and the position of each row's key, ascending; within a key as in a scan.
+
+    ``by_window``: the rows of one key are in several partitions, and come in the order of their windows.
+    """
+    positions = np.concatenate([f.positions for f in found]) if found else np.zeros(0, np.int64)
+    keys = joined([f.keys for f in found])
+    values = joined([f.values for f in found])
+    more = {position: pairs for f in found for position, pairs in f.more.items()}
+    if by_window:
+        # Without their key groups, keys of one grouping key are in the order of what they are made of.
+        ids = behind(keys)
+        order = np.lexsort((_ranks(ids), positions))
+    else:
+        order = np.argsort(positions, kind="stable")
+    positions, keys, values = positions[order], keys.take(pa.array(order)), values.take(pa.array(order))
+    begin = 0
+    is_long = np.isin(positions, list(more)) if more else np.zeros(len(positions), np.bool_)
+    while begin < len(positions):
+        if is_long[begin]:
+            yield from _rows_of_long(plan, rows, more[int(positions[begin])], int(positions[begin]))
+            end = begin + 1
+        else:
+            long = np.flatnonzero(is_long[begin:])
+            end = min(begin + DECODED_ROWS, begin + int(long[0]) if len(long) else len(positions))
+        part = slice(begin, end)
+        yield _decoded(plan, rows, rows.main, keys[part], values[part], positions[part])
+        begin = end
+
+
+def _ranks(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
+    ranks = np.empty(len(keys), np.int64)
+    ranks[np.asarray(pc.sort_indices(keys))] = np.arange(len(keys))
+    return ranks
+
+
+def _rows_of_long(
+    plan: OperatorPlan, rows: VariableRows, pairs: Iterator[pa.RecordBatch], position: int
+) -> Iterator[pa.RecordBatch]:
+    """The part of a key's rows that is kept elsewhere, which comes before what is beside the key."""
+    for batch in pairs:
+        check_request()
+        for at in range(0, batch.num_rows, LONG_ROWS):
+            keys, values = batch.column(0)[at : at + LONG_ROWS], batch.column(1)[at : at + LONG_ROWS]
+            yield _decoded(plan, rows, rows.second or "", keys, values, np.full(len(keys), position))
+
+
+def _decoded(
+    plan: OperatorPlan,
+    rows: VariableRows,
+    family: str,
+    keys: pa.BinaryArray,
+    values: pa.BinaryArray,
+    positions: Positions,
+) -> pa.RecordBatch:
+    made = _timers(rows, keys, values) if rows.kind == "timers" else rows.decode(family, keys, values)
+    groups = key_groups_of(keys)[made.pair]
+    n = len(rows.key)
+    columns = [
+        *(made.columns[i] for i in rows.key_order),
+        *made.columns[n:],
+        pa.array(groups, pa.int32()),
+        pa.array(plan.partitions_of(groups.astype(np.int64)), pa.int32()),
+        pa.array(positions[made.pair], pa.int64()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=[*rows.output.names, POSITION])
+
+
+def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
+    schema = family_of(rows.variable, TIMERS_BY_KEY)[1]
+    expiries, offsets = list_parts(schema.decode_values(values).column("expiries"))
+    pair = np.repeat(np.arange(len(keys)), np.diff(offsets))
+    columns = [column.take(pa.array(pair)) for column in decode_keys(keys, rows.key).columns]
+    return Rows(pair, [*columns, expiries])

@@ -1,0 +1,170 @@
+"""What a host must know of an operator to read its state for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from backends.encoding.columns import binary_array, binary_content, even_rows, gather_fixed, gather_ranges
+from backends.encoding.key_groups import partition_range
+from backends.encoding.keys import GROUP_BYTES
+from backends.encoding.operator_schema import OperatorSchema, StateVariable
+from backends.ids import DEFAULT_FAMILY
+from coordinator_actor.messages import OperatorSpec, QueryRegistration
+from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
+from spark_bridge.state_format.stored_rows import VariableRows
+
+TIMERS = "timers"
+
+
+def behind(keys: pa.BinaryArray, skipped: int = GROUP_BYTES) -> pa.BinaryArray:
+    """The bytes of each key without the first ones, by default without the key group; no key is shorter."""
+    content, offsets = binary_content(keys)
+    return binary_array(*gather_ranges(content, offsets[:-1] + skipped, offsets[1:]))
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """One operator of one run: its layout, its state variables. Make one with ``of``."""
+
+    registration: QueryRegistration
+    spec: OperatorSpec
+    schema: OperatorSchema
+
+    @classmethod
+    def of(cls, registration: QueryRegistration, operator: str) -> OperatorPlan:
+        """Raises ``UnknownOperatorError`` naming the operators that the run has."""
+        spec = next((o for o in registration.operators if o.name == operator), None)
+        if spec is None:
+            raise UnknownOperatorError(
+                f"Run {registration.run_id} has no operator {operator!r}; operators that exist: "
+                f"{', '.join(repr(o.name) for o in registration.operators)}."
+            )
+        return cls(registration, spec, OperatorSchema.from_json(spec.schema))
+
+    @property
+    def run_id(self) -> str:
+        """The run."""
+        return self.registration.run_id
+
+    @property
+    def operator(self) -> str:
+        """The operator's name."""
+        return self.spec.name
+
+    @cached_property
+    def variables(self) -> tuple[StateVariable, ...]:
+        """The state variables that are in use."""
+        return tuple(v for v in self.schema.variables if not v.deleted)
+
+    @cached_property
+    def families(self) -> frozenset[str]:
+        """The column families that they are kept in."""
+        return frozenset(name for v in self.variables for name in v.families)
+
+    def variable(self, name: str | None) -> StateVariable:
+        """The variable of that name; None is the only one, timers apart, or that of the operator's own rows.
+
+        Raises ``UnknownKvStateIdError`` naming those that there are.
+        """
+        if name is None:
+            own = [v for v in self.variables if v.name == DEFAULT_FAMILY]
+            found = own or [v for v in self.variables if v.kind != TIMERS] or list(self.variables)
+            if len(found) == 1:
+                return found[0]
+            raise UnknownKvStateIdError(
+                f"Operator {self.operator!r} needs state=, one of its state variables: {self._there()}."
+            )
+        for variable in self.variables:
+            if variable.name == name:
+                return variable
+        raise UnknownKvStateIdError(
+            f"Operator {self.operator!r} has no state variable {name!r}; there are {self._there()}."
+        )
+
+    def rows(self, variable: StateVariable, alive_at: int, *, collect: bool = False) -> VariableRows:
+        """How rows of a variable are made, without those that have expired by then (ms since 1970)."""
+        held = self._rows.get((variable.name, collect))
+        if held is None:
+            held = self._rows[(variable.name, collect)] = VariableRows(
+                self.schema, variable, collect, alive_at=alive_at
+            )
+        return replace(held, alive_at=alive_at) if held.has_ttl else held
+
+    @cached_property
+    def _rows(self) -> dict[tuple[str, bool], VariableRows]:
+        return {}
+
+    def require_family(self, family: str) -> None:
+        """Raise ``UnknownKvStateIdError`` unless the column family is that of a variable in use."""
+        if family not in self.families:
+            raise UnknownKvStateIdError(
+                f"Operator {self.operator!r} keeps no column family {family!r}; its state variables: {self._there()}."
+            )
+
+    def _there(self) -> str:
+        return ", ".join(f"{v.name!r} ({v.kind})" for v in self.variables) or "none"
+
+    def partitions(self, given: list[int] | None) -> list[int]:
+        """Partitions that were named, or all; raises ``RequestError`` for one that cannot be."""
+        n = self.spec.num_partitions
+        if given is None:
+            return list(range(n))
+        wrong = [p for p in given if not 0 <= p < n]
+        if wrong or len(set(given)) != len(given):
+            raise RequestError(
+                f"Operator {self.operator!r} has the partitions 0 to {n - 1}, each once; asked were {given}."
+            )
+        return given
+
+    def groups_of(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
+        """The key groups that stored keys begin with; raises ``RequestError`` for what is no key of this operator."""
+        if keys.null_count:
+            raise RequestError(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
+        even = even_rows(keys)
+        stored: npt.NDArray[np.uint16]
+        if even is not None and even.dtype.itemsize >= GROUP_BYTES:
+            stored = np.ndarray((len(even),), ">u2", even, 0, even.strides)
+        else:
+            content, offsets = binary_content(keys)
+            if len(keys) and int(np.diff(offsets).min()) < GROUP_BYTES:
+                raise RequestError(
+                    f"A stored key begins with its key group, {GROUP_BYTES} bytes; one of {len(keys)} is shorter."
+                )
+            stored = gather_fixed(content, offsets[:-1], np.dtype(">u2"))
+        groups: npt.NDArray[np.int64] = stored.astype(np.int64)
+        if len(groups) and int(groups.max()) >= self.registration.key_groups:
+            raise RequestError(
+                f"A key is of key group {int(groups.max())}, but query {self.registration.query_id} has {self.registration.key_groups}."
+            )
+        return groups
+
+    def partition_of(self, key: bytes) -> int:
+        """The partition of one stored key. Raises as ``groups_of`` does."""
+        group = int.from_bytes(key[:GROUP_BYTES], "big")
+        if len(key) < GROUP_BYTES or group >= self.registration.key_groups:
+            raise RequestError(
+                f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key groups."
+            )
+        return group * self.spec.num_partitions // self.registration.key_groups
+
+    def partitions_of_keys(self, keys: pa.BinaryArray) -> npt.NDArray[np.uint16]:
+        """The partitions of stored keys. Raises as ``groups_of`` does."""
+        return self._partitions_of_groups.take(self.groups_of(keys))
+
+    @cached_property
+    def _partitions_of_groups(self) -> npt.NDArray[np.uint16]:
+        return self.partitions_of(np.arange(self.registration.key_groups)).astype(np.uint16)
+
+    def partitions_of(self, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The partitions of key groups."""
+        found: npt.NDArray[np.int64] = groups * self.spec.num_partitions // self.registration.key_groups
+        return found
+
+    def key_groups_of(self, partition: int) -> range:
+        """The key groups of a partition."""
+        return range(*partition_range(partition, self.spec.num_partitions, self.registration.key_groups))

@@ -1,0 +1,181 @@
+"""Partitions at retained versions that a host has no longer in memory: copies from storage, shared by their readers."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from backends.exceptions import MissingFileError, VersionNotFoundError
+from backends.formats.manifest import Lineage
+from backends.partition.partition_state import PartitionState
+from coordinator_actor.messages import OperatorSpec, QueryRegistration
+from spark_bridge.exceptions import HostUnavailableError, StateVersionError, TooManyRequestsError
+from spark_bridge.host.host import Host
+from spark_bridge.queryable.protocol.request_watch import before_slow_work
+
+KEPT_VERSIONS = 4
+"""So many versions of operators are held at most, each with the partitions that were asked for."""
+IDLE_SECONDS = 60.0
+WAIT_SECONDS = 2.0
+LOADS_AT_ONCE = 2
+"""Loading takes disk and network, which reads and commits need as well."""
+CopyKey = tuple[str, str, int]
+"""Run id, operator, version."""
+
+
+@dataclass(eq=False)
+class _Copies:
+    """The partitions of one operator at one version. ``users`` read or load them; ``used`` is when the last one has begun or ended."""
+
+    users: int = 0
+    used: float = 0.0
+    dropped: bool = False
+    partitions: dict[int, Future[PartitionState]] = field(default_factory=dict)
+
+    def destroy(self) -> None:
+        for loaded in self.partitions.values():
+            if loaded.done() and loaded.exception() is None:
+                loaded.result().destroy()
+
+
+class VersionCopies:
+    """Thread-safe. A reader waits only for the loading of what it reads itself, ``LOADS_AT_ONCE`` of which go on together.
+
+    It waits for ``wait_seconds`` at most; the loading goes on then, for who asks again.
+    """
+
+    def __init__(
+        self, host: Host, clock: Callable[[], float] = time.monotonic, *, wait_seconds: float = WAIT_SECONDS
+    ) -> None:
+        self._host = host
+        self._wait = wait_seconds
+        self._clock = clock
+        self._lock = threading.RLock()  # a stream that nobody has any more may be released by any allocation
+        self._loads = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
+        self._held: dict[CopyKey, _Copies] = {}
+        host.on_run_ended(self.drop)
+        host.on_maintenance(self.release_idle)
+
+    @contextmanager
+    def at(
+        self, registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int
+    ) -> Iterator[PartitionState]:
+        """A copy of a partition, which stays at that version as long as it is used.
+
+        Raises ``StateVersionError`` if the version is not kept, ``TooManyRequestsError`` if as many others as may be are in use,
+        ``HostUnavailableError`` if it is not loaded yet, and what loading raises.
+        """
+        key = (registration.run_id, spec.name, version)
+        self.release_idle()
+        if not self._is_loaded(key, partition):
+            before_slow_work()
+        with self._lock:
+            copies = self._reserved(key)
+            copies.users += 1
+            loaded = copies.partitions.get(partition)
+            if loaded is None:
+                loaded = copies.partitions[partition] = Future()
+                copies.users += 1
+                self._loads.submit(self._load, loaded, copies, registration, spec, partition, version)
+        try:
+            if not wait([loaded], self._wait).done:
+                raise HostUnavailableError(
+                    f"Version {version} of partition {partition} of operator {spec.name!r} (run {registration.run_id}) is being "
+                    "loaded from storage, which takes longer; ask again in a moment."
+                )
+            yield loaded.result()
+        finally:
+            self._release(copies)
+
+    def _is_loaded(self, key: CopyKey, partition: int) -> bool:
+        with self._lock:
+            held = self._held.get(key)
+            loaded = None if held is None else held.partitions.get(partition)
+        return loaded is not None and loaded.done()
+
+    def _reserved(self, key: CopyKey) -> _Copies:
+        held = self._held.get(key)
+        if held is not None:
+            return held
+        if len(self._held) >= KEPT_VERSIONS:
+            idle = [k for k, c in self._held.items() if not c.users]
+            if not idle:
+                raise TooManyRequestsError(
+                    f"This host reads {KEPT_VERSIONS} older versions from storage already: "
+                    f"{', '.join(f'{v} of {o!r}' for _, o, v in self._held)}. Try again later, or ask for a newer version."
+                )
+            self._held.pop(min(idle, key=lambda k: self._held[k].used)).destroy()
+        made = self._held[key] = _Copies(used=self._clock())
+        return made
+
+    def _release(self, copies: _Copies) -> None:
+        with self._lock:
+            copies.users -= 1
+            copies.used = self._clock()
+            is_over = copies.dropped and not copies.users
+        if is_over:
+            copies.destroy()
+
+    def _load(
+        self,
+        loaded: Future[PartitionState],
+        copies: _Copies,
+        registration: QueryRegistration,
+        spec: OperatorSpec,
+        partition: int,
+        version: int,
+    ) -> None:
+        try:
+            directory = f"operators/{spec.name}/{spec.num_partitions}/{partition}/default"
+            local = self._host.scratch / uuid.uuid4().hex
+            state = self._host.open_copy(registration, directory, spec.backend, local)
+            try:
+                self._fill(state, registration.run_id, spec.name, partition, version)
+            except BaseException:
+                state.destroy()
+                raise
+            loaded.set_result(state)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
+            with self._lock:
+                del copies.partitions[partition]  # the next one tries again
+            loaded.set_exception(error)
+        finally:
+            self._release(copies)
+
+    def _fill(self, state: PartitionState, run_id: str, operator: str, partition: int, version: int) -> None:
+        try:
+            state.load(self._lineage(run_id, operator, partition, version))
+        except MissingFileError:
+            self._lineage(run_id, operator, partition, version)  # says so if the version was given up meanwhile
+            raise
+
+    def _lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+        try:
+            return self._host.lineage(run_id, operator, partition, version)
+        except VersionNotFoundError as error:
+            raise StateVersionError(str(error)) from error
+
+    def release_idle(self) -> None:
+        """Remove what nobody has used for a while."""
+        until = self._clock() - IDLE_SECONDS
+        with self._lock:
+            idle = [key for key, c in self._held.items() if not c.users and c.used <= until]
+            gone = [self._held.pop(key) for key in idle]
+        for copies in gone:
+            copies.destroy()
+
+    def drop(self, run_id: str | None) -> None:
+        """Remove what is of a run (None: of all runs), as soon as it is not read any more."""
+        with self._lock:
+            keys = [key for key in self._held if run_id in (None, key[0])]
+            gone = [self._held.pop(key) for key in keys]
+            for copies in gone:
+                copies.dropped = True
+            idle = [copies for copies in gone if not copies.users]
+        for copies in idle:
+            copies.destroy()

@@ -1,0 +1,1 @@
+"""Send one request to several hosts and combine their answers at one version (scatter-gather)."""

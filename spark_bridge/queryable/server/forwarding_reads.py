@@ -1,0 +1,182 @@
+"""Answers for all hosts: what this host owns from its own state, the rest by asking the owners."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from coordinator_actor.exceptions import RetiredRunError
+from coordinator_actor.messages import OperatorLocation
+from spark_bridge.exceptions import QueryTimeoutError
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
+from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
+from spark_bridge.queryable.routing.retries import GONE, MOVED, Attempts, should_locate
+from spark_bridge.queryable.routing.router import RoutedAnswer, StateRouter
+from spark_bridge.queryable.server.location_cache import KeptOracles
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 1.0
+"""How long a request is repeated here when owners have moved. The client has more of it, and would hold nobody's turn meanwhile."""
+
+
+class ForwardingReads:
+    """``StateReads`` of a proxy: a request with ``forward`` is answered for all partitions, another one only for this host's.
+
+    ``own`` gives what this host answers itself, and ``address`` its own query address; both are called once, when something is asked. What is
+    asked of others has no ``forward``, so nothing goes further than one step.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[], StateReads],
+        address: Callable[[], str],
+        oracles: KeptOracles,
+        connections: KvConnections,
+        *,
+        patience: float = PATIENCE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._find_own = own
+        self._address = address
+        self._oracles = oracles
+        self._connections = connections
+        self._patience = patience
+        self._clock = clock
+        self._sleep = sleep
+
+    @cached_property
+    def own(self) -> StateReads:
+        """Answers for this host."""
+        return self._find_own()
+
+    @cached_property
+    def router(self) -> StateRouter:
+        """Asks the other hosts."""
+        return StateRouter(self._connections, local=(self._address(), self.own), clock=self._clock, sleep=self._sleep)
+
+    # -- for all hosts -------------------------------------------------------------------------
+
+    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.lookup(request, keys)
+        return self._answer(
+            request,
+            lambda location, deadline: self.router.lookup(location, request.column_family, keys, request.at, deadline),
+        )
+
+    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.lookup_one(request, key)
+        return self._answer(
+            request,
+            lambda location, deadline: self.router.lookup_one(
+                location, request.column_family, key, request.at, deadline
+            ),
+        )
+
+    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.key_rows(request, keys)
+        return _state_answer(
+            self._answer(
+                request,
+                lambda location, deadline: self.router.key_rows(location, request, keys, deadline),
+                with_schema=True,
+            )
+        )
+
+    def scan(self, request: Scan) -> StateAnswer:
+        """See ``StateReads``. The rows of ``partitions`` come in the order of these; without them those of all hosts as they come."""
+        if not request.forward:
+            return self.own.scan(request)
+
+        def relocate(error: Exception) -> OperatorLocation:
+            self._moved(request.run_id, error)
+            try:
+                return self._oracles.location(request.run_id, request.operator, with_schema=True)
+            except GONE as gone:
+                raise RetiredRunError(str(gone)) from gone  # which run is next, the client must find out
+
+        in_order = request.partitions is not None
+        return _state_answer(
+            self._answer(
+                request,
+                lambda location, deadline: self.router.scan(location, request, deadline, relocate, in_order=in_order),
+                with_schema=True,
+            )
+        )
+
+    def count(self, request: Scan) -> tuple[int, int]:
+        """See ``StateReads``."""
+        if not request.forward:
+            return self.own.count(request)
+        return self._answer(request, lambda location, deadline: self.router.count(location, request, deadline))
+
+    # -- what any host can answer --------------------------------------------------------------
+
+    def locate(self, operator: str, query: str | None) -> OperatorLocation:
+        """See ``StateReads``."""
+        return self.own.locate(operator, query)
+
+    def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
+        """See ``StateReads``."""
+        return self.own.changes(request, keys)
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        """See ``StateReads``."""
+        return self.own.await_completed(run_id, after, seconds)
+
+    def operators(self) -> list[dict[str, Any]]:
+        """See ``StateReads``."""
+        return self.own.operators()
+
+    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
+        """See ``StateReads``."""
+        return self.own.describe(operator, query)
+
+    # -- how it is asked -----------------------------------------------------------------------
+
+    def _answer(
+        self,
+        request: Lookup | KeyRows | Scan,
+        ask: Callable[[OperatorLocation, float], T],
+        *,
+        with_schema: bool = False,
+    ) -> T:
+        """What ``ask`` returns, repeated for a little while if partitions have moved. Raises what the owners raise."""
+        run_id, operator = request.run_id, request.operator
+        begun = self._clock()
+        attempts: Attempts | None = None
+        while True:
+            try:
+                location = self._oracles.location(run_id, operator, with_schema=with_schema)
+                return ask(location, begun + self._connections.timeout)
+            except (RetiredRunError, *GONE) as error:
+                self._moved(run_id, error)
+                raise  # the client named a run, and must find out which one is next
+            except MOVED as error:
+                attempts = attempts or Attempts("", begun + self._patience, clock=self._clock)
+                try:
+                    delay = attempts.delay(error)
+                except QueryTimeoutError:
+                    raise error from None  # the client has more time
+                self._moved(run_id, error)
+            self._sleep(delay)
+
+    def _moved(self, run_id: str, error: Exception) -> None:
+        if should_locate(error):
+            self._oracles.refresh(run_id)
+
+
+def _state_answer(answer: RoutedAnswer) -> StateAnswer:
+    return StateAnswer(answer.version, answer.schema, answer.batches)

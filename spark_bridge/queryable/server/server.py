@@ -1,0 +1,216 @@
+"""``KvStateServer``: the TCP server of a host that answers queries of its state (``wire``), after Flink's class of that name.
+
+A thread for each connection: lookups spend their time in RocksDB and Arrow, which let other threads run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from spark_bridge.exceptions import TooManyRequestsError
+from spark_bridge.queryable.protocol.messages import Describe
+from spark_bridge.queryable.protocol.state_reads import StateReads
+from spark_bridge.queryable.server.limits import RequestLimits, seconds_left
+from spark_bridge.queryable.server.refused_connection import refuse
+from spark_bridge.queryable.server.request_statistics import RequestStatistics
+from spark_bridge.queryable.server.server_connection import HELLO_SECONDS, ServerConnection, Serving
+
+if TYPE_CHECKING:
+    from spark_bridge.queryable.server.token_verifier import TokenVerifier
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+MAX_STRANGERS = 64
+"""So many connections may be there whose clients have not said who they are; they count apart from ``max_connections``."""
+REFUSED_AT_ONCE = 16
+"""So many clients beyond ``MAX_STRANGERS`` are told why; the others only find the connection closed."""
+SHUTDOWN_SECONDS = 10.0
+ACCEPT_SECONDS = 1.0
+"""How long the accepting thread waits at a time: where closing the listener does not wake it, it sees the end so."""
+
+
+class KvStateServer:
+    """Answers queries at ``server_address`` from ``reads``; ``port`` 0 takes a free one, which it keeps when it is started again.
+
+    ``tokens`` decides who may ask. ``host_id`` is what clients are told in the ``Welcome``. With ``tls``, only encrypted connections
+    are answered. Raises ``OSError`` if the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        reads: StateReads,
+        tokens: TokenVerifier,
+        *,
+        ip: str,
+        port: int = 0,
+        limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
+        tls: ssl.SSLContext | None = None,
+        statistics: RequestStatistics | None = None,
+        host_id: str = "",
+    ) -> None:
+        self.statistics = RequestStatistics() if statistics is None else statistics
+        self._reads = reads
+        self._tokens = tokens
+        self._limits = limits
+        self._tls = tls
+        self._host_id = host_id
+        self._ip = ip
+        self._lock = threading.Lock()
+        self._connections: dict[threading.Thread, ServerConnection | socket.socket] = {}
+        self._acceptor: threading.Thread | None = None
+        self._serving: Serving | None = None
+        self._listener: socket.socket | None = self._bind(port)
+        self._port = int(self._listener.getsockname()[1])
+
+    @property
+    def server_address(self) -> str:
+        """Where clients connect: "ip:port". Known before ``start``."""
+        return f"[{self._ip}]:{self._port}" if ":" in self._ip else f"{self._ip}:{self._port}"
+
+    def start(self) -> None:
+        """Begin to answer; nothing happens if it has. After ``shutdown`` it listens at the same address again, or raises ``OSError``."""
+        with self._lock:
+            if self._acceptor is not None:
+                return
+            listener = self._listener or self._bind(self._port)
+            listener.listen(BACKLOG)
+            listener.settimeout(ACCEPT_SECONDS)
+            self._listener = listener
+            serving = Serving(self._reads, self._tokens, self._limits, self.statistics, self._host_id, self.describe)
+            self._serving = serving
+            self._acceptor = threading.Thread(
+                target=self._accept, args=(listener, serving), name=f"statestore-queries-{self._port}", daemon=True
+            )
+            self._acceptor.start()
+
+    def shutdown(self) -> None:
+        """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs. May be repeated."""
+        with self._lock:
+            listener, acceptor, serving = self._listener, self._acceptor, self._serving
+            self._listener = self._acceptor = self._serving = None
+        if serving is not None:
+            serving.stopping.set()
+        if listener is not None:
+            with contextlib.suppress(OSError):  # not connected, say some systems; the accepting thread looks by itself
+                listener.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        if acceptor is not None:
+            acceptor.join(seconds_left(deadline))
+        if listener is not None:
+            listener.close()
+        with self._lock:
+            threads = list(self._connections)
+            for connection in self._connections.values():
+                if isinstance(connection, ServerConnection):
+                    connection.wake()
+                else:
+                    with contextlib.suppress(OSError):
+                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(seconds_left(deadline))
+        left = [t.name for t in threads if t.is_alive()]
+        if left:
+            log.warning(
+                "%d connections still answer a request %.0f s after the shutdown of %s: %s",
+                len(left),
+                SHUTDOWN_SECONDS,
+                self.server_address,
+                ", ".join(left[:5]),
+            )
+
+    def describe(self, request: Describe) -> dict[str, Any]:
+        """What ``reads`` says, and ``requests``: how this server has answered. A proxy overrides it for what has ``forward``."""
+        described = self._reads.describe(request.operator, request.query)
+        return {**described, "requests": self.statistics.snapshot(request.operator)}
+
+    @property
+    def num_connections(self) -> int:
+        """How many there are now."""
+        return len(self._connections)
+
+    def _bind(self, port: int) -> socket.socket:
+        listener = socket.socket(socket.AF_INET6 if ":" in self._ip else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._ip, port))
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def _accept(self, listener: socket.socket, serving: Serving) -> None:
+        while not serving.stopping.is_set():
+            try:
+                connected, _ = listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if not serving.stopping.wait(0.1):  # such as too many open files, which passes
+                    log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
+                continue
+            strangers = len(self._connections) - serving.connections.taken
+            if strangers >= MAX_STRANGERS + REFUSED_AT_ONCE:
+                connected.close()
+                continue
+            thread = threading.Thread(
+                target=self._serve,
+                args=(connected, serving, strangers < MAX_STRANGERS),
+                name="statestore-query",
+                daemon=True,
+            )
+            with self._lock:
+                self._connections[thread] = connected
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                with self._lock:
+                    del self._connections[thread]
+                connected.close()
+                log.warning("A connection to %s cannot be answered: %s", self.server_address, error)
+
+    def _serve(self, connected: socket.socket, serving: Serving, is_welcome: bool) -> None:
+        connection: ServerConnection | None = None
+        this = threading.current_thread()
+        try:
+            if self._tls is not None:
+                connected.settimeout(HELLO_SECONDS)
+                connected = self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+                with self._lock:
+                    self._connections[this] = connected
+                if serving.stopping.is_set():
+                    return  # it was woken as the plain socket that it is no more
+                connected.do_handshake()
+            connection = ServerConnection(serving, connected)
+            with self._lock:
+                self._connections[this] = connection
+            if serving.stopping.is_set():
+                return
+            if is_welcome:
+                connection.serve()
+            else:
+                connection.refuse(
+                    TooManyRequestsError(
+                        f"{MAX_STRANGERS} clients of this host have yet to say who they are, as many as may; try again, or ask other hosts."
+                    )
+                )
+        except OSError as error:  # in the handshake: the client speaks no TLS, or another one, or is gone
+            log.debug("A connection was not made: %s", error)
+            if isinstance(error, ssl.SSLError) and connection is None:
+                refuse(connected, error)
+        except Exception:
+            log.exception("A connection ended with an error")
+        finally:
+            with self._lock:
+                # Under the lock: who wakes connections must not meet another one under the same file descriptor.
+                if connection is not None:
+                    connection.close()
+                else:
+                    connected.close()
+                del self._connections[this]

@@ -1,0 +1,1 @@
+"""SQL over operators: DuckDB with filters and columns pushed down."""

@@ -1,0 +1,268 @@
+"""What of a filter the hosts can do: comparisons, lookups of keys, ranges of keys.
+
+Only what is understood is taken, and only what holds for every row that passes the filter. The filter itself must be applied to what comes back:
+then whatever is missed here costs time and never rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from typing import Literal as OneOf
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_bridge.queryable.protocol.messages import Comparison
+from spark_bridge.queryable.sql.expressions import (
+    Call,
+    FieldRef,
+    Literal,
+    Node,
+    UnknownExpressionError,
+    columns_of,
+    parsed,
+)
+
+MAX_KEYS = 10_000
+"""More keys than this are not looked up one by one."""
+MAX_WHERE_BYTES = 256 << 10
+"""Comparisons longer than this are left to the client: a request's header is limited."""
+COMPARISONS: dict[str, OneOf["=", "!=", "<", "<=", ">", ">="]] = {
+    "equal": "=",
+    "not_equal": "!=",
+    "less": "<",
+    "less_equal": "<=",
+    "greater": ">",
+    "greater_equal": ">=",
+}
+_MIRRORED = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a scan is asked for. ``columns`` (None: all) includes those that the filter reads.
+
+    ``keys``: no other keys than these have rows that pass. ``prefix``, or ``start`` (included) and ``end`` (not included): no
+    keys outside have.
+    """
+
+    columns: list[str] | None = None
+    where: list[Comparison] = field(default_factory=list)
+    keys: pa.RecordBatch | None = None
+    prefix: tuple[Any, ...] | None = None
+    start: tuple[Any, ...] | None = None
+    end: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """``column operator values``, the values in the column's type."""
+
+    column: str
+    operator: OneOf["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
+    values: tuple[pa.Scalar, ...] = ()
+
+
+def push(
+    expression: pc.Expression | None,
+    columns: Sequence[str] | None,
+    schema: pa.Schema,
+    key: Sequence[str],
+    *,
+    has_ranges: bool = True,
+) -> Pushed:
+    """What to ask for, for the rows of a table of ``schema`` that pass ``expression``.
+
+    ``columns`` are those wanted (None: all), ``key`` the columns of the grouping key in their order. ``has_ranges``: a scan
+    can be bounded by them.
+    """
+    if expression is None:
+        return Pushed(None if columns is None else list(columns))
+    try:
+        tree = parsed(expression)
+    except UnknownExpressionError:
+        return Pushed()
+    needed = None if columns is None else list(dict.fromkeys([*columns, *sorted(columns_of(tree))]))
+    conditions = list(_conditions(tree, schema))
+    where = _where(conditions)
+    keys = _keys(conditions, schema, key)
+    if keys is not None or not has_ranges:
+        return Pushed(needed, where, keys)
+    return Pushed(needed, where, None, *_bounds(conditions, schema, key))
+
+
+def _conditions(node: Node, schema: pa.Schema) -> Iterator[Condition]:
+    """Conditions that hold wherever the expression does."""
+    if not isinstance(node, Call):
+        return
+    if node.function in ("and", "and_kleene"):
+        for argument in node.arguments:
+            yield from _conditions(argument, schema)
+    elif (found := _condition(node, schema)) is not None:
+        yield found
+
+
+def _condition(node: Call, schema: pa.Schema) -> Condition | None:
+    match node:
+        case Call(function, (FieldRef((column,)), Literal(value))) if function in COMPARISONS:
+            return _comparison(schema, column, COMPARISONS[function], value)
+        case Call(function, (Literal(value), FieldRef((column,)))) if function in COMPARISONS:
+            return _comparison(schema, column, _MIRRORED[COMPARISONS[function]], value)
+        case Call("is_in", (FieldRef((column,)),), pa.StructScalar() as options):
+            return _in(schema, column, options, nulls=False)
+        case Call(
+            "if_else",
+            (
+                Call("is_valid", (FieldRef((tested,)),)),
+                Call("is_in", (FieldRef((column,)),), pa.StructScalar() as options),
+                Literal(otherwise),
+            ),
+        ) if tested == column and not otherwise.is_valid:
+            return _in(schema, column, options, nulls=True)
+        case Call("is_valid", (FieldRef((column,)),)) if column in schema.names:
+            return Condition(column, "is not null")
+        case Call("is_null", (FieldRef((column,)),), pa.StructScalar() as options) if column in schema.names:
+            return Condition(column, "is null") if options.as_py().get("nan_is_null") is False else None
+        case Call("or" | "or_kleene"):
+            return _alternatives(node, schema)
+    return None
+
+
+def _comparison(schema: pa.Schema, column: str, operator: Any, value: pa.Scalar) -> Condition | None:
+    fitting = _fitting(schema, column, value)
+    return None if fitting is None else Condition(column, operator, (fitting,))
+
+
+def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool) -> Condition | None:
+    """``nulls``: a null among the values has no effect, as null rows are out anyway."""
+    values = [v for v in options["value_set"] if v.is_valid or not nulls]
+    fitting = [_fitting(schema, column, v) for v in values]
+    found = tuple(v for v in fitting if v is not None)
+    return Condition(column, "in", found) if len(found) == len(values) else None
+
+
+def _alternatives(node: Call, schema: pa.Schema) -> Condition | None:
+    """``a = 1 or a = 2`` as ``a in (1, 2)``."""
+    parts: list[Condition] = []
+    for argument in node.arguments:
+        part = _condition(argument, schema) if isinstance(argument, Call) else None
+        if part is None or part.operator not in ("=", "in"):
+            return None
+        parts.append(part)
+    if len({part.column for part in parts}) != 1:
+        return None
+    return Condition(parts[0].column, "in", tuple(itertools.chain.from_iterable(p.values for p in parts)))
+
+
+def _fitting(schema: pa.Schema, column: str, value: pa.Scalar) -> pa.Scalar | None:
+    """A value in the type of its column; None if it has no exact one there or in Python, or has no place in an order (null, NaN)."""
+    if column not in schema.names or not value.is_valid:
+        return None
+    wanted = schema.field(column).type
+    if pa.types.is_nested(wanted):
+        return None
+    try:
+        fitting = value if value.type == wanted else value.cast(wanted)
+        if fitting is not value and not fitting.cast(value.type).equals(value):
+            return None
+        plain = fitting.as_py()
+    except (pa.ArrowException, ValueError, OverflowError):
+        return None
+    if isinstance(plain, float) and not math.isfinite(plain):
+        return None
+    return fitting
+
+
+# -- comparisons ---------------------------------------------------------------------------------
+
+
+def _where(conditions: Sequence[Condition]) -> list[Comparison]:
+    where: list[Comparison] = []
+    left = MAX_WHERE_BYTES
+    for condition in conditions:
+        values = [as_json(v) for v in condition.values]
+        said = [v for v in values if v is not None]
+        size = sum(len(str(v).encode()) + 8 for v in said)
+        if len(said) == len(values) and size <= left:
+            left -= size
+            where.append(Comparison(condition.column, condition.operator, said))
+    return where
+
+
+def as_json(value: pa.Scalar) -> str | int | float | bool | None:
+    """A value as ``Comparison`` has it: what JSON can say, or a string that Arrow casts to exactly this value; else None."""
+    kind = value.type
+    plain: Any = value.as_py()
+    if isinstance(plain, bool | int | float | str):
+        return plain
+    try:
+        if pa.types.is_binary(kind):
+            text: str = plain.decode()
+        elif pa.types.is_temporal(kind):
+            text = value.cast(pa.string()).as_py()
+        elif pa.types.is_decimal(kind):
+            text = format(plain, "f")
+        else:
+            return None
+        return text if pa.scalar(text).cast(kind).equals(value) else None
+    except (pa.ArrowException, UnicodeDecodeError):
+        return None
+
+
+# -- keys ----------------------------------------------------------------------------------------
+
+
+def _keys(conditions: Sequence[Condition], schema: pa.Schema, key: Sequence[str]) -> pa.RecordBatch | None:
+    """The only keys that can pass, if there are conditions on all their columns."""
+    choices = [_choices(conditions, column) for column in key]
+    found = [c for c in choices if c is not None]
+    if not key or len(found) < len(choices) or math.prod(map(len, found)) > MAX_KEYS:
+        return None
+    rows = list(itertools.product(*(dict.fromkeys(v.as_py() for v in choice) for choice in found)))
+    fields = [schema.field(column) for column in key]
+    arrays = [pa.array([row[i] for row in rows], f.type) for i, f in enumerate(fields)]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def _choices(conditions: Sequence[Condition], column: str) -> tuple[pa.Scalar, ...] | None:
+    """The fewest values that a column can have."""
+    lists = [c.values for c in conditions if c.column == column and c.operator in ("=", "in")]
+    return min(lists, key=len, default=None)
+
+
+def _bounds(
+    conditions: Sequence[Condition], schema: pa.Schema, key: Sequence[str]
+) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None, tuple[Any, ...] | None]:
+    """Prefix, start and end of the keys that can pass."""
+    fixed: list[Any] = []
+    for column in key:
+        equal = [c.values[0] for c in conditions if c.column == column and c.operator == "="]
+        if not equal:
+            break
+        fixed.append(equal[0].as_py())
+    else:
+        return (tuple(fixed) or None), None, None
+    column = key[len(fixed)]
+    low = [c.values[0].as_py() for c in conditions if c.column == column and c.operator in (">", ">=")]
+    high = [
+        _behind(c, schema.field(column).type) for c in conditions if c.column == column and c.operator in ("<", "<=")
+    ]
+    ends = [value for value in high if value is not None]
+    if fixed and not (low and ends):
+        return tuple(fixed), None, None
+    start = (*fixed, max(low)) if low else None
+    return None, start, ((*fixed, min(ends)) if ends else None)
+
+
+def _behind(condition: Condition, kind: pa.DataType) -> Any:
+    """The first value that an upper bound excludes; None if it has no name."""
+    value = condition.values[0].as_py()
+    if condition.operator == "<":
+        return value
+    if pa.types.is_integer(kind) and value < (1 << (kind.bit_width - 1)) - 1:
+        return value + 1
+    return None

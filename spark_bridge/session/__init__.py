@@ -1,0 +1,1 @@
+"""The Spark session on Ray: start and attach, the streaming query listener, settings, savepoints."""

@@ -1,0 +1,240 @@
+"""The driver's StreamingQueryListener: registers queries, tells their tasks where the hosts are.
+
+Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach
+every task of the query. A listener cannot stop a query by raising, so a refusal travels as a
+property and is raised by the query's first tasks (DESIGN, section 4).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.listener import (
+    QueryProgressEvent,
+    QueryStartedEvent,
+    QueryTerminatedEvent,
+    StreamingQueryListener,
+)
+
+from backends.exceptions import StateStoreError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.messages import QueryRegistration, RegisteredQuery
+from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.operators.aggregate.operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
+from spark_bridge.operators.declared import duplicate_names, operators_in_plan
+from spark_bridge.operators.initial_state import ENTRIES, InitialState, make_initial_states
+from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
+from spark_bridge.session.settings import unsafe_settings
+from spark_bridge.session.state_cluster import StateCluster
+from spark_bridge.task import state_task as properties
+
+log = logging.getLogger(__name__)
+
+DRIVER_HEARTBEAT_SECONDS = 1.0
+MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
+STATE_LOCATION_CONF = "spark.statestore.location"
+SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
+TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+HADOOP_PREFIX = "spark.hadoop.fs.s3a."
+
+
+class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
+    """Joins the queries of one Spark session to one state cluster."""
+
+    def __init__(self, spark: SparkSession, cluster: StateCluster) -> None:
+        self._spark = spark
+        self._cluster = cluster
+        self._registrations: dict[str, QueryRegistration] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._heartbeat = threading.Thread(target=self._run_heartbeat, name="statestore-driver", daemon=True)
+        self._heartbeat.start()
+
+    def onQueryStarted(self, event: QueryStartedEvent) -> None:
+        """Register a query that has stateful operators, and set the properties of its tasks."""
+        refusal = None
+        try:
+            refusal = self._register(event)
+        except Exception as error:
+            log.exception("Registering query %s failed", event.runId)
+            refusal = f"Registering the query with the state store failed: {type(error).__name__}: {error}"
+        self._set(properties.REFUSAL, refusal)
+
+    def _register(self, event: QueryStartedEvent) -> str | None:
+        query = self._spark.streams.get(str(event.id))
+        execution = query._jsq.streamingQuery()
+        declared = operators_in_plan(execution.analyzedPlan())
+        if not declared:
+            return None
+        operators = [o.spec for o in declared]
+        refusal = self._refuse(execution, [o.name for o in operators], duplicate_names(operators))
+        if refusal is not None:
+            return refusal
+        checkpoint = str(execution.resolvedCheckpointRoot())
+        conf = self._spark.sparkContext.getConf()
+        state = self._state_location(checkpoint, str(event.id))
+        own = f"{checkpoint.rstrip('/')}/statestore"
+        options = {
+            **{k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
+            **self._cluster.conf.storage_options,
+        }
+        if state != own and CheckpointStorage.open(own, options).exists("query.json"):
+            return (
+                f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: the query "
+                f"would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
+            )
+        machines = self._cluster.machines()
+        shared = str(self._spark.conf.get(SHARED_FILES_CONF, "false")).lower() == "true"
+        for location in (checkpoint, state):
+            if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
+                return (
+                    f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines ({', '.join(machines)}): "
+                    "each would see files of its own. Use a checkpoint location on S3, Google Cloud Storage or Azure, put the "
+                    "state elsewhere with state_location=, or, if all machines share that directory, set "
+                    f"{SHARED_FILES_CONF}=true."
+                )
+        registration = QueryRegistration(
+            query_id=str(event.id),
+            run_id=str(event.runId),
+            name=event.name,
+            session_id=self._cluster.session_id,
+            checkpoint_location=checkpoint,
+            state_location=state,
+            operators=tuple(
+                msgspec.structs.replace(o, backend=self._cluster.conf.provider)
+                for o in sorted(operators, key=lambda o: o.name)
+            ),
+            key_groups=int(self._spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS),
+            storage_options=options,
+            # Whatever Spark lets a user go back to must be there.
+            min_versions_to_retain=max(
+                self._cluster.conf.min_versions_to_retain, int(self._spark.conf.get(MIN_BATCHES_CONF, "100") or 100)
+            ),
+            maintenance_interval=self._cluster.conf.maintenance_interval,
+        )
+        initial = self._initial_states(
+            registration, {o.spec.name: o.initial for o in declared if o.initial is not None}
+        )
+        answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration, initial)
+        if answer.refusal is not None:
+            return answer.refusal
+        with self._lock:
+            self._registrations[registration.run_id] = registration
+        self._set(properties.RUN_ID, registration.run_id)
+        self.publish_endpoints()
+        log.info(
+            "Registered query %s (run %s) at version %d",
+            registration.query_id,
+            registration.run_id,
+            answer.completed_version,
+        )
+        return None
+
+    def _initial_states(self, registration: QueryRegistration, states: Mapping[str, InitialState]) -> ENTRIES | None:
+        """Make version 0 of a query that has no state yet; None if there is nothing to be made, or there is state."""
+        storage = CheckpointStorage.open(registration.state_location, registration.storage_options)
+        if not states or next(iter(storage.list("manifests/")), None) is not None:
+            return None
+        started = time.time()
+        log.info("Making the initial state of %s", ", ".join(sorted(states)))
+        made = make_initial_states(registration, states, int(started * 1000), self._cluster.conf)
+        log.info("Made the initial state of %s in %.1f s", ", ".join(sorted(states)), time.time() - started)
+        return made
+
+    def publish_endpoints(self) -> None:
+        """Tell the jobs that this thread starts where the hosts are."""
+        self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
+        self._set(properties.TOKEN, self._cluster.token)
+        self._set(properties.HOST_FILES, self._cluster.host_files)
+        self._set(properties.TIMEOUT, str(self._cluster.recovery_timeout))
+        self._set(properties.TLS, None if self._cluster.tls is None else self._cluster.tls.to_json())
+
+    def _state_location(self, checkpoint: str, query_id: str) -> str:
+        base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""
+        return f"{base.rstrip('/')}/{query_id}" if base else f"{checkpoint.rstrip('/')}/statestore"
+
+    def _refuse(self, execution: Any, names: list[str], duplicates: list[str]) -> str | None:
+        """What only the running query shows to be wrong, or None."""
+        operators = ", ".join(sorted(set(names)))
+        if duplicates:
+            return f"Operator name {', '.join(map(repr, duplicates))} is used twice in one query; give each a name of its own."
+        kind = str(execution.getClass().getSimpleName())
+        trigger = str(execution.trigger().getClass().getSimpleName())
+        if "Async" in kind:
+            return (
+                f"Query with state ({operators}) uses async progress tracking, which commits batches out of step with their "
+                'state; remove .option("asyncProgressTrackingEnabled", "true").'
+            )
+        if "Continuous" in kind or "Continuous" in trigger or "RealTime" in trigger:
+            return (
+                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version state by; use "
+                "trigger(processingTime=...) or trigger(availableNow=True)."
+            )
+        checkpoint = str(execution.resolvedCheckpointRoot())
+        if TEMPORARY_CHECKPOINT.search(checkpoint):
+            return (
+                f"Query with state ({operators}) has no checkpoint location, so its state could not outlive it; set "
+                '.option("checkpointLocation", ...) or spark.sql.streaming.checkpointLocation.'
+            )
+        return unsafe_settings(self._spark)
+
+    def _set(self, key: str, value: str | None) -> None:
+        # setLocalProperty(None) removes it.
+        self._spark.sparkContext._jsc.sc().setLocalProperty(key, value)
+
+    def onQueryProgress(self, event: QueryProgressEvent) -> None:
+        """A batch is done: ``commits/<N>`` is on disk, so its version is completed."""
+        run_id = str(event.progress.runId)
+        with self._lock:
+            known = run_id in self._registrations
+        if known and not self._stopping.is_set():
+            try:
+                self._cluster.batch_committed(run_id, int(event.progress.batchId))
+                if has_listeners():
+                    tell_listeners(run_id, progress_of(self._cluster, run_id, int(event.progress.batchId)))
+            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+                # The first task of the next batch completes the version all the same.
+                log.warning("Batch %s of run %s was not reported: %s", event.progress.batchId, run_id, error)
+
+    def onQueryIdle(self, event: Any) -> None:
+        """Nothing to do: an idle query has no new version."""
+
+    def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
+        """Deactivate the instances of the run; hosts unload them."""
+        run_id = str(event.runId)
+        with self._lock:
+            known = self._registrations.pop(run_id, None)
+        if known is not None and not self._stopping.is_set():
+            try:
+                self._cluster.coordinator.call("deactivate_instances", run_id)
+            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+                # The lease of the run ends by itself.
+                log.warning("The end of run %s was not reported: %s", run_id, error)
+
+    def _run_heartbeat(self) -> None:
+        while not self._stopping.wait(DRIVER_HEARTBEAT_SECONDS):
+            with self._lock:
+                registrations = list(self._registrations.values())
+            for registration in registrations:
+                try:
+                    is_stopping = registration.run_id in self._cluster.stopping
+                    if not self._cluster.coordinator.call(
+                        "driver_heartbeat", registration.run_id, is_stopping=is_stopping
+                    ):
+                        self._cluster.coordinator.call("register_query", registration)
+                except Exception:  # the thread must go on
+                    log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)
+
+    def close(self) -> None:
+        """Stop the heartbeat."""
+        self._stopping.set()
+        self._heartbeat.join(timeout=5)

@@ -1,0 +1,149 @@
+"""What the operators of a query did in their last batch: Spark's ``StateOperatorProgress``, for ours.
+
+Spark takes these operators for stateless, so that its own progress has nothing to say of their state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spark_bridge.exceptions import HostUnavailableError
+
+if TYPE_CHECKING:
+    from pyspark.sql.streaming import StreamingQuery
+
+    from spark_bridge.session.state_cluster import StateCluster
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 10.0
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class StateOperatorProgress:
+    """One operator in one batch, over all its partitions; the names are those of Spark's JSON, in snake case.
+
+    ``num_rows_total`` counts the pairs of all column families behind the batch, ``memory_used_bytes`` what the hosts hold
+    of them in memory. ``commit_time_ms`` is the sum over the partitions, ``num_state_store_instances`` how many
+    partitions told of the batch: less than ``num_shuffle_partitions`` if a host was lost since.
+    """
+
+    operator_name: str
+    batch_id: int
+    num_rows_total: int = 0
+    num_rows_updated: int = 0
+    num_rows_removed: int = 0
+    num_rows_dropped_by_watermark: int = 0
+    commit_time_ms: float = 0.0
+    memory_used_bytes: int = 0
+    num_shuffle_partitions: int = 0
+    num_state_store_instances: int = 0
+    custom_metrics: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, for JSON and for tables."""
+        return asdict(self)
+
+
+class StateOperatorListener(Protocol):
+    """Is told of every batch that Spark has committed, as Spark's ``onQueryProgress`` is."""
+
+    def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
+        """A batch is committed: what each operator did in it. An error that is raised here is logged."""
+
+
+_listeners: list[StateOperatorListener] = []
+_lock = threading.Lock()
+
+
+def add_state_operator_listener(listener: StateOperatorListener) -> None:
+    """Have a listener told of every batch of every query of this driver."""
+    with _lock:
+        _listeners.append(listener)
+
+
+def remove_state_operator_listener(listener: StateOperatorListener) -> None:
+    """Tell a listener no more; it is no error if it was not told."""
+    with _lock:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+
+def has_listeners() -> bool:
+    """Whether anybody wants to be told."""
+    with _lock:
+        return bool(_listeners)
+
+
+def tell_listeners(run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
+    """Tell all listeners of a batch."""
+    with _lock:
+        listeners = list(_listeners)
+    for listener in listeners:
+        try:
+            listener.on_state_operator_progress(run_id, progress)
+        except Exception:  # one listener's fault is not the others'
+            log.exception("A state operator listener failed at run %s", run_id)
+
+
+def state_operator_progress(query: StreamingQuery) -> list[StateOperatorProgress]:
+    """What each stateful operator of a running query did in the last batch that Spark has committed; [] before the first.
+
+    Raises ``HostUnavailableError`` if the hosts do not come to tell of it within some seconds.
+    """
+    from spark_bridge.session.spark_session import current_cluster  # which knows the listener, which knows this module
+
+    last = query.lastProgress
+    return progress_of(current_cluster(), str(query.runId), -1 if last is None else int(last["batchId"]))
+
+
+def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[StateOperatorProgress]:
+    """See ``state_operator_progress``; of a batch that is not before ``batch_id``."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        run = next((q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id), None)
+        if run is None or run["completed_version"] == batch_id + 1 == 0:
+            return []
+        version = max(run["completed_version"], batch_id + 1)
+        held = [i for host in cluster.describe_hosts() for i in host["instances"] if i["run_id"] == run_id]
+        # Hosts hear of a completed version a moment later.
+        if all(i["version"] >= version for i in held):
+            return [_sum(name, version, n, held) for name, n in run["operators"].items()]
+        if time.monotonic() > deadline:
+            behind = sorted({i["version"] for i in held if i["version"] < version})
+            raise HostUnavailableError(f"Hosts are still at version {behind} of run {run_id}, not at {version}.")
+        time.sleep(POLL_SECONDS)
+
+
+def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[str, Any]]) -> StateOperatorProgress:
+    # A partition that has moved may still be held by its last host as well: the one that has made the version counts.
+    ordered = sorted((i for i in instances if i["operator"] == operator), key=lambda i: version in i["commits"])
+    own = list({i["partition"]: i for i in ordered}.values())
+    told = [i["commits"][version] for i in own if version in i["commits"]]
+    custom: dict[str, float] = {}
+    for commit in told:
+        for name, value in (*commit["custom"].items(), *commit["ms"].items()):
+            custom[name] = custom.get(name, 0.0) + value
+
+    def total(name: str) -> int:
+        return sum(commit[name] for commit in told)
+
+    return StateOperatorProgress(
+        operator_name=operator,
+        batch_id=version - 1,
+        num_rows_total=sum(i["keys"] for i in own),
+        num_rows_updated=total("num_rows_updated"),
+        num_rows_removed=total("num_rows_removed"),
+        num_rows_dropped_by_watermark=total("num_rows_dropped_by_watermark"),
+        commit_time_ms=sum(c["ms"]["changelog_ms"] + c["ms"]["acknowledge_ms"] for c in told),
+        memory_used_bytes=sum(i["memory_bytes"] for i in own),
+        num_shuffle_partitions=num_partitions,
+        num_state_store_instances=len(told),
+        custom_metrics=custom,
+    )

@@ -1,0 +1,174 @@
+"""Savepoints for users: make one of a running query, and begin from one (Flink's savepoints)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator_actor.exceptions import SavepointFailedError, error_from
+from coordinator_actor.messages import OperatorSpec, SavepointStatus
+from coordinator_actor.savepoints import restore as savepoint_restore
+from coordinator_actor.savepoints import savepoint_format
+from coordinator_actor.savepoints.restore import RestoredSavepoint
+from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
+from spark_bridge.session.spark_session import current_cluster, current_spark
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+ATTEMPTS = 5
+"""How often a savepoint is begun anew because the coordinator that made it has died."""
+
+
+def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop: bool = False) -> Future[str]:
+    """Save the state of a running query as of its last committed batch, while it runs on; the future is the savepoint's path.
+
+    ``query``: a ``StreamingQuery``, or its name, id or run id. ``path``: the directory below which the savepoint gets one
+    of its own; without it that is ``savepoints`` beside the state. With ``stop`` the query is stopped when the savepoint
+    is done, and no sink sees a batch behind it. It is stopped as by ``StreamingQuery.stop()``: where the sink is a Python
+    ``foreachBatch`` function that waits for a job of its own, ``query.exception()`` may say that this job was cancelled.
+
+    The future fails with the reason: ``UnknownQueryError``, ``InvalidRequestError`` (no batch is committed yet),
+    ``SavepointExpiredError``, ``SavepointDeclinedError``, ``SavepointFailedError``. The query goes on then, also with ``stop``.
+    """
+    cluster = current_cluster()
+    name = query if isinstance(query, str) else str(query.runId)
+    running = _running(name)
+    if stop and running is None:
+        raise SavepointFailedError(
+            f"No query {name!r} runs in this process, so it cannot be stopped here: call trigger_savepoint(stop=True) in the "
+            "driver of the query."
+        )
+    base = None if path is None else _absolute(path)
+    request_id = uuid.uuid4().hex
+    future: Future[str] = Future()
+
+    def begin() -> SavepointStatus:
+        status: SavepointStatus = cluster.coordinator.call("trigger_savepoint", request_id, name, base, stop=stop)
+        return status
+
+    def follow() -> None:
+        run_id = str(running.runId) if stop and running is not None else ""
+        cluster.stopping.add(run_id)
+        try:
+            made = _wait(begin, lambda: cluster.coordinator.call("savepoint_status", request_id))
+            if stop and running is not None:
+                running.stop()
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the savepoint
+            future.set_exception(error)
+        else:
+            future.set_result(made)
+        finally:
+            cluster.stopping.discard(run_id)
+
+    threading.Thread(target=follow, name="statestore-savepoint", daemon=True).start()
+    return future
+
+
+def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatus]) -> str:
+    for _ in range(ATTEMPTS):
+        status = begin()
+        while status.known:
+            if status.path is not None:
+                return status.path
+            if status.failure is not None:
+                raise error_from(status.failure.error, status.failure.message)
+            time.sleep(POLL_SECONDS)
+            status = ask()
+        log.warning("The coordinator has been restarted: the savepoint is begun anew")
+    raise SavepointFailedError(
+        f"The coordinator was lost {ATTEMPTS} times while the savepoint was made; look at its logs."
+    )
+
+
+def _running(name: str) -> StreamingQuery | None:
+    spark = current_spark()
+    for query in spark.streams.active if spark is not None else ():
+        if name in (query.name, str(query.id), str(query.runId)):
+            return query
+    return None
+
+
+def _absolute(path: str) -> str:
+    """Hosts and coordinator have working directories of their own."""
+    return path if ":" in path.partition("/")[0] else str(Path(path).absolute())
+
+
+def restore_savepoint(
+    path: str,
+    checkpoint_location: str,
+    num_partitions: int | Mapping[str, int] | None = None,
+    backend: str | None = None,
+    operators: Sequence[OperatorSpec | str] | None = None,
+    *,
+    state_only: bool = False,
+    allow_non_restored_state: bool = False,
+    storage_options: Mapping[str, str] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> RestoredSavepoint:
+    """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there goes on exactly behind it.
+
+    With ``state_only`` a new query starts there at batch 0, with this state. Storage settings and ``spark.statestore.location``
+    are the Spark session's, where there is one. See ``coordinator_actor.savepoints.restore.restore_savepoint`` for
+    the arguments and what is raised.
+    """
+    spark = current_spark()
+    return savepoint_restore.restore_savepoint(
+        _absolute(path),
+        _absolute(checkpoint_location),
+        num_partitions=num_partitions,
+        backend=backend,
+        operators=operators,
+        state_only=state_only,
+        allow_non_restored_state=allow_non_restored_state,
+        storage_options={**_options(spark), **(storage_options or {})},
+        state_location=(spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None,
+        threads=os.cpu_count() or 1,
+        progress=progress,
+    )
+
+
+def _options(spark: SparkSession | None) -> dict[str, str]:
+    if spark is None:
+        return {}
+    return {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(HADOOP_PREFIX)}
+
+
+def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
+    """The savepoints directly below a directory, the oldest first."""
+    return savepoint_format.list_savepoints(
+        _absolute(base_path), {**_options(current_spark()), **(storage_options or {})}
+    )
+
+
+def describe_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> SavepointInfo:
+    """What is in a savepoint: query, version, operators with their schemas and rows. Raises ``SavepointError``."""
+    return savepoint_format.describe_savepoint(
+        _absolute(path), {**_options(current_spark()), **(storage_options or {})}
+    )
+
+
+def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
+    """Remove a savepoint. Raises ``SavepointError`` for a path that is none."""
+    savepoint_format.delete_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
+
+
+def rebalance(query: str | None = None) -> dict[str, int]:
+    """Give every host its share of the partitions now, of one query or of all; returns how many have moved, by run id.
+
+    Where a batch begins that happens by itself; this is for quiet streams.
+    """
+    moved: dict[str, int] = current_cluster().coordinator.call("rebalance", query)
+    return moved

@@ -1,0 +1,121 @@
+"""The state side of one driver session: the coordinator it uses and the hosts it has started."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from backends.conf import StateStoreConf
+from coordinator_actor.actor import get_or_create_coordinator
+from coordinator_actor.coordinator import CoordinatorConf
+from spark_bridge.host_actor.actor import RayCoordinatorPort, host_files_dir, start_hosts
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.transport.tls import TlsConf
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT = 20
+
+
+class StateCluster:
+    """Starts the hosts of one session in a Ray cluster, beside a coordinator that sessions share."""
+
+    def __init__(
+        self,
+        *,
+        session_id: str,
+        namespace: str,
+        coordinator_name: str,
+        num_hosts: int,
+        executor_ips: list[str],
+        conf: StateStoreConf,
+        coordinator_conf: CoordinatorConf | None = None,
+        recovery_timeout: float,
+        tls: TlsConf | None = None,
+        query_port: int = 0,
+        request_limits: RequestLimits | None = None,
+    ) -> None:
+        self.session_id = session_id
+        self.namespace = namespace
+        self.coordinator_name = coordinator_name
+        self.recovery_timeout = recovery_timeout
+        self.conf = conf
+        self.tls = tls
+        self.stopping: set[str] = set()
+        """Runs that stop with the savepoint that is being made of them."""
+        get_or_create_coordinator(namespace, coordinator_name, coordinator_conf)
+        self.coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
+        self.token: str = self.coordinator.call("token")
+        session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
+        self.host_files = str(host_files_dir(session_dir, namespace, session_id))
+        nodes = nodes_of(executor_ips)
+        self.hosts = start_hosts(
+            num_hosts,
+            session_id,
+            namespace,
+            coordinator_name,
+            self.token,
+            conf,
+            recovery_timeout,
+            lambda i: nodes[i % len(nodes)] if nodes else None,
+            tls,
+            query_port,
+            request_limits,
+        )
+
+    def addresses(self) -> list[str]:
+        """The Flight addresses of the hosts that answer now; a host being restarted is left out."""
+        return self._answers("address")
+
+    def query_addresses(self) -> list[str]:
+        """Where these hosts answer query clients, ``ip:port``: for ``address=`` of ``QueryableStateClient.connect``."""
+        return [address for address in self._answers("query_address") if address]
+
+    def _answers(self, method: str) -> list[str]:
+        answers = [getattr(host, method).remote() for host in self.hosts]
+        ready, _ = ray.wait(answers, num_returns=len(answers), timeout=5)
+        said = []
+        for answer in ready:
+            try:
+                said.append(ray.get(answer))
+            except RayError as error:
+                log.warning("State store host %d does not answer now: %s", answers.index(answer), error)
+        return said
+
+    @staticmethod
+    def machines() -> list[str]:
+        """The IP addresses of the machines that are in the Ray cluster now."""
+        return sorted({str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]})
+
+    def batch_committed(self, run_id: str, batch_id: int) -> None:
+        """Spark has committed a batch: its version is completed, and the hosts may apply it."""
+        if self.coordinator.call("batch_committed", run_id, batch_id):
+            for host in self.hosts:
+                host.on_progress.remote()
+
+    def describe_hosts(self) -> list[dict[str, Any]]:
+        """What each host holds."""
+        described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
+        return described
+
+    def stop(self) -> None:
+        """Stop this session's hosts, and the coordinator if no other session uses it."""
+        others = self.coordinator.call("unregister_session", self.session_id)
+        self.coordinator.close()
+        stopping = [host.stop.remote() for host in self.hosts]
+        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT)
+        for host in self.hosts:
+            ray.kill(host, no_restart=True)
+        self.hosts = []
+        if not others:
+            ray.kill(ray.get_actor(self.coordinator_name, namespace=self.namespace), no_restart=True)
+
+
+def nodes_of(ips: list[str]) -> list[str]:
+    """Ray node ids of machines, for the nodes that are alive; the order follows ``ips``."""
+    alive = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    return [alive[ip] for ip in dict.fromkeys(ips) if ip in alive]

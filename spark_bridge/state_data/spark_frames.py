@@ -1,0 +1,151 @@
+"""State as data: DataFrames of any retained version of a query's state, and of what changed (Spark's state data source).
+
+A Spark partition reads one state partition, on the executor, from the checkpoint location alone: the query need not run, and
+is not touched if it does. The version is fixed when the DataFrame is made, so that every action sees the same one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pyarrow as pa
+
+from backends.decoders import msgpack_decoder
+from backends.encoding.schema import to_spark_type
+from coordinator_actor.state_reader import Piece, StatePlace, StateVersions, find_state
+from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
+from spark_bridge.session.spark_session import current_cluster, current_spark
+from spark_bridge.state_data.state_tables import (
+    ChangesSource,
+    Source,
+    StateSource,
+    changes_source,
+    metadata_of,
+    state_source,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+
+def read_state(
+    spark: SparkSession,
+    checkpoint_location: str,
+    operator: str,
+    state: str | None = None,
+    version: int | None = None,
+    *,
+    flatten: bool = True,
+    state_columns: bool = False,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """The rows of a state variable at a retained version, by default the last completed one.
+
+    See ``state_tables.state_batches`` for the arguments, the columns and what is raised; a version that is removed before an
+    action has read it fails that action: make the DataFrame anew then. ``state_location`` and ``storage_options`` are by
+    default the session's. A DataFrame has as many partitions as the state has.
+    """
+    place = _place(spark, checkpoint_location, state_location, storage_options)
+    return _data_frame(spark, state_source(place, operator, state, version, collect=not flatten, raw=state_columns))
+
+
+def read_state_changes(
+    spark: SparkSession,
+    checkpoint_location: str,
+    operator: str,
+    state: str | None = None,
+    *,
+    from_version: int,
+    to_version: int | None = None,
+    state_columns: bool = False,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """What changed in a state variable from one version to a later one, by default the last completed one.
+
+    See ``state_tables.state_changes_batches`` for the arguments and columns, and ``read_state``.
+    """
+    place = _place(spark, checkpoint_location, state_location, storage_options)
+    return _data_frame(spark, changes_source(place, operator, state, from_version, to_version, raw=state_columns))
+
+
+def state_metadata(
+    spark: SparkSession,
+    checkpoint_location: str,
+    *,
+    state_location: str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> DataFrame:
+    """Operators, state variables, their schemas, and the versions that can be read; see ``state_tables.state_metadata_table``."""
+    table = metadata_of(StateVersions.look(_place(spark, checkpoint_location, state_location, storage_options)))
+    rows = [tuple(row.values()) for row in table.to_pylist()]
+    return spark.createDataFrame(rows, spark_schema(table.schema))
+
+
+def _place(
+    spark: SparkSession,
+    checkpoint_location: str,
+    state_location: str | None,
+    storage_options: Mapping[str, str] | None,
+) -> StatePlace:
+    of_session = {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(HADOOP_PREFIX)}
+    if current_spark() is not None:
+        of_session.update(current_cluster().conf.storage_options)
+    base = state_location or spark.conf.get(STATE_LOCATION_CONF, "") or None
+    return find_state(checkpoint_location, base, {**of_session, **(storage_options or {})})
+
+
+def _data_frame(spark: SparkSession, source: Source) -> DataFrame:
+    pieces = source.reading.pieces
+    schema = spark_schema(source.schema)
+    if not pieces:
+        return spark.createDataFrame([], schema)
+    # A number in every partition, which is that of its piece.
+    numbers = spark.range(0, len(pieces), 1, len(pieces))
+    return numbers.mapInArrow(_named(_Task.of(source), f"state_of_{source.reading.operator}"), schema)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Reads pieces in a PySpark worker. They are packed: a chain of many versions names many files."""
+
+    source: Source
+    packed: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, source: Source) -> _Task:
+        packed = tuple(zlib.compress(msgspec.msgpack.encode(piece)) for piece in source.reading.pieces)
+        reading = replace(source.reading, pieces=())
+        match source:
+            case StateSource():
+                return cls(replace(source, reading=reading), packed)
+            case ChangesSource():
+                return cls(replace(source, reading=reading), packed)
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The rows of the pieces whose numbers come in."""
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                yield from self.source.batches(msgpack_decoder(Piece).decode(zlib.decompress(self.packed[number])))
+
+
+def _named(task: _Task, name: str) -> Callable[[Any], Any]:
+    def run(batches: Any) -> Any:
+        return task.run(batches)
+
+    run.__name__ = run.__qualname__ = name
+    return run
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """The same columns as Spark's."""
+    from pyspark.sql.types import StructType
+
+    fields = [{"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}} for f in schema]
+    return StructType.fromJson({"type": "struct", "fields": fields})

@@ -1,0 +1,155 @@
+"""Values that live for a time only: their expiry, and the removal of what has expired or was deleted.
+
+Expired values are invisible at once. What is left of them is removed when their key is handled, and else by a sweep:
+each batch looks at some key groups, another part of them every time, so that every batch takes about the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.columns import Mask, list_parts
+from backends.encoding.operator_schema import StateVariable
+from backends.encoding.schema import StateSchema
+from spark_bridge.state_format.families import CHUNKS, ENTRIES, TTL_COLUMN, family_of
+from spark_bridge.state_format.stored_keys import group_range, prefix_range
+from spark_bridge.stateful.ranges import offsets_of, rows_of
+from spark_bridge.stateful.step import INT64_MAX, Step
+
+SWEPT_ROWS = 20_000
+"""Rows looked at in a batch, about."""
+_HEADS_ASKED = 32
+"""Heads of long lists and large maps whose other rows are looked for, in one part of the scan."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_PARTS = {"value": ("",), "list": (CHUNKS, ""), "map": (ENTRIES, "")}
+
+
+class Ttl:
+    """How long the values of one variable live, from the batch in which they are written. ``ttl_ms`` None: for good."""
+
+    def __init__(self, ttl_ms: int | None, step: Step) -> None:
+        self._ttl_ms = ttl_ms
+        self._step = step
+        self.is_on = ttl_ms is not None
+
+    @property
+    def expiry(self) -> int | None:
+        """When what is written in this batch expires."""
+        return None if self._ttl_ms is None else min(self._step.timestamp_ms + self._ttl_ms, INT64_MAX)
+
+    def alive(self, rows: pa.RecordBatch) -> Mask:
+        """Which rows have not expired."""
+        return alive_at(rows, self._step.timestamp_ms)
+
+    def expiries(self, rows: pa.RecordBatch) -> list[int | None]:
+        """When the rows expire."""
+        found: list[int | None] = rows.column(TTL_COLUMN).to_pylist() if self.is_on else [None] * rows.num_rows
+        return found
+
+    def stamped(self, rows: pa.RecordBatch, expiries: list[int | None] | None = None) -> pa.RecordBatch:
+        """The rows with their expiry, if they have one; by default that of this batch."""
+        if not self.is_on:
+            return rows
+        column: Any = np.full(rows.num_rows, self.expiry, np.int64) if expiries is None else expiries
+        return pa.RecordBatch.from_arrays(
+            [*rows.columns, pa.array(column, pa.int64())], schema=rows.schema.append(pa.field(TTL_COLUMN, pa.int64()))
+        )
+
+
+def alive_at(rows: pa.RecordBatch, timestamp_ms: int) -> Mask:
+    """Which rows have no expiry, or one after ``timestamp_ms``."""
+    alive: Mask = rows.column(TTL_COLUMN).fill_null(INT64_MAX).to_numpy() > timestamp_ms
+    return alive
+
+
+def stage_expired(step: Step) -> None:
+    """Stage the removal of what has expired in some key groups, and of some of what deleted variables have left.
+
+    To be called before anything else is staged, for what a key's handling writes after it stays. An operator without either
+    costs nothing.
+    """
+    _Sweep(step).stage()
+
+
+class _Sweep:
+    """Looks at some key groups of the partition, others in every batch."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def stage(self) -> None:
+        """Stage the removals."""
+        variables = [v for v in self._step.store.schema.variables if not v.deleted and v.ttl_ms is not None]
+        families = [(v, part) for v in variables for part in _PARTS[v.kind]]
+        for variable, part in families:
+            family, schema = family_of(variable, part)
+            self._stage_family(variable, part, family, schema, max(1, SWEPT_ROWS // len(families)))
+        self._purge()
+
+    def _purge(self) -> None:
+        """Stage the removal of some rows of deleted variables, which nobody writes any more."""
+        store, left = self._step.store, SWEPT_ROWS
+        deleted = [family for v in store.schema.variables if v.deleted for family in v.families]
+        ranges = [group_range(group) for group in range(*store.key_groups)]
+        for family in deleted:
+            for batch in store.scan(ranges, family, left) if left else ():
+                self._step.stage(batch.column(0), None, family)
+                left -= batch.num_rows
+
+    def _stage_family(self, variable: StateVariable, part: str, family: str, schema: StateSchema, rows: int) -> None:
+        store = self._step.store
+        groups = _rotated(store.key_groups, store.batch_id)
+        # One key group wholly, so that no row is out of reach; then as many more as there is time for.
+        for ranges, whole in ((groups[:1], True), (groups[1:], False)):
+            limit = None if whole else max(rows, 0)
+            if not ranges or limit == 0:
+                continue
+            for batch in store.scan([group_range(g) for g in ranges], family, limit):
+                rows -= batch.num_rows
+                is_over = self._is_over(variable, part, schema, batch)
+                if is_over.any():
+                    keys = batch.column(0).filter(pa.array(is_over))
+                    self._step.stage(keys, None, family)
+                    self._step.figures.count("numValuesRemovedDueToTTLExpiry", len(keys))
+
+    def _is_over(self, variable: StateVariable, part: str, schema: StateSchema, batch: pa.RecordBatch) -> Mask:
+        """Which of the stored rows have expired, with all that they hold."""
+        rows = schema.decode_values(batch.column(1))
+        now = self._step.timestamp_ms
+        if variable.kind == "value" or part == ENTRIES:
+            return ~alive_at(rows, now)
+        column = {CHUNKS: "elements", "": "tail" if variable.kind == "list" else "entries"}[part]
+        elements, offsets = list_parts(rows.column(column))
+        alive = offsets_of(alive_at(rows_of(elements), now))[offsets]
+        is_over: Mask = alive[1:] == alive[:-1]
+        if part == CHUNKS:
+            return is_over
+        if variable.kind == "list":
+            elsewhere = rows.column("chunks").to_numpy()
+            return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of(variable, CHUNKS)[0])
+        elsewhere = rows.column("large").to_numpy(zero_copy_only=False).astype(np.int64)
+        return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of(variable, ENTRIES)[0])
+
+    def _are_gone(self, is_over: Mask, heads: pa.BinaryArray, elsewhere: Any, family: str) -> Mask:
+        """Which heads have no rows elsewhere, or had (``elsewhere`` not 0) and all of them are removed already."""
+        gone: Mask = elsewhere == 0
+        asked = np.flatnonzero(is_over & ~gone)[:_HEADS_ASKED]
+        for i in asked.tolist():
+            ranges = [prefix_range(heads[i].as_py())]
+            gone[i] = sum(found.num_rows for found in self._step.store.scan(ranges, family, 1)) == 0
+        return gone
+
+
+def _rotated(key_groups: tuple[int, int], batch_id: int) -> list[int]:
+    """The key groups in an order that begins elsewhere in every batch, and everywhere in as many batches as there are."""
+    first, end = key_groups
+    n = end - first
+    stride = max(1, round(n * _GOLDEN))
+    while math.gcd(stride, n) > 1:
+        stride += 1
+    start = batch_id * stride % n
+    return [first + (start + i) % n for i in range(n)]

@@ -1,0 +1,242 @@
+"""The rows of a task by key, reduced as they come: what aggregates, sessions and duplicates have in common.
+
+Rows of one key are reduced (to one state, to its sessions, to the first of them) whenever many have come, so that
+usually little more than a row per key is held. What is still too much goes to the local disk, sorted by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from backends.encoding.keys import KeyRange, decode_keys
+from backends.ids import DEFAULT_FAMILY
+from spark_bridge.aggregates.row_groups import merge_keys
+from spark_bridge.exceptions import StateTooLargeError
+from spark_bridge.task.sorted_runs import Limits, RowSorter
+from spark_bridge.task.state_access import StateAccess
+from spark_bridge.task.state_task import StepTimer
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+Reduce: TypeAlias = Callable[[Ids, int, pa.RecordBatch], tuple[Ids, pa.RecordBatch]]
+"""From rows with ids below a number to fewer rows, with ascending ids, that stand for them. Applied to its own results too."""
+
+ROWS_PER_PART = 1 << 18
+BYTES_PER_PART = 32 << 20
+"""Input that is reduced at once."""
+ROWS_PER_MERGE = 1 << 20
+SCAN_ROWS = 1 << 16
+STEP_BYTES = 64 << 20
+MEMORY_BYTES = 64 << 20
+"""Reduced rows that are held in memory; sorting what is beyond takes about as much again several times."""
+_ROWS = "__statestore_rows"
+
+
+@dataclass(frozen=True)
+class KeyedRows:
+    """Rows by key: ``ids``, ascending, has for each of ``rows`` the place of its key in ``keys``.
+
+    ``keys`` are distinct encoded keys, ascending; there may be some without rows.
+    """
+
+    keys: pa.BinaryArray
+    ids: Ids
+    rows: pa.RecordBatch
+
+    def slice(self, start: int, length: int) -> KeyedRows:
+        """Some of the keys in a row, and their rows."""
+        length = min(length, len(self.keys) - start)
+        if length == len(self.keys):
+            return self
+        first, last = np.searchsorted(self.ids, [start, start + length])
+        return KeyedRows(
+            self.keys.slice(start, length), self.ids[first:last] - start, self.rows.slice(first, last - first)
+        )
+
+
+class StepSize:
+    """How many keys to handle at once: many, or as many as keep to ``STEP_BYTES`` by what the last ones took."""
+
+    def __init__(self, first: int, bytes_per_step: int = STEP_BYTES) -> None:
+        self.keys = first
+        self._bytes = bytes_per_step
+
+    def seen(self, num_keys: int, num_bytes: int) -> None:
+        """Learn what the rows of so many keys took."""
+        if num_keys:
+            self.keys = max(1, min(1 << 18, self._bytes * num_keys // max(1, num_bytes)))
+
+
+class RowReducer:
+    """Takes rows by key and reduces them; gives them in steps of ascending keys. Use it in a ``with`` statement.
+
+    ``empty`` has no rows and the columns of what ``reduce`` takes and gives.
+    """
+
+    def __init__(
+        self,
+        keys: pa.Schema,
+        num_key_groups: int,
+        empty: pa.RecordBatch,
+        reduce: Reduce,
+        limits: Limits | None = None,
+    ) -> None:
+        self._keys = keys
+        self._num_key_groups = num_key_groups
+        self._empty = empty
+        self._reduce = reduce
+        self._limits = limits or Limits(memory=MEMORY_BYTES)
+        self._sorter: RowSorter | None = None
+        self._parts: list[KeyedRows] = []
+        self._rows = 0
+        self._bytes = 0
+
+    def __enter__(self) -> RowReducer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sorter is not None:
+            self._sorter.__exit__()
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether there was more than the limit of memory."""
+        return self._sorter is not None
+
+    def add(self, part: KeyedRows) -> None:
+        """Take over rows that have been reduced."""
+        self._parts.append(part)
+        self._rows += part.rows.num_rows + len(part.keys)
+        self._bytes += part.rows.nbytes + part.keys.nbytes
+        if self._bytes > self._limits.memory or self._rows > ROWS_PER_MERGE:
+            merged = self._merged()
+            self._rows, self._bytes = 0, merged.rows.nbytes + merged.keys.nbytes
+            if self._bytes > self._limits.memory // 2:
+                self._spill(merged)
+            else:
+                self._parts = [merged]
+
+    def steps(self) -> Iterator[KeyedRows]:
+        """All rows, reduced, in ascending order of their keys, none of which comes twice."""
+        if self._sorter is None:
+            yield self._merged()
+            return
+        if self._parts:
+            self._spill(self._merged())
+        carried = self._empty
+        for step in self._sorter.steps():
+            ids = np.repeat(np.arange(len(step.keys), dtype=np.int64), np.diff(step.offsets))
+            held = step.rows.column(_ROWS)
+            present = held.is_valid()
+            rows = pa.RecordBatch.from_struct_array(held.filter(present))
+            ids = ids[np.asarray(present)]
+            if carried.num_rows:
+                ids = np.concatenate([np.zeros(carried.num_rows, np.int64), ids])
+                rows = one_batch([carried, rows])
+            if len(ids):
+                ids, rows = self._reduce(ids, len(step.keys), rows)
+            carried = rows if step.is_part else self._empty
+            if not step.is_part:
+                yield KeyedRows(step.keys, ids, rows)
+
+    def _merged(self) -> KeyedRows:
+        parts, self._parts = self._parts, []
+        if not parts:
+            return KeyedRows(pa.array([], pa.binary()), np.zeros(0, np.int64), self._empty)
+        if len(parts) == 1:
+            return parts[0]
+        keys, places, _ = merge_keys([p.keys for p in parts])
+        starts = np.cumsum([0, *(len(p.keys) for p in parts)])
+        ids = places[np.concatenate([p.ids + start for p, start in zip(parts, starts, strict=False)])]
+        reduced, rows = self._reduce(ids, len(keys), one_batch([p.rows for p in parts]))
+        return KeyedRows(keys, reduced, rows)
+
+    def _spill(self, part: KeyedRows) -> None:
+        if self._sorter is None:
+            limits = replace(self._limits, memory=self._limits.memory // 2)
+            self._sorter = RowSorter(self._keys, self._num_key_groups, limits)
+        self._bytes = 0
+        if not len(part.keys):
+            return
+        # A key without rows is kept by a row that is null.
+        is_without = np.ones(len(part.keys), np.bool_)
+        is_without[part.ids] = False
+        without = np.flatnonzero(is_without)
+        ids = np.concatenate([part.ids, without])
+        rows = pa.concat_arrays(
+            [part.rows.to_struct_array(), pa.nulls(len(without), pa.struct(list(part.rows.schema)))]
+        )
+        columns = {
+            **dict(zip(self._keys.names, decode_keys(part.keys, self._keys).take(pa.array(ids)).columns, strict=True)),
+            _ROWS: rows,
+        }
+        batch = pa.record_batch(columns)
+        size = max(1, self._limits.memory // 4 * len(ids) // max(1, batch.nbytes))
+        for start in range(0, len(ids), size):
+            self._sorter.add(batch.slice(start, size))
+
+
+def scanned(
+    store: StateAccess, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY
+) -> Iterator[pa.RecordBatch]:
+    """Stored pairs of ranges, which may be many with few pairs each, in batches worth the work."""
+    waiting: list[pa.RecordBatch] = []
+    num_rows = num_bytes = 0
+    for pairs in store.scan(ranges, column_family):
+        waiting.append(pairs)
+        num_rows += pairs.num_rows
+        num_bytes += pairs.nbytes
+        if num_rows >= SCAN_ROWS or num_bytes >= BYTES_PER_PART:
+            yield from _together(waiting)
+            waiting, num_rows, num_bytes = [], 0, 0
+    if num_rows:
+        yield from _together(waiting)
+
+
+def parts_of(batches: Iterable[pa.RecordBatch], timer: StepTimer, work: str) -> Iterator[pa.RecordBatch]:
+    """The batches put together into greater ones; books the time spent waiting for them, the rest as ``work``."""
+    waiting: list[pa.RecordBatch] = []
+    num_rows = num_bytes = 0
+    timer.restart()
+    for batch in batches:
+        timer.step("input_wait")
+        waiting.append(batch)
+        num_rows += batch.num_rows
+        num_bytes += batch.nbytes
+        if num_rows >= ROWS_PER_PART or num_bytes >= BYTES_PER_PART:
+            yield from _together(waiting)
+            waiting, num_rows, num_bytes = [], 0, 0
+            timer.step(work)
+    timer.step("input_wait")
+    if waiting:
+        yield from _together(waiting)
+    timer.step(work)
+
+
+def _together(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    # Several, if a column has more than 2 GiB.
+    combined: list[pa.RecordBatch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return combined
+
+
+def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """The rows of all parts; raises ``StateTooLargeError`` if a column of them has more than 2 GiB."""
+    batches = pa.Table.from_batches(parts).combine_chunks().to_batches()
+    if not batches:
+        return parts[0]
+    if len(batches) > 1:
+        raise StateTooLargeError(
+            f"The states of {sum(map(len, parts))} keys of one partition and batch have more than 2 GiB in one column: use "
+            "more partitions (num_partitions=), or smaller batches."
+        )
+    return batches[0]
+
+
+def empty(schema: pa.Schema) -> pa.RecordBatch:
+    """A batch without rows."""
+    return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)

@@ -1,0 +1,180 @@
+"""The state task: what runs inside a PySpark worker for one partition and micro-batch of an operator.
+
+It reads all its rows, reads the old values of the keys touched in bulk, runs the operator's logic,
+commits, and only then emits rows: whoever consumes only some of the output (``head(1)``) still
+leaves a whole commit behind. Spark's counterpart is a task of its ``StateStoreRDD``.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import pyarrow as pa
+
+from backends.decoders import json_decoder
+from backends.encoding.key_groups import key_groups, partition_of
+from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
+from spark_bridge.task.state_access import StateAccess
+from spark_bridge.task.task_store import Endpoints, TaskStore
+from spark_bridge.task.worker_process import settle_worker
+from spark_bridge.transport.protocol import TaskIdentity
+from spark_bridge.transport.tls import TlsConf
+
+RUN_ID = "statestore.runId"
+REFUSAL = "statestore.refusal"
+ADDRESSES = "statestore.addresses"
+TOKEN = "spark.statestore.token"
+"""Named as a setting of Spark, and there is one of this name (``settings.redact``), so that Spark's event log redacts it."""
+HOST_FILES = "statestore.hostFiles"
+TIMEOUT = "statestore.recoveryTimeout"
+TLS = "statestore.tls"
+"""The paths of a ``TlsConf``; not set if the hosts do not use TLS."""
+EMIT_ROWS = 1 << 16
+
+
+class Logic(Protocol):
+    """An operator's work on one partition: takes the rows, leaves changes in the store, gives output."""
+
+    def process(
+        self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
+    ) -> Iterator[pa.RecordBatch]:
+        """Consume all rows, read and commit state once, and only then give the rows to emit."""
+
+
+class StepTimer:
+    """Milliseconds spent by step, for progress reports; only names that end in ``_ms`` are work on state."""
+
+    def __init__(self) -> None:
+        self.milliseconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def restart(self) -> None:
+        """Forget the time since the last step: it was not ours."""
+        self._last = time.perf_counter()
+
+    def step(self, name: str) -> None:
+        """Book the time since the last step under ``name``."""
+        now = time.perf_counter()
+        self.milliseconds[name] = self.milliseconds.get(name, 0.0) + (now - self._last) * 1e3
+        self._last = now
+
+
+@dataclass(frozen=True)
+class StateTask:
+    """The function for ``mapInArrow``, for one operator of ``num_partitions`` partitions of ``num_key_groups`` key groups.
+
+    ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for the
+    times of the batch, as the operator's ``OperatorSpec`` says.
+    """
+
+    operator: str
+    num_partitions: int
+    num_key_groups: int
+    keys: tuple[str, ...]
+    logic: Logic
+    uses_time: bool
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Process one partition of one micro-batch; raises before it touches state where the query may not run."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        if context is None:
+            raise StateStoreRefusedError(f"Operator {self.operator!r} runs only inside a Spark task.")
+        endpoints, run_id = endpoints_from(context.getLocalProperty, self.operator)
+        first = next((b for b in batches if b.num_rows), None)
+        partition = self._partition(context.partitionId(), first)
+        task = TaskIdentity(
+            run_id=run_id,
+            operator=self.operator,
+            partition=partition,
+            batch_id=int(context.getLocalProperty("streaming.sql.batchId")),
+            attempt=str(context.taskAttemptId()),
+            invocation=uuid.uuid4().hex,
+        )
+        timer = StepTimer()
+        store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints)
+        try:
+            if self.uses_time or not store.knows_owner:
+                store.open()
+                timer.step("open_ms")
+            for output in self.logic.process(self._checked(first, batches, partition), store, timer):
+                for start in range(0, output.num_rows, EMIT_ROWS):
+                    yield output.slice(start, EMIT_ROWS)
+        finally:
+            store.close()
+            settle_worker()
+
+    def _partition(self, task_partition: int, first: pa.RecordBatch | None) -> int:
+        """This task's shuffle partition: that of its first row; a task without rows can only go by its number."""
+        partition = task_partition if first is None else self._partitions_of(first.slice(0, 1))[0]
+        if partition != task_partition or not 0 <= partition < self.num_partitions:
+            raise PartitionMismatchError(
+                f"Task {task_partition} of operator {self.operator!r} was given rows of shuffle partition {partition} "
+                f"of {self.num_partitions}: something behind the operator merges or renumbers its partitions (coalesce, "
+                "union). Put .repartition(n) between the operator and it. No state was touched."
+            )
+        return partition
+
+    def _partitions_of(self, rows: pa.RecordBatch) -> list[int]:
+        return partitions_of(rows, self.keys, self.num_key_groups, self.num_partitions)
+
+    def _checked(
+        self, first: pa.RecordBatch | None, rest: Iterator[pa.RecordBatch], partition: int
+    ) -> Iterator[pa.RecordBatch]:
+        for batch in () if first is None else chain((first,), rest):
+            if batch.num_rows:
+                if set(self._partitions_of(end_rows(batch))) != {partition}:
+                    raise PartitionMismatchError(
+                        f"Operator {self.operator!r} got rows of several shuffle partitions in the task of partition "
+                        f"{partition}. Put .repartition(n) between the operator and what follows it."
+                    )
+                yield batch
+
+
+def end_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The first and the last row: Spark puts the rows of partitions that it merges one behind the other."""
+    return batch.take([0, batch.num_rows - 1])
+
+
+def partitions_of(rows: pa.RecordBatch, keys: Sequence[str], num_key_groups: int, num_partitions: int) -> list[int]:
+    """The shuffle partition of each of a few rows, by their key columns."""
+    groups = key_groups(rows.select(list(keys)), num_key_groups)
+    return [partition_of(group, num_key_groups, num_partitions) for group in groups.tolist()]
+
+
+def endpoints_from(local_property: Callable[[str], str | None], operator: str) -> tuple[Endpoints, str]:
+    """Where the hosts are and which run this is, from the properties that the listener has set.
+
+    Raises ``StateStoreRefusedError``, before any state is touched, where the query may not run.
+    """
+    refusal = local_property(REFUSAL)
+    if refusal:
+        raise StateStoreRefusedError(refusal)
+    run_id, endpoints = local_property(RUN_ID), local_endpoints(local_property)
+    if not run_id or endpoints is None:
+        raise StateStoreRefusedError(
+            f"Operator {operator!r} runs in a query that the state store does not know: its Spark session has no state "
+            "store listener. Start the query from the session that init_spark returned or that attach(spark) was "
+            "called with; sessions made by spark.newSession() reach no listener, and a batch query keeps no state."
+        )
+    return endpoints, run_id
+
+
+def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | None:
+    """Where the hosts are, from a task's local properties; None if they do not say."""
+    addresses, token, tls = local_property(ADDRESSES), local_property(TOKEN), local_property(TLS)
+    if not addresses or not token:
+        return None
+    return Endpoints(
+        addresses=tuple(json_decoder(list[str]).decode(addresses)),
+        token=token,
+        host_files=local_property(HOST_FILES) or "",
+        timeout=float(local_property(TIMEOUT) or 60),
+        tls=TlsConf.from_json(tls) if tls else None,
+    )

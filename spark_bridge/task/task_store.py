@@ -1,0 +1,260 @@
+"""A state task's way to its partition: find the owner, read, commit, and go on when a host dies.
+
+A PySpark worker does not join Ray: it knows host addresses from Spark's local properties, and
+looks into the node's Ray session directory when those do not answer any more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from backends.decoders import json_decoder
+from backends.encoding.key_groups import partition_range
+from backends.encoding.keys import KeyRange
+from backends.encoding.operator_schema import OperatorSchema
+from backends.ids import DEFAULT_FAMILY
+from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
+from coordinator_actor.messages import BatchTimes, OperatorFigures
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, other_key_groups
+from spark_bridge.task.staged_changes import StagedChanges
+from spark_bridge.transport.flight_client import HostClient, client_for, forget_client
+from spark_bridge.transport.protocol import CommitCommand, GetCommand, HostFile, Opened, ScanCommand, TaskIdentity
+from spark_bridge.transport.tls import TlsConf
+
+RETRIABLE = (HostUnavailableError, NotOwnerError, StaleOwnerError, UnknownHostError, UnknownRunError)
+RETRY_DELAY = 0.1
+HELD_DELAY = 0.5
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """Where a task may find hosts. ``host_files`` is the directory in which hosts leave their addresses."""
+
+    addresses: tuple[str, ...]
+    token: str
+    host_files: str
+    timeout: float
+    tls: TlsConf | None = None
+
+    def candidates(self) -> list[tuple[str, str]]:
+        """Addresses and tokens to try: those found on this node are newer than those known at query start."""
+        found = read_host_files(Path(self.host_files))
+        known = [(a, self.token) for a in self.addresses]
+        return list(dict.fromkeys([*((f.address, f.token) for f in found), *known]))
+
+
+def read_host_files(directory: Path) -> list[HostFile]:
+    """The hosts that have left their address in a directory; unreadable or foreign files are an error."""
+    files = []
+    for path in sorted(directory.glob("*.json")) if directory.is_dir() else []:
+        try:
+            files.append(json_decoder(HostFile).decode(path.read_bytes()))
+        except FileNotFoundError:
+            continue  # the host went away between the listing and the read
+    return files
+
+
+_owners: dict[tuple[str, str, int], tuple[str, str]] = {}
+"""Owner (address, token) by run id, operator and partition: this worker's cache of locations."""
+
+
+class TaskStore:
+    """The store of one state task: opened at version = batch id, committed once (``StateAccess``).
+
+    Each call waits for a new owner, at most ``endpoints.timeout`` seconds, and then goes on
+    (DESIGN, rule 7); after that it raises ``HostUnavailableError`` naming the last failure.
+    """
+
+    def __init__(self, task: TaskIdentity, num_partitions: int, num_key_groups: int, endpoints: Endpoints) -> None:
+        self.num_key_groups = num_key_groups
+        self._task = task
+        self._num_partitions = num_partitions
+        self._endpoints = endpoints
+        self._key = (task.run_id, task.operator, task.partition)
+        self._owner: HostClient | None = None
+        self._owner_token = endpoints.token
+        self._opened: Opened | None = None
+        self._schema: OperatorSchema | None = None
+        self._staged = StagedChanges()
+
+    @property
+    def knows_owner(self) -> bool:
+        """Whether an earlier task of this worker has found the owner: then ``open`` may be left to the first ``get_many``."""
+        return self._key in _owners
+
+    def open(self) -> None:
+        """Open the store at its owner."""
+        self._with_owner(lambda owner: None)
+
+    @property
+    def batch_id(self) -> int:
+        """The micro-batch, which is the version that is read."""
+        return self._task.batch_id
+
+    def _told(self) -> Opened:
+        if self._opened is None:
+            # The owner was known from an earlier task of this worker: it has yet to say what it knows of this one.
+            self._owner = None
+            self.open()
+        assert self._opened is not None
+        return self._opened
+
+    @property
+    def times(self) -> BatchTimes:
+        """Processing time and watermarks of the batch."""
+        times = self._told().times
+        if times is None:
+            raise HostUnavailableError(f"The times of batch {self.batch_id} are not known for {self._task.operator!r}.")
+        return times
+
+    @property
+    def schema(self) -> OperatorSchema:
+        """The operator's schema with its history."""
+        if self._schema is None:
+            self._schema = OperatorSchema.from_json(self._told().schema)
+        return self._schema
+
+    @property
+    def key_groups(self) -> tuple[int, int]:
+        """The partition's key groups: from the first (included) to the last (not included)."""
+        return partition_range(self._task.partition, self._num_partitions, self.num_key_groups)
+
+    def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
+        """Values of keys at the version opened; where the owner is known, the same call opens a store that is not open yet."""
+        task = self._task
+        command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
+        return self._with_owner(
+            lambda owner: owner.get_many(command, keys),
+            lambda owner: owner.open_and_get(task, keys, column_family),
+        )
+
+    def scan(
+        self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Pairs of the ranges, one range after the other; goes on with the next owner where the last one stopped."""
+        task, left, rest = self._task, limit, list(ranges)
+        deadline = time.monotonic() + self._endpoints.timeout
+        while rest and left != 0:
+            command = ScanCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family, left)
+            try:
+                for pairs in self._with_owner(lambda owner: owner).scan(command, rest):
+                    rest = _behind(rest, pairs.column(0)[-1].as_py())
+                    if left is not None:
+                        left -= pairs.num_rows
+                    yield pairs
+                    deadline = time.monotonic() + self._endpoints.timeout
+                return
+            except RETRIABLE as error:
+                self._forget_owner(error)
+                if time.monotonic() > deadline:
+                    raise self._unavailable(error) from error
+                time.sleep(RETRY_DELAY)
+
+    def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
+        """Add changes to the commit; a null value removes its key."""
+        self._staged.add(column_family, keys, values)
+
+    def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
+        """Commit what was staged; returns when the changes are durable and accepted."""
+        command = CommitCommand(self._task, timings or {}, figures)
+        self._with_owner(lambda owner: owner.commit(command, self._staged))
+        self._staged.close()
+
+    def close(self) -> None:
+        """Drop what is staged and not committed."""
+        self._staged.close()
+
+    def _with_owner(
+        self, call: Callable[[HostClient], T], opening: Callable[[HostClient], tuple[Opened, T]] | None = None
+    ) -> T:
+        """Call the owner; ``opening`` is the same call for a store that is not open, which it opens."""
+        deadline = time.monotonic() + self._endpoints.timeout
+        while True:
+            try:
+                if self._owner is None and opening is not None and self._key in _owners:
+                    opened, answer = self._open_with(opening)
+                    if opened.redirect is None:
+                        return answer
+                return call(self._owner or self._find_owner())
+            except BatchHeldError:
+                # The query stops with a savepoint, and this task with it; or it goes on if that fails.
+                opening = None  # which would send its keys again and again
+                time.sleep(HELD_DELAY)
+                deadline = time.monotonic() + self._endpoints.timeout
+            except RETRIABLE as error:
+                self._forget_owner(error)
+                if time.monotonic() > deadline:
+                    raise self._unavailable(error) from error
+                time.sleep(RETRY_DELAY)
+
+    def _unavailable(self, error: Exception) -> HostUnavailableError:
+        return HostUnavailableError(
+            f"Partition {self._task.partition} of operator {self._task.operator!r} found no owner within "
+            f"{self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout); last failure: "
+            f"{type(error).__name__}: {error}"
+        )
+
+    def _forget_owner(self, error: Exception) -> None:
+        if self._owner is not None and isinstance(error, HostUnavailableError):
+            forget_client(self._owner.address, self._owner_token)
+        self._owner = None
+        _owners.pop(self._key, None)
+
+    def _open_with(self, opening: Callable[[HostClient], tuple[Opened, T]]) -> tuple[Opened, T]:
+        """Open the store at the host that is known to be its owner; if it is not any more, it names who is."""
+        address, token = _owners[self._key]
+        host = client_for(address, token, self._endpoints.tls)
+        try:
+            opened, answer = opening(host)
+        except HostUnavailableError:
+            forget_client(address, token)
+            raise
+        if opened.redirect is None:
+            self._opened_at(host, token, opened)
+        else:
+            _owners[self._key] = (opened.redirect, token)
+        return opened, answer
+
+    def _opened_at(self, host: HostClient, token: str, opened: Opened) -> None:
+        if opened.key_groups != self.num_key_groups:
+            raise other_key_groups(self._task.operator, self.num_key_groups, opened.key_groups)
+        _owners[self._key] = (host.address, token)
+        self._owner, self._owner_token, self._opened = host, token, opened
+
+    def _find_owner(self) -> HostClient:
+        cached = _owners.get(self._key)
+        candidates = self._endpoints.candidates() if cached is None else [cached]
+        failure: Exception = HostUnavailableError(
+            f"no state store host is known; looked into {self._endpoints.host_files}"
+        )
+        for address, token in candidates:
+            host = client_for(address, token, self._endpoints.tls)
+            try:
+                opened = host.open(self._task)
+                if opened.redirect is not None:
+                    address = opened.redirect  # noqa: PLW2901 - the owner replaces the host asked
+                    host = client_for(address, token, self._endpoints.tls)
+                    opened = host.open(self._task)
+                    if opened.redirect is not None:
+                        raise NotOwnerError(f"{address} sent the task on to {opened.redirect}; ownership is changing.")
+            except HostUnavailableError as error:
+                forget_client(address, token)
+                failure = error
+                continue
+            self._opened_at(host, token, opened)
+            return host
+        raise failure
+
+
+def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
+    """What is left of ranges, read one after the other, behind the last key that was read."""
+    at = next(i for i, (start, end) in enumerate(ranges) if start <= key and (end is None or key < end))
+    return [(key + b"\x00", ranges[at][1]), *ranges[at + 1 :]]

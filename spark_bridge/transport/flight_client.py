@@ -1,0 +1,216 @@
+"""The client's side of the data plane: calls to one host, with errors as they were raised there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+from pyarrow import flight
+
+from backends.decoders import json_decoder
+from backends.encoding.keys import KeyRange
+from coordinator_actor.messages import Acknowledged, OperatorLocation
+from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError, TlsError
+from spark_bridge.transport.error_codec import rebuilt_error
+from spark_bridge.transport.protocol import (
+    CHANGES_SCHEMA,
+    END_OF_CHANGES,
+    KEYS_SCHEMA,
+    RANGES_SCHEMA,
+    CommitCommand,
+    CoordinatorCall,
+    ErrorInfo,
+    GetCommand,
+    LocateRequest,
+    OpenAndGetCommand,
+    Opened,
+    ScanCommand,
+    TaskIdentity,
+)
+from spark_bridge.transport.tls import TlsConf
+
+UNREACHABLE = (
+    flight.FlightUnavailableError,
+    flight.FlightTimedOutError,
+    flight.FlightCancelledError,
+    flight.FlightInternalError,
+)
+
+REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
+
+
+def error_from(error: flight.FlightError) -> Exception:
+    """The error that the host raised, rebuilt by class name and message; else the Flight error as one of ours."""
+    extra = getattr(error, "extra_info", None)
+    if extra:
+        info = json_decoder(ErrorInfo).decode(bytes(extra))
+        return rebuilt_error(info.error, info.message)
+    said = str(error).split("\n", 1)[0]
+    if isinstance(error, REFUSED):
+        return AccessDeniedError(said)
+    if isinstance(error, UNREACHABLE):
+        return HostUnavailableError(said)
+    return SparkBridgeError(said)
+
+
+class HostClient:
+    """Calls to the host at ``address``; ``timeout`` in seconds bounds each of them. ``grpc+tls://`` needs ``tls``.
+
+    Every method raises the host's own errors, and ``HostUnavailableError`` when nobody answers.
+    """
+
+    def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
+        self.address = address
+        if tls is None and address.startswith("grpc+tls:"):
+            raise TlsError(f"{address} is to be called with TLS, and it is not said which certificates to trust.")
+        arguments = {} if tls is None else tls.flight_client_arguments()
+        # Without this, gRPC shares one channel between clients and its back-off outlives a restarted host.
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 200)]
+        self._client = flight.FlightClient(address, generic_options=options, **arguments)
+        self._options = flight.FlightCallOptions(
+            timeout=timeout, headers=[(b"authorization", f"Bearer {token}".encode())]
+        )
+
+    def _action(self, name: str, body: object, answer: Any) -> Any:
+        try:
+            results = list(self._client.do_action(flight.Action(name, msgspec.json.encode(body)), self._options))
+        except flight.FlightError as error:
+            raise error_from(error) from None
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+        return json_decoder(answer).decode(results[0].body.to_pybytes())
+
+    def open(self, task: TaskIdentity) -> Opened:
+        """Open a task's partition."""
+        opened: Opened = self._action("open", task, Opened)
+        return opened
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """Find an operator's partitions."""
+        location: OperatorLocation = self._action("locate", LocateRequest(operator, query), OperatorLocation)
+        return location
+
+    def call_coordinator(self, method: str, args: dict[str, object]) -> Any:
+        """Pass on a message to the coordinator."""
+        return self._action("coordinator", CoordinatorCall(method, args), Any)
+
+    def describe(self) -> dict[str, Any]:
+        """What the host holds."""
+        described: dict[str, Any] = self._action("describe", {}, dict[str, Any])
+        return described
+
+    def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
+        """Values of keys, in their order; null where a key has none."""
+        values, _ = self._get(command, keys)
+        return self._of_all(values, keys)
+
+    def open_and_get(
+        self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
+    ) -> tuple[Opened, pa.BinaryArray]:
+        """``open`` and ``get_many`` at the version opened, in one call; without values if another host is the owner."""
+        values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
+        if metadata is None:
+            raise HostUnavailableError(f"{self.address} did not say what it has opened.")
+        opened = json_decoder(Opened).decode(metadata)
+        return opened, values if opened.redirect is not None else self._of_all(values, keys)
+
+    def _get(
+        self, command: GetCommand | OpenAndGetCommand, keys: pa.BinaryArray
+    ) -> tuple[pa.BinaryArray, bytes | None]:
+        """The values that were answered, and the metadata of the first batch of them."""
+        descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        try:
+            writer, reader = self._client.do_exchange(descriptor, self._options)
+            with writer:
+                writer.begin(KEYS_SCHEMA)
+                writer.write_batch(pa.record_batch([keys], schema=KEYS_SCHEMA))
+                writer.done_writing()
+                chunks = list(reader)
+        except flight.FlightError as error:
+            raise error_from(error) from None
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+        values = [chunk.data.column(0) for chunk in chunks if chunk.data is not None]
+        metadata = chunks[0].app_metadata if chunks else None
+        column = values[0] if len(values) == 1 else pa.chunked_array(values, pa.binary()).combine_chunks()
+        return column, None if metadata is None else metadata.to_pybytes()
+
+    def _of_all(self, values: pa.BinaryArray, keys: pa.BinaryArray) -> pa.BinaryArray:
+        if len(values) != len(keys):
+            raise HostUnavailableError(f"{self.address} answered {len(values)} values for {len(keys)} keys.")
+        return values
+
+    def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
+        """The pairs of ranges of keys, as they come; whoever stops early ends the call."""
+        descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        is_stopped = False
+        try:
+            writer, reader = self._client.do_exchange(descriptor, self._options)
+            with writer:
+                writer.begin(RANGES_SCHEMA)
+                bounds = [pa.array([r[i] for r in ranges], pa.binary()) for i in range(2)]
+                writer.write_batch(pa.record_batch(bounds, schema=RANGES_SCHEMA))
+                writer.done_writing()
+                try:
+                    for chunk in reader:
+                        if chunk.data is not None and chunk.data.num_rows:
+                            yield chunk.data
+                except GeneratorExit:
+                    # Else closing the writer would read all that is left.
+                    reader.cancel()
+                    is_stopped = True
+                    raise
+        except flight.FlightError as error:
+            if is_stopped:
+                return
+            raise error_from(error) from None
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+
+    def commit(self, command: CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
+        """Commit a task's changes: column families and batches of ``CHANGES_SCHEMA``; sorted by key is fastest."""
+        descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
+        try:
+            writer, reader = self._client.do_put(descriptor, CHANGES_SCHEMA, self._options)
+            with writer:
+                for family, batch in changes:
+                    writer.write_with_metadata(batch, family.encode())
+                writer.write_metadata(END_OF_CHANGES)
+                writer.done_writing()
+                answer = reader.read()
+        except flight.FlightError as error:
+            # If ``changes`` raised, that is why the host was not told their end.
+            raise error_from(error) from error.__context__
+        except pa.ArrowException as error:
+            raise HostUnavailableError(f"{self.address}: {error}") from None
+        if answer is None:
+            raise HostUnavailableError(f"{self.address} closed the commit without an answer.")
+        return json_decoder(Acknowledged).decode(answer.to_pybytes())
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+_clients: dict[tuple[str, str], HostClient] = {}
+_clients_lock = threading.Lock()
+
+
+def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClient:
+    """This process's connection to a host; PySpark workers live on, so connections are kept."""
+    with _clients_lock:
+        client = _clients.get((address, token))
+        if client is None:
+            client = _clients[(address, token)] = HostClient(address, token, tls=tls)
+        return client
+
+
+def forget_client(address: str, token: str) -> None:
+    """Close and drop the connection to a host that did not answer."""
+    with _clients_lock:
+        client = _clients.pop((address, token), None)
+    if client is not None:
+        client.close()

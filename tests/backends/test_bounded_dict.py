@@ -1,0 +1,32 @@
+import pytest
+
+from backends.bounded_dict import BoundedDict
+
+
+def test_the_oldest_entries_are_forgotten():
+    bounded = BoundedDict(2)
+    for key in "abc":
+        bounded[key] = key.upper()
+    assert bounded == {"b": "B", "c": "C"}
+
+
+def test_setting_again_makes_an_entry_the_newest_and_reading_does_not():
+    bounded = BoundedDict(2)
+    bounded["a"], bounded["b"] = 1, 2
+    bounded["a"] = 3
+    assert bounded["b"] == 2
+    bounded["c"] = 4
+    assert list(bounded.items()) == [("a", 3), ("c", 4)]
+
+
+def test_setdefault_is_bounded_too():
+    bounded = BoundedDict(1)
+    assert bounded.setdefault("a", 1) == 1
+    assert bounded.setdefault("a", 2) == 1
+    assert bounded.setdefault("b", 3) == 3
+    assert bounded == {"b": 3}
+
+
+def test_a_limit_below_one_is_refused():
+    with pytest.raises(ValueError, match="limit=0"):
+        BoundedDict(0)
