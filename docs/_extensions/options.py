@@ -1,9 +1,9 @@
-"""The directive ``options``: the fields of a dataclass or of a pydantic model as a table, so that pages cannot drift from the code.
+"""The directive ``options``: the fields of a class as a table, so that pages cannot drift from the code.
 
     ```{options} backends.StateStoreConf
     ```
 
-The table has name, type and default of every field. What a field means is read from the class: the description of a pydantic field,
+The class is a dataclass, a pydantic model, or a ``msgspec.Struct``. The table has name, type and default of every field. What a field means is read from the class: the description of a pydantic field,
 or the line of the docstring's list that begins with the field's name in double backticks, such as "- ``fsync``: ...". The rest of the
 docstring stands above the table. A field whose default is such a class itself gets a table of its own below.
 """
@@ -16,6 +16,7 @@ import re
 from importlib import import_module
 from typing import Any, ClassVar
 
+import msgspec
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -77,7 +78,7 @@ def shown(value: object, name: str) -> str:
 def options_of(kind: Any) -> tuple[str, list[Option], list[Any]]:
     """Return the prose, the options, and the classes of options that are nested in ``kind``.
 
-    Raises ``TypeError`` if ``kind`` is neither a dataclass nor a pydantic model.
+    Raises ``TypeError`` if ``kind`` is none of the three kinds of classes.
     """
     if hasattr(kind, "model_fields"):
         prose, _ = split_docstring(kind.__doc__ or "")
@@ -91,8 +92,14 @@ def options_of(kind: Any) -> tuple[str, list[Option], list[Any]]:
             else:
                 found.append(Option(name, _type_name(field.annotation), shown(default, name), text))
         return prose, found, nested
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        hints = inspect.get_annotations(kind)
+        found = [
+            Option(f.name, str(hints.get(f.name, f.type)), _struct_default(f), "") for f in msgspec.structs.fields(kind)
+        ]
+        return kind.__doc__ or "", found, []
     if not dataclasses.is_dataclass(kind):
-        raise TypeError(f"{kind!r} is neither a dataclass nor a pydantic model")
+        raise TypeError(f"{kind!r} is neither a dataclass nor a pydantic model nor a msgspec.Struct")
     prose, meanings = split_docstring(kind.__doc__ or "")
     found, nested = [], []
     for field in dataclasses.fields(kind):
@@ -110,6 +117,12 @@ def options_of(kind: Any) -> tuple[str, list[Option], list[Any]]:
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _struct_default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return shown(field.default_factory(), field.name)
+    return "required" if field.default is msgspec.NODEFAULT else shown(field.default, field.name)
 
 
 def _type_name(annotation: Any) -> str:
