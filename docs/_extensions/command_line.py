@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, ClassVar
 
 import typer.main
@@ -17,6 +18,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 _NOT_SHOWN = {"help"}
 
 
@@ -62,6 +64,14 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def module_of(script: str) -> str:
+    """Return the module of a console script, as pyproject.toml names it. Raises ``ValueError`` if there is no such script."""
+    found = re.search(rf'^{re.escape(script)} = "(.+):\w+"$', PROJECT.read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{PROJECT} has no console script {script!r}.")
+    return found[1]
+
+
 class CommandLineDirective(SphinxDirective):
     """Write the sections of one program."""
 
@@ -70,8 +80,7 @@ class CommandLineDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a section for each command."""
-        (script,) = entry_points(group="console_scripts", name=self.arguments[0])
-        application = import_module(script.load().__module__).app
+        application = import_module(module_of(self.arguments[0])).app
         return self.parse_text_to_nodes(markdown(application), allow_section_headings=True)
 
 

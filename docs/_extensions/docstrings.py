@@ -9,7 +9,7 @@ import re
 
 from sphinx.application import Sphinx
 
-_LITERAL_THEN_LETTER = re.compile(r"(``[^`]+``)(?=[\w`])")
+_LITERAL = re.compile(r"(``[^`]+``)(\w?)")
 
 
 def as_rst(lines: list[str]) -> list[str]:
@@ -29,8 +29,12 @@ def as_rst(lines: list[str]) -> list[str]:
                 is_item = line.lstrip().startswith(("- ", "* "))
                 in_list = is_item or (in_list and indent > 0)
                 paragraph_indent = indent
-        made.append(line if in_code else _LITERAL_THEN_LETTER.sub(r"\1\\ ", line))
+        made.append(line if in_code else _LITERAL.sub(_separated, line))
     return made
+
+
+def _separated(literal: re.Match[str]) -> str:
+    return f"{literal[1]}\\ {literal[2]}" if literal[2] else literal[1]
 
 
 def _process(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

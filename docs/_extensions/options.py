@@ -97,7 +97,7 @@ def options_of(kind: Any) -> tuple[str, list[Option], list[Any]]:
         found = [
             Option(f.name, str(hints.get(f.name, f.type)), _struct_default(f), "") for f in msgspec.structs.fields(kind)
         ]
-        return kind.__doc__ or "", found, []
+        return inspect.cleandoc(kind.__doc__ or ""), found, []
     if not dataclasses.is_dataclass(kind):
         raise TypeError(f"{kind!r} is neither a dataclass nor a pydantic model nor a msgspec.Struct")
     prose, meanings = split_docstring(kind.__doc__ or "")
@@ -143,7 +143,8 @@ class OptionsDirective(SphinxDirective):
 def markdown(kind: Any) -> str:
     """Return the prose and the table of a class, and of the classes nested in it."""
     prose, options, nested = options_of(kind)
-    headings = ["option", "type", "default", "meaning"]
+    is_record = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    headings = ["field" if is_record else "option", "type", "default", "meaning"]
     if not any(option.meaning for option in options):
         headings.pop()
     rows = [headings, ["---"] * len(headings)]

@@ -105,13 +105,16 @@ def _until(lines: Iterator[tuple[int, str]], end: str, name: str, number: int) -
 
 
 def run(page: Page, shell: Any = None) -> dict[str, Any]:
-    """Run the blocks of a page, and return their namespace. ``shell`` is called with the words of a ``statestore`` line."""
+    """Run the blocks of a page, and return their namespace.
+
+    ``shell`` is called with the words of a ``statestore`` line; what it returns is ``shell_output`` in the code that follows.
+    """
     # As in a program: what is pickled goes to Spark's workers by value.
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in page.run_blocks():
         if block.language == SHELL:
             for words in _commands(block, "statestore"):
-                shell(words)
+                namespace["shell_output"] = shell(words)
             continue
         # With as many empty lines before it, errors name lines of the page.
         code = compile("\n" * (block.line - 1) + block.code, str(page.path), "exec", dont_inherit=True)

@@ -50,16 +50,14 @@ def working_directory(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.M
     files.setWorkingDirectory(before)
 
 
-def statestore(words: list[str]) -> None:
-    """Run a line of the shell. This process is in the Ray cluster, and stays there."""
-    from importlib import import_module
-    from importlib.metadata import entry_points
+def statestore(words: list[str]) -> str:
+    """Run a line of the shell, and return what it prints. This process is in the Ray cluster, and stays there."""
+    from spark_bridge.cli.main import app
 
-    (script,) = entry_points(group="console_scripts", name="statestore")
-    app = import_module(script.load().__module__).app
     with patch.object(ray, "init"), patch.object(ray, "shutdown"):
         outcome = CliRunner().invoke(app, [os.path.expandvars(word) for word in words[1:]])
     assert outcome.exit_code == 0, f"{' '.join(words)}: {outcome.output}"
+    return outcome.stdout
 
 
 @pytest.mark.parametrize("page", ON_SPARK, ids=lambda p: p.name)
