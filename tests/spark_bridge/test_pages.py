@@ -39,15 +39,20 @@ def stop_queries_of(spark: SparkSession) -> None:
 
 
 @pytest.fixture
-def working_directory(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def working_directory(spark: SparkSession, tmp_path: Path) -> Iterator[None]:
     """A directory of the page's own, for Python and for the driver's JVM."""
     jvm = spark._jvm
     files = jvm.org.apache.hadoop.fs.FileSystem.get(spark._jsc.hadoopConfiguration())
-    before = files.getWorkingDirectory()
-    files.setWorkingDirectory(jvm.org.apache.hadoop.fs.Path(str(tmp_path)))
-    monkeypatch.chdir(tmp_path)
+    before = os.getcwd()
+
+    def move_to(directory: str) -> None:
+        os.chdir(directory)
+        jvm.java.lang.System.setProperty("user.dir", directory)
+        files.setWorkingDirectory(jvm.org.apache.hadoop.fs.Path(directory))
+
+    move_to(str(tmp_path))
     yield
-    files.setWorkingDirectory(before)
+    move_to(before)
 
 
 def statestore(words: list[str]) -> str:
