@@ -54,19 +54,17 @@ from coordinator_actor.messages import (
     BatchGrant,
     Completed,
     HostInfo,
-    HostOrders,
     HostReport,
     OpenBatch,
     OpenGrant,
     OperatorFigures,
     OperatorLocation,
     QueryRegistration,
-    Refused,
     RunningOperator,
-    SavepointExported,
     SavepointOrder,
     SnapshotUploaded,
 )
+from coordinator_actor.port import CoordinatorPort
 from coordinator_actor.savepoints.run_savepoints import variables_of
 from spark_bridge.exceptions import NotOwnerError, PartitionMismatchError
 from spark_bridge.host.acknowledgements import Acknowledgements
@@ -98,50 +96,6 @@ InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
 RunKey = tuple[str, str, int]
 """Run id, operator, partition."""
-
-
-class CoordinatorPort(Protocol):
-    """The messages that a host sends to the coordinator."""
-
-    def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """Make the host known, with all it holds."""
-
-    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
-        """Still here, with these runs at these versions; what is to be done?"""
-
-    def open_batch(self, request: OpenBatch) -> BatchGrant:
-        """Ask who owns what in a batch, and what the state of one's own partitions is."""
-
-    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
-        """Ask who owns a partition, and what its last completed version is."""
-
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """The files that lead to a version."""
-
-    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
-        """Report a snapshot; whether it counts."""
-
-    def acknowledge_many(
-        self, run_id: str, host_id: str, incarnation: str, messages: tuple[Acknowledge, ...]
-    ) -> tuple[Acknowledged | Refused, ...]:
-        """Report durable commits; an answer for each."""
-
-    def verify_instances(
-        self, host_id: str, incarnation: str, run_ids: tuple[str, ...]
-    ) -> dict[str, dict[str, list[int]]]:
-        """What this host owns of runs: operator to partitions."""
-
-    def savepoint_exported(self, message: SavepointExported) -> None:
-        """Report that a partition has been exported for a savepoint, or cannot be."""
-
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Find the owners of an operator's partitions."""
-
-    def operators(self) -> tuple[RunningOperator, ...]:
-        """The operators of all running queries."""
-
-    def completed(self, run_id: str, host_id: str) -> Completed:
-        """The last completed version of a run, with the heads of the host's partitions."""
 
 
 @dataclass

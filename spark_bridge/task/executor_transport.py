@@ -13,7 +13,7 @@ import msgspec
 
 from backends.decoders import convert
 from backends.ids import StateStoreProviderId
-from coordinator_actor.reference import Transport
+from coordinator_actor.on_ray.reference import Transport
 from spark_bridge.exceptions import HostUnavailableError, RequestError
 from spark_bridge.task.state_task import local_endpoints
 from spark_bridge.transport.flight_client import client_for, forget_client
