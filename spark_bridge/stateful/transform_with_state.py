@@ -11,23 +11,20 @@ from pyspark import cloudpickle
 from pyspark.sql import DataFrame, GroupedData
 from pyspark.sql import types as T
 
+from backends.encoding.column_names import RESERVED_PREFIX
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.declared import check_operator_name, declare
+from spark_bridge.operators.conf import key_group_count, partition_count
+from spark_bridge.operators.declared_operators import check_operator_name, declare
 from spark_bridge.operators.initial_state import InitialState
-from spark_bridge.operators.input import (
-    OWN_COLUMNS,
-    check_keys,
-    event_time_of,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
-    routed,
-)
+from spark_bridge.operators.key_columns import check_keys
+from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.operators.partitioning import routed
+from spark_bridge.operators.spark_types import arrow_type
 from spark_bridge.operators.ticks import with_ticks
-from spark_bridge.operators.types import arrow_type
+from spark_bridge.operators.watermark_columns import event_time_of
 from spark_bridge.stateful.arrow_processor import ArrowLogic, ArrowStatefulProcessor, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES
@@ -276,10 +273,10 @@ def _check_names(schema: T.StructType, whose: str) -> None:
     twice = sorted({n for n in schema.names if schema.names.count(n) > 1})
     if twice:
         raise InvalidOperatorError(f"{whose} has several columns named {', '.join(map(repr, twice))}: rename them.")
-    own = [name for name in schema.names if name.startswith(OWN_COLUMNS)]
+    own = [name for name in schema.names if name.startswith(RESERVED_PREFIX)]
     if own:
         raise InvalidOperatorError(
-            f"{whose} has the columns {', '.join(own)}; names that begin with {OWN_COLUMNS} are the state store's own: rename them."
+            f"{whose} has the columns {', '.join(own)}; names that begin with {RESERVED_PREFIX} are the state store's own: rename them."
         )
 
 
