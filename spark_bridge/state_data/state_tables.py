@@ -14,7 +14,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
-from backends.encoding.schema import to_spark_type
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage

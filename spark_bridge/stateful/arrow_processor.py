@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from backends.encoding.keys import decode_keys
-from backends.encoding.schema import StateSchema, to_spark_type
+from backends.encoding.schema import StateSchema
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
 from spark_bridge.state_format.families import family_of
