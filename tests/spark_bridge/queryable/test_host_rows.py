@@ -18,7 +18,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.outputs import Output
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.queryable.protocol.messages import At, Changes, Comparison, KeyRows, Lookup, Scan
 from spark_bridge.queryable.reads import host_changes, key_reads, key_windows
 from spark_bridge.queryable.reads.host_reads import HostReads

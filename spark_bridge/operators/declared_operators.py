@@ -1,7 +1,7 @@
 """The stateful operators that this driver has declared, and finding them in a query's plan.
 
-Spark's plan shows the name of the function behind every ``mapInArrow``; each operator's function
-has a name of its own, by which the listener finds the declaration again.
+Spark's plan shows the name of the function behind every ``mapInArrow``. Each operator's function has a name of its own,
+by which the listener finds the declaration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FUNCTION_PREFIX = "statestore_"
 
 @dataclass(frozen=True)
 class DeclaredOperator:
-    """An operator of this driver, and the state that it is to begin with, if any."""
+    """An operator of this driver, and its initial state, if it has one."""
 
     spec: OperatorSpec
     initial: InitialState | None = None
@@ -32,10 +32,11 @@ class DeclaredOperator:
 
 _declared: dict[str, DeclaredOperator] = {}
 _lock = threading.Lock()
+"""Guards ``_declared``."""
 
 
 def declare(spec: OperatorSpec, initial: InitialState | None = None) -> str:
-    """Remember an operator; returns the function name under which the plan will show it."""
+    """Remember an operator, and return the function name under which the plan will show it."""
     name = f"{FUNCTION_PREFIX}{uuid.uuid4().hex}"
     with _lock:
         _declared[name] = DeclaredOperator(spec, initial)
@@ -43,7 +44,7 @@ def declare(spec: OperatorSpec, initial: InitialState | None = None) -> str:
 
 
 def operators_in_plan(plan: Any) -> list[DeclaredOperator]:
-    """The operators of a JVM logical plan, in no particular order, one entry per occurrence."""
+    """Return the operators of a JVM logical plan, in no particular order, one entry per occurrence."""
     found = []
     for node in nodes(plan):
         if node.nodeName() in ("MapInArrow", "PythonMapInArrow"):
@@ -55,7 +56,7 @@ def operators_in_plan(plan: Any) -> list[DeclaredOperator]:
 
 
 def nodes(plan: Any) -> Iterator[Any]:
-    """All nodes of a JVM logical plan, the root first."""
+    """Yield all nodes of a JVM logical plan, the root first."""
     yield plan
     children = plan.children().iterator()
     while children.hasNext():
@@ -63,12 +64,12 @@ def nodes(plan: Any) -> Iterator[Any]:
 
 
 def operators_of(df: DataFrame) -> list[OperatorSpec]:
-    """The operators already in a DataFrame."""
+    """Return the operators that are in a DataFrame's plan."""
     return [o.spec for o in operators_in_plan(df._jdf.queryExecution().analyzed())]
 
 
 def check_operator_name(name: str, df: DataFrame) -> None:
-    """Refuse a name that cannot be a directory's, or that the DataFrame's plan already has."""
+    """Raise ``InvalidOperatorError`` for a name that a directory cannot have, or that is in the DataFrame's plan."""
     if not is_operator_name(name):
         raise InvalidOperatorError(
             f"operator={name!r} is no operator name; use letters, digits, '_', '-' and '.', not starting with a dot. "
@@ -81,6 +82,6 @@ def check_operator_name(name: str, df: DataFrame) -> None:
 
 
 def duplicate_names(operators: list[OperatorSpec]) -> list[str]:
-    """Names that occur more than once in a plan, for instance on both sides of a union."""
+    """Return the names that occur more than once in a plan, for instance on both sides of a union."""
     names = [o.name for o in operators]
     return sorted({n for n in names if names.count(n) > 1})

@@ -1,4 +1,4 @@
-"""From a declared aggregate function to the ``Output`` that computes it: columns, types, and what is wrong with them."""
+"""The declared outputs of ``aggregate``, checked against a DataFrame's columns: each becomes an ``Output``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spark_bridge.aggregates.outputs import Output, UserAggregate
 from spark_bridge.aggregates.user_aggregate import GROUP_ID
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction, UserFunctions
-from spark_bridge.operators.types import NUMERIC, arrow_type, column_type, is_ordered
+from spark_bridge.operators.spark_types import NUMERIC, arrow_type, column_type, is_ordered
 
 OF_NUMBERS = ("sum", "mean", "stddev_samp", "stddev_pop", "var_samp", "var_pop")
 WITH_ORDER = ("first", "last")
 
 
 def output_of(schema: T.StructType, name: str, function: AggregateFunction, watermark_column: str | None) -> Output:
-    """The output ``name`` of a DataFrame of ``schema``; ``watermark_column`` is what ``by`` defaults to.
+    """Return the output ``name`` of a DataFrame of ``schema``; ``watermark_column`` is the default of ``by``.
 
     Raises ``InvalidOperatorError`` naming output, function, column and type.
     """
@@ -40,7 +40,7 @@ def output_of(schema: T.StructType, name: str, function: AggregateFunction, wate
     if function.name == "mean" and isinstance(kind, T.DecimalType):
         arguments = (str(kind.precision), str(kind.scale))
     text = f"{function.name}({','.join(arguments)})" if arguments else function.name
-    # Rows can be counted whatever their type.
+    # Rows can be counted whatever the type of the column is.
     arrow = pa.null() if function.name == "count" else arrow_type(kind)
     return Output(name, text, function.column, by, arrow, by_type, function.columns)
 
@@ -52,7 +52,7 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
         case "count_if":
             is_fine = isinstance(kind, T.BooleanType)
         case "approx_count_distinct":
-            is_fine = is_ordered(kind)  # a map has no hash either
+            is_fine = is_ordered(kind)  # a map has no hash
         case n if n in OF_NUMBERS:
             is_fine = isinstance(kind, NUMERIC)
         case _:

@@ -1,17 +1,15 @@
-"""Types of Spark as Arrow types, and which of them have an order."""
+"""Types of Spark as Arrow types and back, and which of them have an order."""
 
 from __future__ import annotations
 
 import pyarrow as pa
 from pyspark.sql import types as T
 
-from backends.encoding.spark_types import from_spark_type
+from backends.encoding.spark_types import from_spark_type, to_spark_type
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import InvalidOperatorError
 
 NUMERIC = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.FloatType, T.DoubleType, T.DecimalType)
-
-
 ORDERED = (
     *NUMERIC,
     T.BooleanType,
@@ -24,7 +22,7 @@ ORDERED = (
 
 
 def is_ordered(kind: T.DataType) -> bool:
-    """Whether values of the type can be compared: all but maps, and what holds one."""
+    """Return whether values of the type can be compared: all but maps, and types that contain a map."""
     if isinstance(kind, T.StructType):
         return all(is_ordered(f.dataType) for f in kind.fields)
     if isinstance(kind, T.ArrayType):
@@ -33,7 +31,10 @@ def is_ordered(kind: T.DataType) -> bool:
 
 
 def column_type(schema: T.StructType, column: str, where: str) -> T.DataType:
-    """The type of a column that must be there, once; ``where`` begins the message of the ``InvalidOperatorError``."""
+    """Return the type of a column, which must be in the schema once; raises ``InvalidOperatorError``.
+
+    ``where`` begins the message of the error.
+    """
     names = schema.names
     if names.count(column) != 1:
         problem = "is ambiguous" if column in names else "does not exist"
@@ -42,8 +43,16 @@ def column_type(schema: T.StructType, column: str, where: str) -> T.DataType:
 
 
 def arrow_type(kind: T.DataType) -> pa.DataType:
-    """The Arrow type that a Spark type is kept as; raises ``InvalidOperatorError`` if there is none."""
+    """Return the Arrow type that a Spark type is kept as; raises ``InvalidOperatorError`` if there is none."""
     try:
         return from_spark_type(kind.jsonValue())
     except StateStoreError as error:
         raise InvalidOperatorError(f"The type {kind.simpleString()} cannot be kept as state: {error}") from error
+
+
+def spark_struct(fields: pa.Schema) -> T.StructType:
+    """Return Arrow fields as Spark's fields; raises ``StateStoreError`` for a type that Spark does not have."""
+    of_spark = [
+        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": f.nullable, "metadata": {}} for f in fields
+    ]
+    return T.StructType.fromJson({"type": "struct", "fields": of_spark})
