@@ -44,6 +44,14 @@ class NotOwnerError(SparkBridgeError):
     """A host was asked for a partition that it does not own or has not opened; ask for the owner again."""
 
 
+def not_open(host_id: str, run_id: str, operator: str, partition: int, version: int | None) -> NotOwnerError:
+    """Return the error for a partition that is not open at a version in the host that was asked."""
+    return NotOwnerError(
+        f"Partition {partition} of operator {operator!r} (run {run_id}) is not open at version {version} in host "
+        f"{host_id}; open it again."
+    )
+
+
 class RequestError(SparkBridgeError, ValueError):
     """A request to a host was malformed."""
 

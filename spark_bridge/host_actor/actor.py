@@ -273,7 +273,7 @@ class StateStoreHost:
     def _run_maintenance(self, interval: float) -> None:
         while not self._stopping.wait(interval):
             try:
-                self._host.do_maintenance()
+                self._host.maintenance.do_maintenance()
             except Exception:  # the thread must go on
                 log.exception("Maintenance of %s failed", self._host.info.host_id)
 

@@ -67,7 +67,8 @@ class HostClient:
 
     def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
         """Values of keys."""
-        return self._call("get_many", command.run_id, command.operator, command.partition, command.version, keys)
+        asked = (command.run_id, command.operator, command.partition, command.version, keys)
+        return self._run("get_many", lambda host: host.reads.get_many(*asked))
 
     def open_and_get(
         self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
@@ -78,7 +79,9 @@ class HostClient:
             opened: Opened = host.open(task)
             if opened.redirect is not None:
                 return opened, pa.nulls(0, pa.binary())
-            return opened, host.get_many(task.run_id, task.operator, task.partition, task.batch_id, keys, column_family)
+            return opened, host.reads.get_many(
+                task.run_id, task.operator, task.partition, task.batch_id, keys, column_family
+            )
 
         answer: tuple[Opened, pa.BinaryArray] = self._run("open_and_get", work)
         return answer

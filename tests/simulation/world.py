@@ -321,7 +321,9 @@ class World:
                     partition: int = partition,
                     keys: list[bytes] = keys,
                 ) -> Any:
-                    return process.memory["host"].get_many(run_id, operator, partition, None, model.to_array(keys))
+                    return process.memory["host"].reads.get_many(
+                        run_id, operator, partition, None, model.to_array(keys)
+                    )
 
                 values = self.network.call(process, "read", read, 20.0, through_ray=False).to_pylist()
             except (UnreachableError, *KNOWN_ERRORS) as error:
@@ -400,8 +402,8 @@ class World:
         for slot in session.hosts:
             assert slot.process is not None
             host = slot.process.memory["host"]
-            if host._instances:
-                raise Violation(f"{slot.host_id} still holds {sorted(host._instances)} after the query has ended.")
+            if host.held.instances:
+                raise Violation(f"{slot.host_id} still holds {sorted(host.held.instances)} after the query has ended.")
         verifier = s.spawn(s.process("verifier"), self._verify, "verify")
         s.join(verifier)
         self.model.check_openable(self.disk.all_files(STATE))

@@ -46,14 +46,14 @@ class HostAccess:
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = "default") -> pa.BinaryArray:
         task = self._task
-        return self._host.get_many(task.run_id, task.operator, task.partition, task.batch_id, keys, column_family)
+        return self._host.reads.get_many(task.run_id, task.operator, task.partition, task.batch_id, keys, column_family)
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = "default", limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
         task = self._task
         command = ScanCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family, limit)
-        return self._host.scan(command, ranges)
+        return self._host.reads.scan(command, ranges)
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = "default") -> None:
         self._staged.setdefault(column_family, []).append((keys, values))

@@ -65,8 +65,8 @@ class Served:
         for partition in (0, 1):
             self.host.open(task(1, partition))
         self.open_scans = 0
-        self._scan = self.host.scan
-        self.host.scan = self.scan
+        self._scan = self.host.reads.scan
+        self.host.reads.scan = self.scan
 
         def call_coordinator(method: str, args: dict[str, object]) -> object:
             return {"method": method, "args": args}

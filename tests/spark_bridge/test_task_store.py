@@ -242,14 +242,14 @@ def test_a_host_that_is_lost_between_open_and_get_is_asked_anew(
         held.commit(OperatorFigures())
     world.commit_spark(0)
     write_offsets(world, 1, 0, 2000)
-    gets, left = served[0].host.get_many, [lost]
+    gets, left = served[0].host.reads.get_many, [lost]
 
     def losing(*args: Any) -> Any:
         if left:
             raise left.pop()
         return gets(*args)
 
-    monkeypatch.setattr(served[0].host, "get_many", losing)
+    monkeypatch.setattr(served[0].host.reads, "get_many", losing)
     calls = calls_of(served[0], monkeypatch)
     again = unopened(served, 1)
     assert again.get_many(keys, "a").to_pylist() == keys.to_pylist()
@@ -315,7 +315,7 @@ def test_a_scan_goes_on_where_a_host_has_died(
     write_offsets(world, 1, 0, 2000)
     again = store(served, 1)
 
-    scan, died = served[0].host.scan, []
+    scan, died = served[0].host.reads.scan, []
 
     def dying(command: Any, ranges: Any) -> Iterator[pa.RecordBatch]:
         for batch in scan(command, ranges):
@@ -323,7 +323,7 @@ def test_a_scan_goes_on_where_a_host_has_died(
             died.append(True)
             raise HostUnavailableError("gone")
 
-    monkeypatch.setattr(served[0].host, "scan", dying)
+    monkeypatch.setattr(served[0].host.reads, "scan", dying)
     successor = Served(world, c, "b", tmp_path)
     again._endpoints = Endpoints((served[0].address, successor.address), "token", "", PATIENCE)
     served.append(successor)
@@ -356,7 +356,7 @@ def test_a_scan_that_is_left_early_is_not_read_to_its_end(
             sent.append(len(keys))
             yield pa.RecordBatch.from_arrays([keys, keys], schema=PAIRS_SCHEMA)
 
-    monkeypatch.setattr(served[0].host, "scan", endless)
+    monkeypatch.setattr(served[0].host.reads, "scan", endless)
     scanned = store(served, 0).scan([(b"", None)], "a")
     next(scanned)
     scanned.close()
@@ -383,7 +383,7 @@ def test_a_scan_that_never_succeeds_gives_up_after_the_time_allowed(
         return now[0]
 
     monkeypatch.setattr(task_client, "time", SimpleNamespace(monotonic=wait, sleep=wait))
-    monkeypatch.setattr(served[0].host, "scan", failing)
+    monkeypatch.setattr(served[0].host.reads, "scan", failing)
     with pytest.raises(HostUnavailableError, match=r"within 1 s.*always"):
         list(store(served, 0, timeout=0.6).scan([(b"", None)], "a"))
     assert 2 <= len(calls) < 50
