@@ -135,7 +135,7 @@ def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monk
     cluster.start("run2")
     reads = [HostReads(h.host, wait_seconds=0.2) for h in cluster.hosts]
     monkeypatch.setattr(VersionRequests, "completed_version", lambda *_: None)
-    monkeypatch.setattr(Host, "has_asked_since", lambda *_: False)
+    monkeypatch.setattr(VersionRequests, "has_asked_since", lambda *_: False)
     for r in reads:
         with pytest.raises(HostUnavailableError, match="The coordinator does not answer"):
             r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], behind_run="run1"))
