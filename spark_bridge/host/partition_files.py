@@ -9,18 +9,13 @@ from pathlib import Path
 
 from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
-from backends.formats.chain import Layout
+from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 """Opens the durable files of a query, from their location and the options of their storage."""
-
-
-def directory_of(spec: OperatorSpec, partition: int) -> str:
-    """Return where a partition's files are, below the state location."""
-    return Layout(spec.name, spec.num_partitions, spec.backend).directory(partition)
 
 
 class PartitionFiles:
@@ -53,7 +48,7 @@ class PartitionFiles:
         for left in runs.iterdir() if runs.exists() else ():
             if left.name not in {*other_runs, registration.run_id}:
                 shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
-        directory = directory_of(spec, partition)
+        directory = partition_directory(spec.name, spec.num_partitions, partition)
         local = runs / registration.run_id / directory
         storage = self.open_storage(registration.state_location, registration.storage_options)
         conf = with_changes(self._conf, provider=spec.backend)

@@ -7,12 +7,13 @@ import uuid
 from collections.abc import Callable, Iterable
 
 from backends.exceptions import StoreClosedError, VersionNotFoundError
+from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import SavepointOrder
 from coordinator_actor.savepoints.run_savepoints import variables_of
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import spec_of
-from spark_bridge.host.partition_files import PartitionFiles, directory_of
+from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.savepoint_exports import Scans
 
@@ -45,7 +46,9 @@ class SavepointPartitions:
         spec = spec_of(order.registration, operator)
         lineage = self._registration.coordinator.lineage(order.run_id, operator, partition, order.version)
         local = self._files.savepoints / uuid.uuid4().hex
-        copy = self._files.open_copy(order.registration, directory_of(spec, partition), spec.backend, local)
+        copy = self._files.open_copy(
+            order.registration, partition_directory(spec.name, spec.num_partitions, partition), spec.backend, local
+        )
         try:
             copy.load(lineage)
             return _scans(copy, variables_of(spec.schema)), copy.destroy

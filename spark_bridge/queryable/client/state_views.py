@@ -21,8 +21,8 @@ from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.keys import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, distinct, plain_values, whole
 from spark_bridge.queryable.client.single_results import SingleResults
-from spark_bridge.state_format.families import TTL_COLUMN
-from spark_bridge.state_format.layouts import ENDS_FAMILY, LIST, MAP, PRESENT, ROWS, SESSIONS, TIMERS, VALUE, WINDOWS
+from spark_bridge.state_format.families import ENDS_FAMILY
+from spark_bridge.state_format.layouts import LIST, MAP, PRESENT, ROWS, SESSIONS, TIMERS, TTL_COLUMN, VALUE, WINDOWS
 from spark_bridge.state_format.windowed_keys import window_of
 
 EXPIRATION = "expiration_timestamp_ms"

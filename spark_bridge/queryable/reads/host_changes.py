@@ -35,6 +35,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, behind
 from spark_bridge.queryable.reads.row_stream import RowStream
+from spark_bridge.state_format.family_order import list_keys
 from spark_bridge.state_format.stored_changes import EMIT_ROWS, VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_format.windowed_keys import window_of
@@ -351,7 +352,7 @@ class _ChosenKeys:
         if not len(keys) or rows.kind == "timers" or len(self.columns) < len(rows.key):
             return None
         if rows.kind == "list":
-            keys = rows.list_keys(family, keys)
+            keys = list_keys(rows, family, keys)
         elif family != rows.main:
             return None
         return pc.is_in(behind(keys), self.keys)

@@ -23,8 +23,8 @@ from spark_bridge.queryable.reads.key_windows import KeyWindowIndex
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, behind
 from spark_bridge.queryable.reads.row_selection import POSITION
 from spark_bridge.state_format.families import TIMERS_BY_KEY, family_of
-from spark_bridge.state_format.stored_keys import prefix_range
-from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows, key_groups_of
+from spark_bridge.state_format.stored_keys import key_groups_of, prefix_range
+from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows
 
 CANDIDATES = 1 << 16
 """Keys with windows that are looked up at once."""

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from backends.exceptions import MissingFileError, VersionNotFoundError
+from backends.formats.file_names import partition_directory
 from backends.formats.manifest import Lineage
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError, StateVersionError, TooManyRequestsError
 from spark_bridge.host.host import Host
-from spark_bridge.host.partition_files import directory_of
 from spark_bridge.queryable.protocol.request_watch import before_slow_work
 
 KEPT_VERSIONS = 4
@@ -132,7 +132,7 @@ class VersionCopies:
         version: int,
     ) -> None:
         try:
-            directory = directory_of(spec, partition)
+            directory = partition_directory(spec.name, spec.num_partitions, partition)
             local = self._host.files.copies / uuid.uuid4().hex
             state = self._host.files.open_copy(registration, directory, spec.backend, local)
             try:

@@ -37,14 +37,15 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import CoordinatorEntry, addresses_of
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.routing.retries import GONE, Attempts
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.operator_runs import TS, WINDOW
@@ -394,7 +395,7 @@ def test_a_replaced_coordinator_is_not_noticed(cluster: Callable[..., Cluster]) 
 def test_a_restarted_query_is_found_again_with_other_partitions(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("locations", "client"):  # it is not by chance that the location is looked up again
+    for module in ("client.locations", "client.client"):  # it is not by chance that the location is looked up again
         monkeypatch.setattr(f"spark_bridge.queryable.{module}.REFRESH_SECONDS", 1000.0)
     c = cluster()
     c.batch(NAMES)
