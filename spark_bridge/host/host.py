@@ -48,7 +48,7 @@ from spark_bridge.host.savepoint_exports import SavepointExports
 from spark_bridge.host.savepoint_partitions import SavepointPartitions
 from spark_bridge.host.task_commit import TaskCommits
 from spark_bridge.host.version_requests import VersionRequests
-from spark_bridge.transport.protocol import Opened, TaskIdentity
+from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 
 REVOKED_SECONDS = 60.0
 """For how long a host that does not reach the coordinator goes by the revocations that it knows of."""
@@ -154,14 +154,14 @@ class Host:
 
     # -- tasks ---------------------------------------------------------------------------------
 
-    def open(self, task: TaskIdentity) -> Opened:
+    def open(self, task: TaskIdentity) -> OpenReply:
         """Open the store of a task's partition at version = batch id, or return the address of the host that owns it.
 
         Raises ``PartitionMismatchError`` if the task opens the partition a second time, and what the coordinator raises.
         """
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
-            return Opened(grant.owner.address, grant.version)
+            return OpenReply(grant.owner.address, grant.version)
         # Before the state is loaded, which may take long: a coordinator that is restarted meanwhile must know.
         self.held.note_opened(grant.registration, task.batch_id)
         instance = self.loading.load(grant, task.operator, task.partition)
@@ -176,7 +176,7 @@ class Host:
                 "a second time. Something behind the operator merges its partitions (coalesce, union); "
                 "put .repartition(n) between the operator and it."
             )
-        return Opened(None, grant.version, grant.registration.key_groups, instance.spec.schema, grant.times)
+        return OpenReply(None, grant.version, grant.registration.key_groups, instance.spec.schema, grant.times)
 
     def commit(
         self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None

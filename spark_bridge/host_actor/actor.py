@@ -52,7 +52,7 @@ from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
-from spark_bridge.task.executor_transport import checked_call
+from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
 from spark_bridge.transport.tls import TlsConf
 

@@ -26,7 +26,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import (
-    CHANGES_SCHEMA,
+    COMMIT_SCHEMA,
     END_OF_CHANGES,
     KEYS_SCHEMA,
     RANGES_SCHEMA,
@@ -158,7 +158,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         """Commit: one stream of changes in, the coordinator's acknowledgement out."""
         with translated_errors():
             command = decoded(descriptor.command, CommitCommand)
-            check_schema(reader.schema, CHANGES_SCHEMA)
+            check_schema(reader.schema, COMMIT_SCHEMA)
             received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
             is_complete = False
             for chunk in reader:

@@ -35,7 +35,7 @@ from spark_bridge.operators.initial_state import ENTRIES, InitialState, make_ini
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.session.settings import unsafe_settings
 from spark_bridge.session.state_cluster import StateCluster
-from spark_bridge.task import state_task as properties
+from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
 

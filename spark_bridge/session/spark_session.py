@@ -233,11 +233,11 @@ def _join(
     from spark_bridge.session.listener import STATE_LOCATION_CONF, StateStoreQueryListener
     from spark_bridge.session.settings import apply_settings, redact
     from spark_bridge.session.state_cluster import StateCluster
-    from spark_bridge.task import state_task
+    from spark_bridge.task import local_properties
 
     global _current
     apply_settings(spark)
-    redact(spark, state_task.TOKEN)
+    redact(spark, local_properties.TOKEN)
     if state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, state_location)
     cluster = StateCluster(

@@ -29,10 +29,10 @@ from spark_bridge.stateful.stateful_processor import TimerValues
 from spark_bridge.stateful.step import INT64_MAX, StateFigures
 from spark_bridge.stateful.task_input import TaskInput
 from spark_bridge.stateful.ttl import alive_at
-from spark_bridge.task.sorted_runs import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime
 
 Columns: TypeAlias = pa.Table | pa.RecordBatch

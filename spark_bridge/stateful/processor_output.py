@@ -18,7 +18,7 @@ from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful.pandas_values import Columns, PandasCodec
 from spark_bridge.stateful.row_values import RowCodec, shown
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.watermark import EventTime
 
 ROWS_AT_ONCE = 1 << 14

@@ -492,11 +492,12 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     try:
         with _quiet(), threads.installed(replacements):
             world = World(seed, root, traced=traced)
-            import spark_bridge.task.task_store as task_client
+            from spark_bridge.task import endpoints
+            from spark_bridge.task import task_store as task_client
 
-            real_client, real_files = task_client.client_for, task_client.read_host_files
+            real_client, real_files = task_client.client_for, endpoints.read_host_files
             task_client.client_for = lambda address, token, tls=None: HostClient(world, address)  # type: ignore[assignment,return-value]
-            task_client.read_host_files = lambda directory: _host_files(world, str(directory))
+            endpoints.read_host_files = lambda directory: _host_files(world, str(directory))
             try:
                 world.scheduler.spawn(world.outside, world.begin, "begin")
                 world.scheduler.run(max_steps)
@@ -505,7 +506,7 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
                 events = [_in_words(e) for e in list(world.scheduler.events)[-50:]]
                 world.scheduler.close()
             finally:
-                task_client.client_for, task_client.read_host_files = real_client, real_files
+                task_client.client_for, endpoints.read_host_files = real_client, real_files
     finally:
         engine.forget_all()
         shutil.rmtree(root, ignore_errors=True)

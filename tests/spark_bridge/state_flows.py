@@ -23,7 +23,8 @@ from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.host.host import Host
 from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.task.state_task import Logic, StepTimer
+from spark_bridge.task.state_task import Logic
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.transport.protocol import ScanCommand, TaskIdentity
 from tests.coordinator_actor.test_coordinator import World
 

@@ -24,7 +24,7 @@ from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError, UnknownOperatorError
 from spark_bridge.session.spark_session import current_cluster
-from spark_bridge.task import state_task
+from spark_bridge.task import local_properties
 from tests.patience import PATIENCE
 
 from .conftest import Stream, held_instances, settle, wait_until
@@ -331,7 +331,7 @@ def test_output_goes_to_any_sink(stream: Stream, spark: Any, tmp_path: Path) -> 
 
 def test_the_token_is_not_in_sparks_event_log(spark: SparkSession, tmp_path: Path) -> None:
     context = spark.sparkContext
-    name = state_task.TOKEN
+    name = local_properties.TOKEN
     assert context.getLocalProperty(name) == current_cluster().token
     jvm: Any = context._jvm
     log = jvm.org.apache.spark.scheduler.EventLoggingListener(

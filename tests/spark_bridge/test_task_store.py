@@ -21,10 +21,11 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.task import task_store as task_client
+from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.task.state_task import StateTask, partitions_of
-from spark_bridge.task.task_store import Endpoints, TaskStore
-from spark_bridge.transport.protocol import Opened
+from spark_bridge.task.task_store import TaskStore
+from spark_bridge.transport.protocol import OpenReply
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.test_host import make_host, task
@@ -187,7 +188,7 @@ def test_a_get_that_opens_finds_the_new_owner(
     # A host that is asked and is not the owner names whoever is.
     asked = Served(world, c, "c", tmp_path)
     served.append(asked)
-    asked.host.open = lambda task: Opened(successor.address, 1)
+    asked.host.open = lambda task: OpenReply(successor.address, 1)
     task_client._owners[("run1", "op", 1)] = (asked.address, "token")
     calls = calls_of(asked, monkeypatch)
     other = unopened(served, 1, 1)
