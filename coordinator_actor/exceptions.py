@@ -9,6 +9,25 @@ class CoordinatorError(Exception):
     """Base of all errors that the coordinator raises on purpose."""
 
 
+class SparkBridgeError(Exception):
+    """Base of all errors of ``spark_bridge``, which has this name, too.
+
+    It stands here with those of its subclasses that the coordinator or its port raises, so that each error has one class.
+    """
+
+
+class HostUnavailableError(SparkBridgeError):
+    """No StateStoreHost, or no coordinator, answered within the time allowed."""
+
+
+class QueryableStateError(SparkBridgeError):
+    """A query client's request failed. Its subclasses, most of them named after Flink's, say how."""
+
+
+class UnknownLocationError(QueryableStateError):
+    """Nobody is known to have the state that was asked for (Flink: ``UnknownLocationException``)."""
+
+
 class CoordinatorStoppedError(CoordinatorError):
     """The coordinator has been stopped, or there is none."""
 
@@ -45,11 +64,11 @@ class FencedError(CoordinatorError):
     """Another coordinator has taken over the checkpoint."""
 
 
-class UnknownOperatorError(CoordinatorError):
+class UnknownOperatorError(CoordinatorError, UnknownLocationError):
     """No running query has the operator, or several have it."""
 
 
-class QueryEndedError(CoordinatorError):
+class QueryEndedError(CoordinatorError, UnknownLocationError):
     """The query that had the operator has ended, and no newer run of it is running."""
 
 

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from coordinator_actor.exceptions import (
+    HostUnavailableError,
+    QueryableStateError,
+    QueryEndedError,
+    SparkBridgeError,
+    UnknownLocationError,
+    UnknownOperatorError,
+)
 
-class SparkBridgeError(Exception):
-    """Base of all errors raised by ``spark_bridge``."""
+__all__ = [
+    "HostUnavailableError",
+    "QueryEndedError",
+    "QueryableStateError",
+    "SparkBridgeError",
+    "UnknownLocationError",
+    "UnknownOperatorError",
+]
+"""Errors that the coordinator or its port raises, too: each has one class."""
 
 
 class EnvironmentProblemError(SparkBridgeError):
@@ -36,10 +51,6 @@ def other_key_groups(operator: str, of_rows: int, of_query: int) -> PartitionMis
     )
 
 
-class HostUnavailableError(SparkBridgeError):
-    """No StateStoreHost answered within the time allowed."""
-
-
 class NotOwnerError(SparkBridgeError):
     """A host was asked for a partition that it does not own or has not opened; ask for the owner again."""
 
@@ -54,22 +65,6 @@ def not_open(host_id: str, run_id: str, operator: str, partition: int, version: 
 
 class RequestError(SparkBridgeError, ValueError):
     """A request to a host was malformed."""
-
-
-class QueryableStateError(SparkBridgeError):
-    """A query client's request failed. Its subclasses, most of them named after Flink's, say how."""
-
-
-class UnknownLocationError(QueryableStateError):
-    """Nobody is known to have the state that was asked for (Flink: ``UnknownLocationException``)."""
-
-
-class UnknownOperatorError(UnknownLocationError):
-    """No running query has the operator asked for, or several have it."""
-
-
-class QueryEndedError(UnknownLocationError):
-    """The query whose state was asked for has ended."""
 
 
 class UnknownKvStateKeyGroupLocationError(UnknownLocationError):

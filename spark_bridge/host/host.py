@@ -11,29 +11,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.manifest import Lineage
 from coordinator_actor.messages import (
-    Acknowledge,
     Acknowledged,
-    BatchGrant,
-    Completed,
     HostInfo,
-    HostOrders,
-    HostReport,
-    OpenBatch,
-    OpenGrant,
     OperatorFigures,
-    OperatorLocation,
-    Refused,
-    RunningOperator,
-    SavepointExported,
-    SnapshotUploaded,
 )
+from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
@@ -52,50 +39,6 @@ from spark_bridge.transport.protocol import OpenReply, TaskIdentity
 
 REVOKED_SECONDS = 60.0
 """For how long a host that does not reach the coordinator goes by the revocations that it knows of."""
-
-
-class CoordinatorPort(Protocol):
-    """The messages that a host sends to the coordinator."""
-
-    def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """Make the host known, with all it holds."""
-
-    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
-        """Still here, with these runs at these versions; what is to be done?"""
-
-    def open_batch(self, request: OpenBatch) -> BatchGrant:
-        """Ask who owns what in a batch, and what the state of one's own partitions is."""
-
-    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
-        """Ask who owns a partition, and what its last completed version is."""
-
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """The files that lead to a version."""
-
-    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
-        """Report a snapshot; whether it counts."""
-
-    def acknowledge_many(
-        self, run_id: str, host_id: str, incarnation: str, messages: tuple[Acknowledge, ...]
-    ) -> tuple[Acknowledged | Refused, ...]:
-        """Report durable commits; an answer for each."""
-
-    def verify_instances(
-        self, host_id: str, incarnation: str, run_ids: tuple[str, ...]
-    ) -> dict[str, dict[str, list[int]]]:
-        """What this host owns of runs: operator to partitions."""
-
-    def savepoint_exported(self, message: SavepointExported) -> None:
-        """Report that a partition has been exported for a savepoint, or cannot be."""
-
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Find the owners of an operator's partitions."""
-
-    def operators(self) -> tuple[RunningOperator, ...]:
-        """The operators of all running queries."""
-
-    def completed(self, run_id: str, host_id: str) -> Completed:
-        """The last completed version of a run, with the heads of the host's partitions."""
 
 
 class Host:

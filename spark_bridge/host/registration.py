@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import HostInfo
+from coordinator_actor.port import CoordinatorPort
 from spark_bridge.host.held_partitions import HeldPartitions
-
-if TYPE_CHECKING:
-    from spark_bridge.host.host import CoordinatorPort
 
 log = logging.getLogger(__name__)
 

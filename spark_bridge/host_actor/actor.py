@@ -13,38 +13,20 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from backends.conf import StateStoreConf
-from backends.exceptions import StateStoreError
-from backends.formats.manifest import Lineage
 from backends.without_pandas import keep_pandas_out
-from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import (
-    Acknowledge,
-    Acknowledged,
-    BatchGrant,
-    Completed,
     HostInfo,
-    HostOrders,
-    HostReport,
-    OpenBatch,
-    OpenGrant,
-    OperatorLocation,
-    Refused,
-    RunningOperator,
-    SavepointExported,
-    SnapshotUploaded,
 )
+from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 from coordinator_actor.priority import take_ordinary_priority
-from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.ray_metrics import request_metrics
@@ -63,110 +45,6 @@ LOCATE_SECONDS = 5.0
 """How long the proxy waits for the coordinator: what it knows of owners goes on serving meanwhile."""
 SWITCH_SECONDS = 0.0005
 """How long a thread keeps the interpreter while others wait: a lookup must not wait for ten commits that compute."""
-
-
-class RayCoordinatorPort:
-    """The coordinator's messages as Ray actor calls; waits for an actor that is being restarted."""
-
-    def __init__(self, namespace: str, name: str, timeout: float) -> None:
-        self._namespace = namespace
-        self._name = name
-        self._timeout = timeout
-        self._actor: Any = None
-        self._closed = threading.Event()
-
-    def close(self) -> None:
-        """Wait for the coordinator no longer: the session is over."""
-        self._closed.set()
-
-    def call(self, method: str, *args: object, **kwargs: object) -> Any:
-        """One message; the errors that the coordinator raises on purpose come as they are."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            try:
-                if self._actor is None:
-                    self._actor = ray.get_actor(self._name, namespace=self._namespace)
-                return ray.get(getattr(self._actor, method).remote(*args, **kwargs), timeout=self._timeout)
-            except RayTaskError as error:
-                if isinstance(error.cause, CoordinatorError | StateStoreError):
-                    raise error.cause from None
-                raise
-            except (RayError, ValueError) as error:
-                # ValueError is what get_actor raises for a name that nobody has.
-                self._actor = None
-                if self._closed.wait(0.1) or time.monotonic() > deadline:
-                    raise HostUnavailableError(
-                        f"The coordinator {self._name!r} (namespace {self._namespace!r}) did not answer "
-                        f"{method} within {self._timeout:.0f} s: {error}"
-                    ) from error
-
-    def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """See ``CoordinatorPort``."""
-        self.call("register_host", info, report)
-
-    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
-        """See ``CoordinatorPort``."""
-        orders: HostOrders = self.call("heartbeat_host", host_id, incarnation, held)
-        return orders
-
-    def open_batch(self, request: OpenBatch) -> BatchGrant:
-        """See ``CoordinatorPort``."""
-        grant: BatchGrant = self.call("open_batch", request)
-        return grant
-
-    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
-        """See ``CoordinatorPort``."""
-        grant: OpenGrant = self.call("open_for_read", run_id, operator, partition)
-        return grant
-
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """See ``CoordinatorPort``."""
-        lineage: Lineage = self.call("lineage", run_id, operator, partition, version)
-        return lineage
-
-    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
-        """See ``CoordinatorPort``."""
-        return bool(self.call("snapshot_uploaded", message))
-
-    def acknowledge_many(
-        self, run_id: str, host_id: str, incarnation: str, messages: tuple[Acknowledge, ...]
-    ) -> tuple[Acknowledged | Refused, ...]:
-        """See ``CoordinatorPort``."""
-        answers: tuple[Acknowledged | Refused, ...] = self.call(
-            "acknowledge_many", run_id, host_id, incarnation, messages
-        )
-        return answers
-
-    def verify_instances(
-        self, host_id: str, incarnation: str, run_ids: tuple[str, ...]
-    ) -> dict[str, dict[str, list[int]]]:
-        """See ``CoordinatorPort``."""
-        owned: dict[str, dict[str, list[int]]] = self.call("verify_instances", host_id, incarnation, run_ids)
-        return owned
-
-    def savepoint_exported(self, message: SavepointExported) -> None:
-        """See ``CoordinatorPort``."""
-        self.call("savepoint_exported", message)
-
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """See ``CoordinatorPort``."""
-        location: OperatorLocation = self.call("locate", operator, query)
-        return location
-
-    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """See ``OracleSource``."""
-        oracle: KvStateLocationOracle | None = self.call("get_kv_state_location_oracle", job_id)
-        return oracle
-
-    def operators(self) -> tuple[RunningOperator, ...]:
-        """See ``CoordinatorPort``."""
-        operators: tuple[RunningOperator, ...] = self.call("operators")
-        return operators
-
-    def completed(self, run_id: str, host_id: str) -> Completed:
-        """See ``CoordinatorPort``."""
-        completed: Completed = self.call("completed", run_id, host_id)
-        return completed
 
 
 class StateStoreHost:

@@ -27,7 +27,7 @@ from pyspark.sql.streaming.listener import (
 from backends.exceptions import StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import QueryRegistration, RegisteredQuery
+from coordinator_actor.messages import QueryRegistration
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.aggregate.operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
 from spark_bridge.operators.declared import duplicate_names, operators_in_plan
@@ -124,7 +124,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         initial = self._initial_states(
             registration, {o.spec.name: o.initial for o in declared if o.initial is not None}
         )
-        answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration, initial)
+        answer = self._cluster.coordinator.register_query(registration, initial)
         if answer.refusal is not None:
             return answer.refusal
         with self._lock:
@@ -215,7 +215,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             known = self._registrations.pop(run_id, None)
         if known is not None and not self._stopping.is_set():
             try:
-                self._cluster.coordinator.call("deactivate_instances", run_id)
+                self._cluster.coordinator.deactivate_instances(run_id)
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported: %s", run_id, error)
@@ -227,10 +227,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             for registration in registrations:
                 try:
                     is_stopping = registration.run_id in self._cluster.stopping
-                    if not self._cluster.coordinator.call(
-                        "driver_heartbeat", registration.run_id, is_stopping=is_stopping
-                    ):
-                        self._cluster.coordinator.call("register_query", registration)
+                    if not self._cluster.coordinator.driver_heartbeat(registration.run_id, is_stopping=is_stopping):
+                        self._cluster.coordinator.register_query(registration)
                 except Exception:  # the thread must go on
                     log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)
 

@@ -107,7 +107,7 @@ def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[
     """See ``state_operator_progress``; of a batch that is not before ``batch_id``."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
-        run = next((q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id), None)
+        run = next((q for q in cluster.coordinator.describe()["queries"] if q["run_id"] == run_id), None)
         if run is None or run["completed_version"] == batch_id + 1 == 0:
             return []
         version = max(run["completed_version"], batch_id + 1)

@@ -56,14 +56,14 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
     future: Future[str] = Future()
 
     def begin() -> SavepointStatus:
-        status: SavepointStatus = cluster.coordinator.call("trigger_savepoint", request_id, name, base, stop=stop)
+        status = cluster.coordinator.trigger_savepoint(request_id, name, base, stop=stop)
         return status
 
     def follow() -> None:
         run_id = str(running.runId) if stop and running is not None else ""
         cluster.stopping.add(run_id)
         try:
-            made = _wait(begin, lambda: cluster.coordinator.call("savepoint_status", request_id))
+            made = _wait(begin, lambda: cluster.coordinator.savepoint_status(request_id))
             if stop and running is not None:
                 running.stop()
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the savepoint
@@ -170,5 +170,5 @@ def rebalance(query: str | None = None) -> dict[str, int]:
 
     Where a batch begins that happens by itself; this is for quiet streams.
     """
-    moved: dict[str, int] = current_cluster().coordinator.call("rebalance", query)
+    moved = current_cluster().coordinator.rebalance(query)
     return moved

@@ -19,7 +19,7 @@ from spark_bridge.session.java import ensure_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from coordinator_actor.coordinator import CoordinatorConf
+    from coordinator_actor.coordinator_conf import CoordinatorConf
     from spark_bridge.queryable.server.limits import RequestLimits
     from spark_bridge.session.listener import StateStoreQueryListener
     from spark_bridge.session.state_cluster import StateCluster

@@ -10,9 +10,10 @@ import ray
 from ray.exceptions import RayError
 
 from backends.conf import StateStoreConf
-from coordinator_actor.actor import get_or_create_coordinator
-from coordinator_actor.coordinator import CoordinatorConf
-from spark_bridge.host_actor.actor import RayCoordinatorPort, host_files_dir, start_hosts
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.on_ray.actor import get_or_create_coordinator
+from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+from spark_bridge.host_actor.actor import host_files_dir, start_hosts
 from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
@@ -49,7 +50,7 @@ class StateCluster:
         """Runs that stop with the savepoint that is being made of them."""
         get_or_create_coordinator(namespace, coordinator_name, coordinator_conf)
         self.coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
-        self.token: str = self.coordinator.call("token")
+        self.token = self.coordinator.token()
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, namespace, session_id))
         nodes = nodes_of(executor_ips)
@@ -93,7 +94,7 @@ class StateCluster:
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Spark has committed a batch: its version is completed, and the hosts may apply it."""
-        if self.coordinator.call("batch_committed", run_id, batch_id):
+        if self.coordinator.batch_committed(run_id, batch_id):
             for host in self.hosts:
                 host.on_progress.remote()
 
@@ -104,7 +105,7 @@ class StateCluster:
 
     def stop(self) -> None:
         """Stop this session's hosts, and the coordinator if no other session uses it."""
-        others = self.coordinator.call("unregister_session", self.session_id)
+        others = self.coordinator.unregister_session(self.session_id)
         self.coordinator.close()
         stopping = [host.stop.remote() for host in self.hosts]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT)

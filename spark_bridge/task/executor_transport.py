@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator_actor.reference import Transport
+from coordinator_actor.on_ray.reference import Transport
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.task.local_properties import local_endpoints
 from spark_bridge.transport.coordinator_calls import from_wire, to_wire

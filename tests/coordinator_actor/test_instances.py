@@ -15,11 +15,12 @@ import pytest
 
 from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
-from coordinator_actor.coordinator import CoordinatorConf
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownQueryError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.transport.protocol import TaskIdentity
+from tests.coordinator_actor.coordinators import acknowledge, run_of
 from tests.patience import HANG, PATIENCE
 
 from .test_coordinator import World
@@ -244,7 +245,7 @@ def test_a_host_that_was_lost_and_comes_back_is_not_believed_about_what_has_move
     assert away.open(task).redirect == s.hosts[0].info.address
     message = next(a for a in s.hosts[0].held.report().pending if a.partition == of_h1)
     with pytest.raises(StaleOwnerError, match="h0 does"):
-        s.c.acknowledge(msgspec.structs.replace(message, host_id="h1"))
+        acknowledge(s.c, msgspec.structs.replace(message, host_id="h1"))
 
 
 def test_a_restarted_host_keeps_its_partitions(stream):
@@ -303,7 +304,7 @@ def test_a_repeated_attempt_that_comes_with_the_last_missing_one_counts(stream, 
     """The last acknowledged attempt counts, whatever it comes together with."""
     s = stream(n=2, hosts=1)
     s.hosts[0].open(TaskIdentity("run1", "op", 0, 1, "x", uuid.uuid4().hex))
-    s.c.acknowledge(staged(s, 1, 1, "first"))
+    acknowledge(s.c, staged(s, 1, 1, "first"))
     both = [staged(s, 0, 1, "missing"), staged(s, 1, 1, "repeated")]
     answers = s.c.acknowledge_many("run1", "h0", "a", [both[i] for i in order])
     newest = s.log().head()
@@ -357,7 +358,7 @@ def test_the_figures_of_batches(stream):
 def test_the_figures_name_every_partition_that_took_part(stream, which):
     """The first one as well, whose acknowledgement begins the checkpoint."""
     s = stream()
-    figures = s.c._runs["run1"].stats.task_stats()
+    figures = run_of(s.c, "run1").stats.task_stats()
     entries = s.log().manifests[1].operators["op"].partitions
     assert figures is not None and len(figures["op"][which]) == 4
     if which == "size":
@@ -450,7 +451,7 @@ def test_looking_does_not_wait_for_a_run_that_is_busy(tmp_path):
     world = World(tmp_path)
     c = world.coordinator()
     c.register_query(world.registration())
-    run = c._runs["run1"]
+    run = run_of(c, "run1")
     go, at = threading.Event(), threading.Event()
 
     def hold() -> None:

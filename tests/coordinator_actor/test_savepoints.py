@@ -22,14 +22,15 @@ from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import StorageError
 from backends.formats.changelog import Changes
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
-from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import (
     BatchHeldError,
     InvalidRequestError,
     UnknownHostError,
     UnknownQueryError,
 )
-from coordinator_actor.manifests import ManifestLog
 from coordinator_actor.messages import (
     OperatorSpec,
     QueryRegistration,
@@ -45,6 +46,7 @@ from coordinator_actor.savepoints.savepoint_format import (
 )
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
+from tests.coordinator_actor.coordinators import run_of
 from tests.patience import PATIENCE
 
 from .test_coordinator import SCHEMA, World
@@ -540,7 +542,7 @@ def test_it_fails_with_the_reason(stream, happen):
     assert re.search(words, message), message
     assert list_savepoints(str(s.world.root / "sp")) == []
     s.c.expire()
-    assert all(run.pinned == {} for run in s.c._current_runs()), "its version need not be kept"
+    assert all(run.versions.pinned == {} for run in s.c.registries.runs.current()), "its version need not be kept"
 
 
 @pytest.mark.parametrize("happen", [decline, spark_files_are_gone, take_too_long, storage_fails])
@@ -556,7 +558,7 @@ def test_the_stream_and_the_next_savepoint_go_on_behind_one_that_failed(stream, 
     s.trigger("again")
     assert s.savepoint_rows(s.finish("again")) == s.at[3]
     s.c.expire()
-    assert s.c._runs["run1"].pinned == {}
+    assert run_of(s.c, "run1").versions.pinned == {}
 
 
 def test_one_that_is_not_late_yet_is_not_given_up(stream):
@@ -794,7 +796,7 @@ def test_ids_ascend_for_good_and_are_shared_with_the_manifests(stream):
     path = s.finish("after")
     assert describe_savepoint(path).metadata.checkpoint_id == 9 and s.savepoint_rows(path) == s.at[4]
     assert max(s.log().manifests) == 10
-    assert [(r.checkpoint_id, r.version) for r in s.log().savepoints()] == [(3, 2), (5, 3), (7, 4), (9, 4)]
+    assert [(r.checkpoint_id, r.version) for r in s.log().savepoints.all()] == [(3, 2), (5, 3), (7, 4), (9, 4)]
     assert Path(path).name == "savepoint-q-9"
 
 
@@ -844,11 +846,11 @@ def test_the_version_of_a_savepoint_is_not_removed_while_it_is_made(stream):
     s.trigger()
     s.copy_spark_files()
     run_and_clean(s, 4, 12)
-    assert s.c._runs["run1"].oldest <= 4
+    assert run_of(s.c, "run1").versions.oldest <= 4
     assert s.savepoint_rows(s.finish()) == s.at[4]
     s.c.expire()
     run_and_clean(s, 12, 17)
-    assert s.c._runs["run1"].oldest > 12, "and let go of then"
+    assert run_of(s.c, "run1").versions.oldest > 12, "and let go of then"
 
 
 def test_a_savepoint_outlives_what_it_was_made_of(stream):
@@ -860,7 +862,7 @@ def test_a_savepoint_outlives_what_it_was_made_of(stream):
     before = {f: f.read_bytes() for f in Path(path).rglob("*") if f.is_file()}
     s.c.expire()
     run_and_clean(s, 3, 9)
-    assert s.c._runs["run1"].oldest > 3
+    assert run_of(s.c, "run1").versions.oldest > 3
     assert {f: f.read_bytes() for f in Path(path).rglob("*") if f.is_file()} == before
     assert s.savepoint_rows(path) == s.at[3]
 
@@ -879,7 +881,7 @@ def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend
     assert (restored.version, restored.batch_id) == (3, 2)
     after = Stream(root, n, backend=backend, at=dict(s.at), query_id=restored.query_id)
     try:
-        assert after.c._runs["run1"].completed == 3
+        assert run_of(after.c, "run1").versions.completed == 3
         assert after.rows() == after.at[3]
         after.batch(3)
         assert after.rows() == after.at[4]
@@ -896,7 +898,7 @@ def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend
 def test_the_coordinators_of_both_kinds_are_apart(stream):
     """A savepoint neither queues behind a batch nor ends it."""
     s = stream()
-    run = s.c._runs["run1"]
-    assert isinstance(run.checkpoints, CheckpointCoordinator)
-    assert s.c._savepoints["run1"].coordinator is not run.checkpoints
-    assert s.c._savepoints["run1"].coordinator.id_counter is run.checkpoints.id_counter
+    run = run_of(s.c, "run1")
+    assert isinstance(run.batch.checkpoints, CheckpointCoordinator)
+    assert s.c.registries.runs.savepoints_of("run1").coordinator is not run.batch.checkpoints
+    assert s.c.registries.runs.savepoints_of("run1").coordinator.id_counter is run.batch.checkpoints.id_counter

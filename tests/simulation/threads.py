@@ -420,7 +420,12 @@ MODULES = (
     "spark_bridge.task.task_store",
 )
 """The modules under test, and beginnings of their names."""
-REAL = ("coordinator_actor.actor", "coordinator_actor.reference", "spark_bridge.host_actor.actor")
+REAL = (
+    "coordinator_actor.on_ray.actor",
+    "coordinator_actor.on_ray.ray_port",
+    "coordinator_actor.on_ray.reference",
+    "spark_bridge.host_actor.actor",
+)
 _FACTORIES: dict[Any, Any] = {
     threading.Lock: Lock,
     threading.RLock: RLock,

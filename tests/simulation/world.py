@@ -436,14 +436,16 @@ class World:
         answer = coordinator.register_query(registration)
         if answer.refusal is not None:
             raise Violation(f"The query cannot be started again: {answer.refusal}")
-        run = coordinator._runs["verify"]
+        run = coordinator.registries.runs.by_id["verify"]
         commits = self.disk.directory(CHECKPOINT, "commits")
         last = max(int(p.split("/")[1]) for p in commits)
-        if run.completed != last + 1:
-            raise Violation(f"Spark has committed batch {last}, and version {run.completed} is the last completed.")
+        if run.versions.completed != last + 1:
+            raise Violation(
+                f"Spark has committed batch {last}, and version {run.versions.completed} is the last completed."
+            )
         token = self.disk.directory(CHECKPOINT, "offsets")[f"offsets/{last}"].decode()
         plan = self.model.plans[token]
-        for version in range(run.completed, max(run.oldest, 1) - 1, -1):
+        for version in range(run.versions.completed, max(run.versions.oldest, 1) - 1, -1):
             for operator in self.model.operators:
                 for partition in range(self.num_partitions):
                     self._verify_one(run, plan, version, operator, partition)
@@ -456,10 +458,10 @@ class World:
         layout = partition_directory(operator, n, partition)
         local = self.root / "verify" / f"{version}-{operator}-{partition}"
         state = open_partition(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
-        state.load(run.lineage(operator, partition, version))
+        state.load(run.versions.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
         contents = state.get_many(model.to_array(keys)).to_pylist()
-        self.model.check_attempts(run.chain[version].id, operator, keys, contents)
+        self.model.check_attempts(run.versions.chain[version].id, operator, keys, contents)
         values = [model.value_in(c) for c in contents]
         expected = [plan.values.get((operator, k)) for k in keys]
         if values != expected:

@@ -187,7 +187,7 @@ from pathlib import Path
 import ray
 from pyspark.sql import SparkSession
 from backends import StateStoreConf
-from coordinator_actor.coordinator import CoordinatorConf
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from spark_bridge import attach, stop_spark
 from spark_bridge.session.java import ensure_java
 from spark_bridge.session.spark_session import current_cluster

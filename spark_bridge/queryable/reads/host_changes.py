@@ -27,8 +27,8 @@ from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import state_reader
+from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError
-from coordinator_actor.manifests import ManifestLog
 from coordinator_actor.state_reader import LOOKS, ChangedPairs, Piece, StatePlace, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError
 from spark_bridge.host.host import Host
@@ -146,7 +146,7 @@ class HostChanges:
                     if look + 1 == LOOKS:
                         raise
             held.log.forget({m.id for m in chain.values()})
-            newest = held.log.newest_epoch()
+            newest = held.log.epochs.newest()
         # A run claims its epoch before it writes manifests: without a later claim, none of those are another run's.
         if newest is not None and newest.run_id != plan.run_id:
             self._drop(plan.run_id)
@@ -275,7 +275,7 @@ def _require_same_history(plan: OperatorPlan, versions: StateVersions, after: in
     made = versions.chain.get(after)
     if made is None or made.run_id == behind_run:
         return  # the empty version is every run's, and one that is not kept is refused anyway
-    runs = list(versions.log.runs())  # the last one first
+    runs = list(versions.log.epochs.runs())  # the last one first
     if behind_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(behind_run):
         return
     raise StateVersionError(

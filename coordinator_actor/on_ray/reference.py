@@ -47,7 +47,7 @@ class StateStoreCoordinatorRef:
     @classmethod
     def for_driver(cls, namespace: str = "statestore", name: str = "StateStoreCoordinator") -> StateStoreCoordinatorRef:
         """A reference for a process in the Ray cluster; the coordinator is started if there is none."""
-        from coordinator_actor.actor import get_or_create_coordinator
+        from coordinator_actor.on_ray.actor import get_or_create_coordinator
 
         log.debug("Getting StateStoreCoordinatorRef")
         get_or_create_coordinator(namespace, name)
@@ -74,6 +74,8 @@ class StateStoreCoordinatorRef:
         import ray
         from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+        from coordinator_actor.on_ray.ray_port import RETRY_SECONDS, ask
+
         if not ray.is_initialized():
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
 
@@ -92,17 +94,17 @@ class StateStoreCoordinatorRef:
             nonlocal away_since
             while True:
                 try:
-                    answer = ray.get(getattr(actor(), method).remote(**args))
+                    answer = ask(actor(), method, **args)
                     away_since = None
                     return answer
-                except RayTaskError as error:
-                    raise error.cause from None
+                except RayTaskError:
+                    raise
                 except RayError as error:
-                    # It may have received the message before it went down; each may be sent twice.
+                    # The coordinator may have received the message before it went down. Each message may be sent twice.
                     if isinstance(error, ActorUnavailableError):
                         away_since = away_since or time.monotonic()
                         if time.monotonic() < away_since + RESTART_SECONDS:
-                            time.sleep(0.1)
+                            time.sleep(RETRY_SECONDS)
                             continue
                     raise CoordinatorStoppedError(
                         f"The coordinator {name!r} did not answer {method}: {error}"

@@ -13,7 +13,9 @@ from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.query import QueryState, incomplete_message, tasks_of
+from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.recovery import incomplete_message
+from coordinator_actor.query.versions import tasks_of
 
 
 def refusal_of(run: QueryState) -> str | None:
@@ -22,7 +24,7 @@ def refusal_of(run: QueryState) -> str | None:
     where = registration.state_location
     if any(o.num_partitions > registration.key_groups for o in registration.operators):
         return f"An operator has more partitions than there are key groups ({registration.key_groups}); lower num_partitions."
-    stored = run.log.query_file()
+    stored = run.manifests.query_file()
     if stored is not None and stored.query_id != registration.query_id:
         return (
             f"The state at {where} belongs to query {stored.query_id}, and this is query {registration.query_id}: the "
@@ -38,13 +40,13 @@ def refusal_of(run: QueryState) -> str | None:
         refusal = _program_refusal(run, base)
         if refusal is not None:
             return refusal
-    if run.oldest > run.completed:
+    if run.versions.oldest > run.versions.completed:
         return (
-            f"Spark begins {registration.checkpoint_location} with batch {run.completed}, and so needs state version "
-            f"{run.completed}, but at {where} versions {run.oldest} to {max(run.chain)} are kept: more of Spark's offsets and "
+            f"Spark begins {registration.checkpoint_location} with batch {run.versions.completed}, and so needs state version "
+            f"{run.versions.completed}, but at {where} versions {run.versions.oldest} to {max(run.versions.chain)} are kept: more of Spark's offsets and "
             "commits were removed than min_versions_to_retain allows for. Restore them, or use a new checkpoint location."
         )
-    if run.completed > 0 and run.completed not in run.chain:
+    if run.versions.completed > 0 and run.versions.completed not in run.versions.chain:
         return _missing_version(run)
     return None
 
@@ -79,8 +81,8 @@ def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
 
 def _base(run: QueryState) -> Manifest | None:
     """The manifest of the state that the run goes on from: what versions above it had changed, it does not know of."""
-    below = [version for version in run.chain if version <= run.completed]
-    return run.chain[max(below)] if below else None
+    below = [version for version in run.versions.chain if version <= run.versions.completed]
+    return run.versions.chain[max(below)] if below else None
 
 
 def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> OperatorSchema:
@@ -90,11 +92,11 @@ def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> Oper
     schema_id = base.operators[spec.name].schema_id
     if schema_id == declared.id:
         return declared
-    return evolved(OperatorSchema.from_json(run.log.schema(schema_id)), declared)
+    return evolved(OperatorSchema.from_json(run.manifests.schema(schema_id)), declared)
 
 
 def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
-    stored = OperatorSchema.from_json(run.log.schema(base.operators[spec.name].schema_id))
+    stored = OperatorSchema.from_json(run.manifests.schema(base.operators[spec.name].schema_id))
     where = run.registration.state_location
     there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
     if there is not None and here is not None and there != here:
@@ -111,18 +113,18 @@ def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: 
 
 
 def _missing_version(run: QueryState) -> str | None:
-    versions = sorted(run.chain)
-    _, layouts, found = run.stored_changes(run.completed)
-    tasks = tasks_of(layouts)
-    lacking = [task for task in tasks if task not in found]
-    if not lacking:
+    completed = run.versions.completed
+    changes = run.stored_changes(completed)
+    total, missing = len(tasks_of(changes.layouts)), changes.missing
+    if not missing:
         return None
-    if len(lacking) < len(tasks):
-        return incomplete_message(run.completed - 1, lacking, len(tasks))
+    if len(missing) < total:
+        return incomplete_message(completed - 1, missing, total)
+    versions = sorted(run.versions.chain)
     exist = f"versions {versions[0]} to {versions[-1]} exist" if versions else "no version exists"
     return (
-        f"Spark has committed batch {run.completed - 1} of {run.registration.checkpoint_location}, so the query needs state "
-        f"version {run.completed}, but at {run.registration.state_location} {exist}. If the operators are new to this query, "
+        f"Spark has committed batch {completed - 1} of {run.registration.checkpoint_location}, so the query needs state "
+        f"version {completed}, but at {run.registration.state_location} {exist}. If the operators are new to this query, "
         "or their state was removed, start with a new checkpoint location."
     )
 
