@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from coordinator_actor.exceptions import (
-    HostUnavailableError,
-    QueryableStateError,
-    QueryEndedError,
-    SparkBridgeError,
-    UnknownLocationError,
-    UnknownOperatorError,
-)
+from coordinator_actor import exceptions as coordinator_errors
 
-__all__ = [
-    "HostUnavailableError",
-    "QueryEndedError",
-    "QueryableStateError",
-    "SparkBridgeError",
-    "UnknownLocationError",
-    "UnknownOperatorError",
-]
-"""Errors that the coordinator or its port raises, too: each has one class."""
+# Errors that the coordinator, or its port, raises, too: each has one class.
+SparkBridgeError = coordinator_errors.SparkBridgeError
+HostUnavailableError = coordinator_errors.HostUnavailableError
+QueryableStateError = coordinator_errors.QueryableStateError
+UnknownLocationError = coordinator_errors.UnknownLocationError
+UnknownOperatorError = coordinator_errors.UnknownOperatorError
+QueryEndedError = coordinator_errors.QueryEndedError
 
 
 class EnvironmentProblemError(SparkBridgeError):
