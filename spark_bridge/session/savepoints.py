@@ -18,8 +18,8 @@ from coordinator_actor.savepoints import restore as savepoint_restore
 from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
-from spark_bridge.session.spark_session import current_cluster, current_spark
 from spark_bridge.transport.error_codec import rebuilt_error
 
 if TYPE_CHECKING:
