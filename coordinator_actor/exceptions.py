@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import backends.exceptions
-
 
 class CoordinatorError(Exception):
     """Base of all errors that the coordinator raises on purpose."""
@@ -114,11 +112,3 @@ class SavepointError(CoordinatorError):
 
 class SavepointMismatchError(CoordinatorError):
     """A savepoint does not fit the program; the message lists the differences."""
-
-
-def error_from(name: str, message: str) -> CoordinatorError | backends.exceptions.StateStoreError:
-    """The error of that class name, the coordinator's or the backends', or a ``CoordinatorError`` naming it."""
-    kind = globals().get(name) or getattr(backends.exceptions, name, None)
-    if isinstance(kind, type) and issubclass(kind, (CoordinatorError, backends.exceptions.StateStoreError)):
-        return kind(message)
-    return CoordinatorError(f"{name}: {message}")

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from coordinator_actor.exceptions import (
-    HostUnavailableError,
-    QueryableStateError,
-    QueryEndedError,
-    SparkBridgeError,
-    UnknownLocationError,
-    UnknownOperatorError,
-)
+from coordinator_actor import exceptions as coordinator_errors
 
-__all__ = [
-    "HostUnavailableError",
-    "QueryEndedError",
-    "QueryableStateError",
-    "SparkBridgeError",
-    "UnknownLocationError",
-    "UnknownOperatorError",
-]
-"""Errors that the coordinator or its port raises, too: each has one class."""
+# Errors that the coordinator, or its port, raises, too: each has one class.
+SparkBridgeError = coordinator_errors.SparkBridgeError
+HostUnavailableError = coordinator_errors.HostUnavailableError
+QueryableStateError = coordinator_errors.QueryableStateError
+UnknownLocationError = coordinator_errors.UnknownLocationError
+UnknownOperatorError = coordinator_errors.UnknownOperatorError
+QueryEndedError = coordinator_errors.QueryEndedError
 
 
 class EnvironmentProblemError(SparkBridgeError):
@@ -53,6 +44,14 @@ def other_key_groups(operator: str, of_rows: int, of_query: int) -> PartitionMis
 
 class NotOwnerError(SparkBridgeError):
     """A host was asked for a partition that it does not own or has not opened; ask for the owner again."""
+
+
+def not_open(host_id: str, run_id: str, operator: str, partition: int, version: int | None) -> NotOwnerError:
+    """Return the error for a partition that is not open at a version in the host that was asked."""
+    return NotOwnerError(
+        f"Partition {partition} of operator {operator!r} (run {run_id}) is not open at version {version} in host "
+        f"{host_id}; open it again."
+    )
 
 
 class RequestError(SparkBridgeError, ValueError):

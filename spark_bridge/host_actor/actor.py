@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import ray
 
-from backends.conf import StateStoreConf
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.messages import (
     HostInfo,
@@ -30,13 +29,12 @@ from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.ray_metrics import request_metrics
+from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
-from spark_bridge.task.executor_transport import checked_call
+from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
-from spark_bridge.transport.tls import TlsConf
 
 log = logging.getLogger(__name__)
 
@@ -50,34 +48,25 @@ SWITCH_SECONDS = 0.0005
 class StateStoreHost:
     """One named Ray actor per executor core; see ``Host`` for what it does."""
 
-    def __init__(
-        self,
-        host_id: str,
-        session_id: str,
-        namespace: str,
-        coordinator_name: str,
-        token: str,
-        conf: StateStoreConf,
-        recovery_timeout: float,
-        tls: TlsConf | None = None,
-        query_port: int = 0,
-        request_limits: RequestLimits | None = None,
-    ) -> None:
+    def __init__(self, host_id: str, token: str, options: SessionOptions, query_port: int) -> None:
         quiet_logging()
         keep_pandas_out()
         sys.setswitchinterval(SWITCH_SECONDS)
         take_ordinary_priority()
+        namespace, tls = options.namespace, options.tls
         self._namespace = namespace
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
-        self._host_file = host_files_dir(session_dir, namespace, session_id) / f"{host_id}.json"
-        self._local_dir = session_dir / "statestore" / namespace / session_id / "data" / host_id
-        self._coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
+        self._host_file = host_files_dir(session_dir, options) / f"{host_id}.json"
+        self._local_dir = session_dir / "statestore" / namespace / options.session_id / "data" / host_id
+        self._coordinator = RayCoordinatorPort(namespace, options.coordinator_name, options.recovery_timeout)
         self._node_ip = ray.util.get_node_ip_address()
         self._stopping = threading.Event()
         # The first one is due at once: it brings what tokens have been revoked.
         self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
         self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator, tls=tls)
-        self._locator = RayCoordinatorPort(namespace, coordinator_name, min(LOCATE_SECONDS, recovery_timeout))
+        self._locator = RayCoordinatorPort(
+            namespace, options.coordinator_name, min(LOCATE_SECONDS, options.recovery_timeout)
+        )
         self._queries = KvStateClientProxy(
             self._get_reads,
             self._locator,
@@ -85,7 +74,7 @@ class StateStoreHost:
             token=token,
             ip=self._node_ip,
             port=query_port,
-            limits=request_limits or RequestLimits(),
+            limits=options.request_limits,
             tls=None if tls is None else tls.server_context(),
             client_tls=None if tls is None else tls.client_context(),
             host_id=host_id,
@@ -95,10 +84,10 @@ class StateStoreHost:
             incarnation=uuid.uuid4().hex,
             address=self._server.address,
             node_id=ray.get_runtime_context().get_node_id(),
-            session_id=session_id,
+            session_id=options.session_id,
             query_address=self._queries.server_address,
         )
-        self._host = Host(info, self._coordinator, self._local_dir, conf=conf)
+        self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)
         self._publish_requests = request_metrics(self._queries.statistics, namespace, host_id)
         # Before anybody is told of the address.
@@ -109,7 +98,7 @@ class StateStoreHost:
         self._heartbeat.start()
         self._maintenance = threading.Thread(
             target=self._run_maintenance,
-            args=(conf.maintenance_interval,),
+            args=(options.conf.maintenance_interval,),
             name="state-store-maintenance-task",
             daemon=True,
         )
@@ -151,7 +140,7 @@ class StateStoreHost:
     def _run_maintenance(self, interval: float) -> None:
         while not self._stopping.wait(interval):
             try:
-                self._host.do_maintenance()
+                self._host.maintenance.do_maintenance()
             except Exception:  # the thread must go on
                 log.exception("Maintenance of %s failed", self._host.info.host_id)
 
@@ -207,9 +196,9 @@ class StateStoreHost:
         return f"StateStoreHost({self._namespace}/{info.host_id} on {self._node_ip})"
 
 
-def host_files_dir(session_dir: Path, namespace: str, session_id: str) -> Path:
-    """Where the hosts of a session leave their addresses, on every node."""
-    return session_dir / "statestore" / namespace / session_id / "hosts"
+def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:
+    """Return where the hosts of a session leave their addresses, on every node."""
+    return session_dir / "statestore" / options.namespace / options.session_id / "hosts"
 
 
 def quiet_logging() -> None:
@@ -219,51 +208,27 @@ def quiet_logging() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def start_hosts(
-    count: int,
-    session_id: str,
-    namespace: str,
-    coordinator_name: str,
-    token: str,
-    conf: StateStoreConf,
-    recovery_timeout: float,
-    node_ids: Callable[[int], str | None],
-    tls: TlsConf | None = None,
-    query_port: int = 0,
-    request_limits: RequestLimits | None = None,
-) -> list[Any]:
-    """Start ``count`` host actors, the i-th on the node ``node_ids(i)`` where that is possible.
+def start_hosts(options: SessionOptions, token: str, node_ids: Callable[[int], str | None]) -> list[Any]:
+    """Start the host actors of a session, the i-th on the node ``node_ids(i)`` where that is possible.
 
-    The i-th answers queries at ``query_port + i``, or, if that is 0, at any free port.
+    The i-th answers queries at ``options.query_port + i``, or, if that is 0, at any free port.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor_class = ray.remote(StateStoreHost)
     hosts = []
-    for i in range(count):
-        host_id = f"host-{session_id}-{i}"
+    for i in range(options.num_hosts):
         node_id = node_ids(i)
         strategy = None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
-        hosts.append(
-            actor_class.options(
-                name=f"StateStoreHost-{session_id}-{i}",
-                namespace=namespace,
-                num_cpus=0,
-                max_restarts=-1,
-                max_concurrency=4,
-                scheduling_strategy=strategy,
-            ).remote(
-                host_id,
-                session_id,
-                namespace,
-                coordinator_name,
-                token,
-                conf,
-                recovery_timeout,
-                tls,
-                query_port and query_port + i,
-                request_limits,
-            )
+        actor = actor_class.options(
+            name=f"StateStoreHost-{options.session_id}-{i}",
+            namespace=options.namespace,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=4,
+            scheduling_strategy=strategy,
         )
+        query_port = options.query_port and options.query_port + i
+        hosts.append(actor.remote(f"host-{options.session_id}-{i}", token, options, query_port))
     ray.get([host.address.remote() for host in hosts], timeout=120)
     return hosts

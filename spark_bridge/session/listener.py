@@ -35,7 +35,7 @@ from spark_bridge.operators.initial_state import InitialEntries, InitialState, m
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.session.settings import unsafe_settings
 from spark_bridge.session.state_cluster import StateCluster
-from spark_bridge.task import state_task as properties
+from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
 
@@ -154,11 +154,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
 
     def publish_endpoints(self) -> None:
         """Tell the jobs that this thread starts where the hosts are."""
+        options = self._cluster.options
         self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
         self._set(properties.TOKEN, self._cluster.token)
         self._set(properties.HOST_FILES, self._cluster.host_files)
-        self._set(properties.TIMEOUT, str(self._cluster.recovery_timeout))
-        self._set(properties.TLS, None if self._cluster.tls is None else self._cluster.tls.to_json())
+        self._set(properties.TIMEOUT, str(options.recovery_timeout))
+        self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
     def _state_location(self, checkpoint: str, query_id: str) -> str:
         base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""

@@ -12,14 +12,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator_actor.exceptions import SavepointFailedError, error_from
+from coordinator_actor.exceptions import CoordinatorError, SavepointFailedError
 from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoints import restore as savepoint_restore
 from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
-from spark_bridge.session.spark_session import current_cluster, current_spark
+from spark_bridge.transport.error_codec import rebuilt_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -84,7 +85,7 @@ def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatu
             if status.path is not None:
                 return status.path
             if status.failure is not None:
-                raise error_from(status.failure.error, status.failure.message)
+                raise rebuilt_error(status.failure.error, status.failure.message, CoordinatorError)
             time.sleep(POLL_SECONDS)
             status = ask()
         log.warning("The coordinator has been restarted: the savepoint is begun anew")

@@ -34,7 +34,6 @@ from coordinator_actor.exceptions import (
     UnknownHostError,
     UnknownOperatorError,
     UnknownRunError,
-    error_from,
 )
 from coordinator_actor.messages import (
     Acknowledge,
@@ -46,6 +45,7 @@ from coordinator_actor.messages import (
     QueryRegistration,
 )
 from coordinator_actor.query.partition_owners import assign
+from spark_bridge.transport.error_codec import rebuilt_error
 from tests.coordinator_actor.coordinators import acknowledge
 
 SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
@@ -555,5 +555,5 @@ def test_assignment_without_hosts_left_over() -> None:
 
 
 def test_errors_cross_the_network_by_name() -> None:
-    assert type(error_from("FencedError", "x")) is FencedError
-    assert type(error_from("os", "x")) is CoordinatorError
+    assert type(rebuilt_error("FencedError", "x")) is FencedError
+    assert type(rebuilt_error("os", "x", CoordinatorError)) is CoordinatorError

@@ -50,7 +50,7 @@ def owners(s: Stream, run: str = "run1") -> list[str]:
 
 
 def loaded(s: Stream) -> dict[int, list[int]]:
-    return {i: sorted(held.partition for held in host._instances.values()) for i, host in s.hosts.items()}
+    return {i: sorted(held.partition for held in host.held.instances.values()) for i, host in s.hosts.items()}
 
 
 def pass_time(s: Stream, seconds: float) -> None:
@@ -126,13 +126,13 @@ def test_a_host_is_told_what_it_owns_of_the_runs_that_it_asks_about(stream):
 def test_a_host_unloads_at_its_maintenance_what_has_moved_and_nothing_else(stream):
     s = stream(hosts=1)
     assert loaded(s) == {0: [0, 1, 2, 3]}
-    s.hosts[0].do_maintenance()
+    s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {0: [0, 1, 2, 3]}
     s.add_host(1)
     s.batch(1)
     moved = loaded(s)[1]
     assert len(moved) == 2 and loaded(s)[0] == [0, 1, 2, 3]
-    s.hosts[0].do_maintenance()
+    s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {0: [p for p in range(4) if p not in moved], 1: moved}
     assert s.rows() == s.at[2]
 
@@ -142,7 +142,7 @@ def test_a_coordinator_that_does_not_know_the_owners_yet_has_nothing_unloaded(st
     before = loaded(s)
     s.restart_coordinator()
     for host in s.hosts.values():
-        host.do_maintenance()
+        host.maintenance.do_maintenance()
     assert loaded(s) == before and sum(map(len, before.values())) == 4
     s.batch(1)
     assert loaded(s) == before, "the owners are those that reported"
@@ -176,7 +176,7 @@ def test_rebalancing_a_quiet_stream_moves_no_more_than_the_new_hosts_share(strea
     assert sorted(after) == ["h0"] * 3 + ["h1"] * 3 and set(before) == {"h0"}
     assert s.c.get_locations([instance(s, p) for p in range(6)]) == [f"executor_127.0.0.1_{h}" for h in after]
     assert s.rows() == s.at[1]
-    s.hosts[0].do_maintenance()
+    s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {i: [p for p in range(6) if after[p] == f"h{i}"] for i in (0, 1)}
     assert s.c.rebalance() == {"run1": 0}
     s.batch(1)
@@ -240,10 +240,10 @@ def test_a_host_that_was_lost_and_comes_back_is_not_believed_about_what_has_move
     s.lose(1)
     s.begin(1, {1: 5}, range(4))
     task = TaskIdentity("run1", "op", of_h1, 1, uuid.uuid4().hex, uuid.uuid4().hex)
-    away._registrations.setdefault("run1", s.registration)
+    away.held.registrations.setdefault("run1", s.registration)
     away.register()
     assert away.open(task).redirect == s.hosts[0].info.address
-    message = next(a for a in s.hosts[0].report().pending if a.partition == of_h1)
+    message = next(a for a in s.hosts[0].held.report().pending if a.partition == of_h1)
     with pytest.raises(StaleOwnerError, match="h0 does"):
         acknowledge(s.c, msgspec.structs.replace(message, host_id="h1"))
 
@@ -410,9 +410,9 @@ def lag_stream(stream: Callable[..., Stream]) -> Stream:
 def upload(s: Stream, *partitions: int) -> None:
     """What maintenance does, for some partitions only."""
     s.heartbeat()
-    for held in list(s.hosts[0]._instances.values()):
+    for held in list(s.hosts[0].held.instances.values()):
         if held.partition in partitions:
-            s.hosts[0]._upload_snapshot(held)
+            s.hosts[0].maintenance.upload_snapshot(held)
 
 
 def test_partitions_whose_snapshots_lag_behind_are_named(stream, caplog):

@@ -124,7 +124,7 @@ class Stream:
             open_storage=self.world.storage,
             clock=lambda: self.world.now,
         )
-        host._exports._sleep = lambda seconds: None
+        host.exports._sleep = lambda seconds: None
         host.register()
         self.hosts[i] = host
         return host
@@ -134,7 +134,7 @@ class Stream:
         self.c = self.coordinator()
         self.background.clear()
         for host in self.hosts.values():
-            host._coordinator.c = self.c
+            host.coordinator.c = self.c
         self.heartbeat()
         self.register()
 
@@ -144,14 +144,14 @@ class Stream:
         for _ in range(3):
             self.world.now += 4
             for host in self.hosts.values():
-                host._coordinator.heartbeat_host(host.info.host_id, host.info.incarnation, {})
+                host.coordinator.heartbeat_host(host.info.host_id, host.info.incarnation, {})
             self.c.driver_heartbeat(self.registration.run_id)
         self.c.expire()
 
     def kill(self, i: int) -> None:
         host = self.hosts.pop(i)
-        host._exports.close()
-        host._uploads.shutdown(cancel_futures=True)
+        host.exports.close()
+        host.maintenance._uploads.shutdown(cancel_futures=True)
 
     def begin(self, batch: int, rows: dict[int, int | None], partitions: Iterator[int] | range | None = None) -> None:
         """Some tasks of a batch, all by default: with them, the version is prepared."""
@@ -199,7 +199,7 @@ class Stream:
         """All hosts, or some, hear of their orders and carry them out."""
         for i in hosts or tuple(self.hosts):
             self.hosts[i].heartbeat()
-            self.hosts[i]._exports._pool.submit(lambda: None).result(PATIENCE)
+            self.hosts[i].exports._pool.submit(lambda: None).result(PATIENCE)
 
     def status(self, request: str = "r1") -> SavepointStatus:
         return self.c.savepoint_status(request)
@@ -241,7 +241,7 @@ class Stream:
             owner = self.c.open_for_read(self.registration.run_id, "op", p).owner
             (host,) = (h for h in self.hosts.values() if h.info == owner)
             names = [k for k in stored_keys if partition_of(int.from_bytes(k[:2], "big"), G, self.n) == p]
-            values = host.get_many(self.registration.run_id, "op", p, None, pa.array(names, pa.binary()))
+            values = host.reads.get_many(self.registration.run_id, "op", p, None, pa.array(names, pa.binary()))
             held = [(stored_keys[k], v) for k, v in zip(names, values, strict=True) if v.is_valid]
             numbers = decode_values(pa.array([v.as_py() for _, v in held], pa.binary()), VALUES).column(0).to_pylist()
             found.update(zip([k for k, _ in held], numbers, strict=True))
@@ -305,11 +305,11 @@ def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(str
     if applied:
         for host in s.hosts.values():
             for order in s.c.heartbeat_host(host.info.host_id, "a", {"run1": 0}).completed:
-                host.on_completed(order)
+                host.loading.complete(order)
     for host in s.hosts.values():
-        host._coordinator.calls.clear()
+        host.coordinator.calls.clear()
     assert s.savepoint_rows(s.finish()) == s.at[2]
-    was_loaded = any("lineage" in host._coordinator.calls for host in s.hosts.values())
+    was_loaded = any("lineage" in host.coordinator.calls for host in s.hosts.values())
     assert was_loaded is (later > 2), "what is held is exported as it is held"
 
 
@@ -319,16 +319,16 @@ def test_what_was_held_when_the_order_came_is_not_read_back_however_many_batches
     s.trigger()
     s.copy_spark_files()
     for host in s.hosts.values():
-        host._exports._pool.submit(go_on.wait, 20)
+        host.exports._pool.submit(go_on.wait, 20)
         host.heartbeat()
-        host._coordinator.calls.clear()
+        host.coordinator.calls.clear()
     s.batches(2, 9)
     for host in s.hosts.values():
         host.heartbeat()
     go_on.set()
     s.heartbeat()
     assert s.savepoint_rows(s.status().path) == s.at[2]
-    assert not any("lineage" in host._coordinator.calls for host in s.hosts.values())
+    assert not any("lineage" in host.coordinator.calls for host in s.hosts.values())
 
 
 def test_batches_go_on_between_the_exports_of_two_hosts(stream):
@@ -415,8 +415,8 @@ def test_a_partition_that_moves_half_way_is_exported_by_its_new_owner(stream):
     s.copy_spark_files()
     s.add_host(1)
     s.batch(2)  # the new host takes its share
-    s.hosts[0].do_maintenance()
-    assert {i.partition for i in s.hosts[1]._instances.values()} and len(s.hosts[0]._instances) == 2
+    s.hosts[0].maintenance.do_maintenance()
+    assert {i.partition for i in s.hosts[1].held.instances.values()} and len(s.hosts[0].held.instances) == 2
     s.heartbeat(1)
     assert s.is_pending()
     s.heartbeat(0)
@@ -438,9 +438,9 @@ def test_a_report_that_is_lost_is_made_again(stream):
     s.trigger()
     s.copy_spark_files()
     for host in s.hosts.values():
-        send, host._exports._send = host._exports._send, lost
+        send, host.exports._send = host.exports._send, lost
         s.heartbeat(int(host.info.host_id[1:]))
-        host._exports._send = send
+        host.exports._send = send
     assert s.is_pending()
     s.heartbeat()
     assert s.savepoint_rows(s.status().path) == s.at[2]
@@ -471,7 +471,7 @@ def decline(s: Stream) -> None:
         raise ValueError("row 7 is odd")
 
     s.copy_spark_files()
-    s.hosts[1]._exports._held = scan
+    s.hosts[1].exports._held = scan
     s.heartbeat()
 
 
@@ -553,7 +553,7 @@ def test_the_stream_and_the_next_savepoint_go_on_behind_one_that_failed(stream, 
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.batch(2)
     s.trigger("again")
     assert s.savepoint_rows(s.finish("again")) == s.at[3]
@@ -636,7 +636,7 @@ def test_stopping_holds_the_next_batch_until_the_query_has_ended(stream):
 def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream):
     s, slept = stream(), []
     for host in s.hosts.values():
-        host._exports._sleep = slept.append
+        host.exports._sleep = slept.append
     s.trigger("beside", stop=False)
     s.finish("beside")
     assert slept
@@ -672,7 +672,7 @@ def test_a_query_goes_on_if_the_savepoint_to_stop_with_fails(stream, happen):
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.c.expire()  # what the coordinator does once a second
     s.batch(2)
     s.trigger("again", stop=True)
@@ -742,7 +742,7 @@ def test_a_stop_that_failed_long_ago_does_not_make_a_later_one_old(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.c.expire()
     s.batches(2, 5)
     s.restart_coordinator()
@@ -756,7 +756,7 @@ def test_nor_does_it_leave_out_the_batch_that_was_let_go_then(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.c.expire()
     s.begin(2, {3: 33}, range(1))  # its tasks run, and the sink may have seen some of it
     s.restart_coordinator()
@@ -831,8 +831,8 @@ def run_and_clean(s: Stream, first: int, end: int) -> None:
         s.batch(batch)
         for host in s.hosts.values():
             for order in s.c.heartbeat_host(host.info.host_id, host.info.incarnation, {"run1": 0}).completed:
-                host.on_completed(order)
-            for uploaded in host.do_maintenance():
+                host.loading.complete(order)
+            for uploaded in host.maintenance.do_maintenance():
                 uploaded.result(PATIENCE)
         s.world.now += 2
         s.c.maintain()

@@ -148,7 +148,7 @@ class HostSlot:
             s.log(self.host_id, "could not register:", str(error))
             s.kill(process)
         process.memory["is_ready"] = True
-        s.spawn(process, lambda: self._every(process, 1.0, made.do_maintenance), "maintenance")
+        s.spawn(process, lambda: self._every(process, 1.0, made.maintenance.do_maintenance), "maintenance")
         self._every(process, HEARTBEAT_SECONDS, made.heartbeat)
 
     def _every(self, process: Process, seconds: float, call: Callable[[], Any]) -> None:

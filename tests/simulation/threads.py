@@ -417,9 +417,7 @@ MODULES = (
     "backends.formats.manifest_chain",
     "backends.formats.retention",
     "coordinator_actor.",
-    "spark_bridge.host.acknowledgements",
-    "spark_bridge.host.host",
-    "spark_bridge.host.savepoint_exports",
+    "spark_bridge.host.",
     "spark_bridge.task.task_store",
 )
 """The modules under test, and beginnings of their names."""

@@ -321,7 +321,9 @@ class World:
                     partition: int = partition,
                     keys: list[bytes] = keys,
                 ) -> Any:
-                    return process.memory["host"].get_many(run_id, operator, partition, None, model.to_array(keys))
+                    return process.memory["host"].reads.get_many(
+                        run_id, operator, partition, None, model.to_array(keys)
+                    )
 
                 values = self.network.call(process, "read", read, 20.0, through_ray=False).to_pylist()
             except (UnreachableError, *KNOWN_ERRORS) as error:
@@ -400,8 +402,8 @@ class World:
         for slot in session.hosts:
             assert slot.process is not None
             host = slot.process.memory["host"]
-            if host._instances:
-                raise Violation(f"{slot.host_id} still holds {sorted(host._instances)} after the query has ended.")
+            if host.held.instances:
+                raise Violation(f"{slot.host_id} still holds {sorted(host.held.instances)} after the query has ended.")
         verifier = s.spawn(s.process("verifier"), self._verify, "verify")
         s.join(verifier)
         self.model.check_openable(self.disk.all_files(STATE))
@@ -492,11 +494,12 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     try:
         with _quiet(), threads.installed(replacements):
             world = World(seed, root, traced=traced)
-            import spark_bridge.task.task_store as task_client
+            from spark_bridge.task import endpoints
+            from spark_bridge.task import task_store as task_client
 
-            real_client, real_files = task_client.client_for, task_client.read_host_files
+            real_client, real_files = task_client.client_for, endpoints.read_host_files
             task_client.client_for = lambda address, token, tls=None: HostClient(world, address)  # type: ignore[assignment,return-value]
-            task_client.read_host_files = lambda directory: _host_files(world, str(directory))
+            endpoints.read_host_files = lambda directory: _host_files(world, str(directory))
             try:
                 world.scheduler.spawn(world.outside, world.begin, "begin")
                 world.scheduler.run(max_steps)
@@ -505,7 +508,7 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
                 events = [_in_words(e) for e in list(world.scheduler.events)[-50:]]
                 world.scheduler.close()
             finally:
-                task_client.client_for, task_client.read_host_files = real_client, real_files
+                task_client.client_for, endpoints.read_host_files = real_client, real_files
     finally:
         engine.forget_all()
         shutil.rmtree(root, ignore_errors=True)

@@ -177,10 +177,10 @@ def test_an_answer_to_a_heartbeat_that_was_overtaken_brings_no_token_back(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = cluster.tokens.issue_token("dashboard")
-    early = cluster.host._coordinator.heartbeat_host("h0", "a")
+    early = cluster.host.coordinator.heartbeat_host("h0", "a")
     cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
-    monkeypatch.setattr(cluster.host._coordinator, "heartbeat_host", lambda *_: early)
+    monkeypatch.setattr(cluster.host.coordinator, "heartbeat_host", lambda *_: early)
     cluster.host.heartbeat()
     with pytest.raises(AccessDeniedError, match="revoked"):
         cluster.verifier.verify(token)

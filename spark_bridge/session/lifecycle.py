@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
-import uuid
-from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
-from spark_bridge.exceptions import EnvironmentProblemError, SessionError
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.host_actor.session_options import (
+    COORDINATOR_NAME,
+    DEFAULT_RECOVERY_TIMEOUT,
+    NAMESPACE,
+    SessionOptions,
+)
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.session.current import Session, begin_session, end_session, require_no_session
 from spark_bridge.session.java import ensure_java
+from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from coordinator_actor.coordinator_conf import CoordinatorConf
-    from spark_bridge.queryable.server.limits import RequestLimits
-    from spark_bridge.session.listener import StateStoreQueryListener
-    from spark_bridge.session.state_cluster import StateCluster
-    from spark_bridge.transport.tls import TlsConf
-
-log = logging.getLogger(__name__)
-
-NAMESPACE = "statestore"
-COORDINATOR_NAME = "StateStoreCoordinator"
-DEFAULT_RECOVERY_TIMEOUT = 60.0
 LOG_LEVEL = "spark.log.level"
 PAIRS = {"1.6": "3.5", "1.7": "4.2"}
 """RayDP release line and the PySpark line it works with."""
-
-
-@dataclass
-class _Session:
-    spark: SparkSession
-    cluster: StateCluster
-    listener: StateStoreQueryListener
-    by_raydp: bool
-    started_ray: bool
-
-
-_current: _Session | None = None
 
 
 def init_spark(
@@ -83,14 +67,14 @@ def init_spark(
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
     not fit, ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
     """
-    _require_no_session()
+    require_no_session()
     if tls is not None:
         tls.check()
     ensure_java()
     _check_pair()
     # RayDP's workers otherwise run whatever python3 is first on the PATH.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    started_ray = _join_or_start_ray(ray_address, num_executors * executor_cores)
+    started_ray = join_or_start_ray(ray_address, num_executors * executor_cores)
     import raydp
 
     try:
@@ -104,25 +88,23 @@ def init_spark(
         )
         if configs is not None and LOG_LEVEL in configs:
             _set_log_level(spark, configs[LOG_LEVEL])
-        _join(
-            spark,
+        options = SessionOptions(
+            num_hosts=num_hosts or num_executors * executor_cores,
             namespace=namespace,
             coordinator_name=coordinator_name,
-            num_hosts=num_hosts or num_executors * executor_cores,
             state_location=state_location,
             conf=conf or StateStoreConf(),
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
             tls=tls,
             query_port=query_port,
-            request_limits=request_limits,
-            by_raydp=True,
-            started_ray=started_ray,
+            request_limits=request_limits or RequestLimits(),
         )
+        _join(spark, options, by_raydp=True, started_ray=started_ray)
     except BaseException:
         raydp.stop_spark()
         if started_ray:
-            _stop_ray()
+            stop_ray()
         raise
     return spark
 
@@ -148,115 +130,71 @@ def attach(
     session, and returns it. ``stop_spark`` ends the state store and leaves the session running.
     Raises ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
     """
-    _require_no_session()
+    require_no_session()
     if tls is not None:
         tls.check()
-    started_ray = _join_or_start_ray(ray_address, 1)
+    started_ray = join_or_start_ray(ray_address, 1)
     try:
-        _join(
-            spark,
+        options = SessionOptions(
+            num_hosts=num_hosts or max(1, min(spark.sparkContext.defaultParallelism, os.cpu_count() or 1)),
             namespace=namespace,
             coordinator_name=coordinator_name,
-            num_hosts=num_hosts or max(1, min(spark.sparkContext.defaultParallelism, os.cpu_count() or 1)),
             state_location=state_location,
             conf=conf or StateStoreConf(),
             coordinator_conf=coordinator_conf,
             recovery_timeout=recovery_timeout,
             tls=tls,
             query_port=query_port,
-            request_limits=request_limits,
-            by_raydp=False,
-            started_ray=started_ray,
+            request_limits=request_limits or RequestLimits(),
         )
+        _join(spark, options, by_raydp=False, started_ray=started_ray)
     except BaseException:
         if started_ray:
-            _stop_ray()
+            stop_ray()
         raise
     return spark
 
 
 def stop_spark() -> None:
-    """End this process's session: queries, hosts, Spark if ``init_spark`` made it, Ray if we started it."""
-    global _current
-    session, _current = _current, None
-    if session is None:
-        return
-    try:
-        if session.spark.sparkContext._jsc is not None:
-            for query in session.spark.streams.active:
-                query.stop()
-            session.spark.streams.removeListener(session.listener)
-        session.listener.close()
-        session.cluster.stop()
-    finally:
-        if session.by_raydp:
-            import raydp
-
-            raydp.stop_spark()
-        if session.started_ray:
-            _stop_ray()
+    """End this process's session: queries, hosts, Spark if ``init_spark`` made it, Ray if this process started it."""
+    session = end_session()
+    if session is not None:
+        session.stop()
 
 
-def current_cluster() -> StateCluster:
-    """The state cluster of this process's session. Raises ``SessionError`` if there is none."""
-    if _current is None:
-        raise SessionError("This process has no state store session; call init_spark or attach first.")
-    return _current.cluster
-
-
-def current_spark() -> SparkSession | None:
-    """The Spark session of this process's session; None if there is none."""
-    return None if _current is None else _current.spark
-
-
-def _require_no_session() -> None:
-    if _current is not None:
-        raise SessionError("This process has a state store session already; call stop_spark() before another one.")
-
-
-def _join(
-    spark: SparkSession,
-    *,
-    namespace: str,
-    coordinator_name: str,
-    num_hosts: int,
-    state_location: str | None,
-    conf: StateStoreConf,
-    coordinator_conf: CoordinatorConf | None,
-    recovery_timeout: float,
-    tls: TlsConf | None,
-    query_port: int,
-    request_limits: RequestLimits | None,
-    by_raydp: bool,
-    started_ray: bool,
-) -> None:
+def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool) -> None:
+    """Start the state cluster of a Spark session and make the session this process's."""
     from spark_bridge.session.listener import STATE_LOCATION_CONF, StateStoreQueryListener
     from spark_bridge.session.settings import apply_settings, redact
     from spark_bridge.session.state_cluster import StateCluster
-    from spark_bridge.task import state_task
+    from spark_bridge.task import local_properties
 
-    global _current
     apply_settings(spark)
-    redact(spark, state_task.TOKEN)
-    if state_location is not None:
-        spark.conf.set(STATE_LOCATION_CONF, state_location)
-    cluster = StateCluster(
-        session_id=uuid.uuid4().hex[:8],
-        namespace=namespace,
-        coordinator_name=coordinator_name,
-        num_hosts=num_hosts,
-        executor_ips=_executor_ips(spark),
-        conf=conf,
-        coordinator_conf=coordinator_conf,
-        recovery_timeout=recovery_timeout,
-        tls=tls,
-        query_port=query_port,
-        request_limits=request_limits,
-    )
+    redact(spark, local_properties.TOKEN)
+    if options.state_location is not None:
+        spark.conf.set(STATE_LOCATION_CONF, options.state_location)
+    cluster = StateCluster(options, _executor_ips(spark))
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)
     listener.publish_endpoints()
-    _current = _Session(spark, cluster, listener, by_raydp, started_ray)
+
+    def stop() -> None:
+        try:
+            if spark.sparkContext._jsc is not None:
+                for query in spark.streams.active:
+                    query.stop()
+                spark.streams.removeListener(listener)
+            listener.close()
+            cluster.stop()
+        finally:
+            if by_raydp:
+                import raydp
+
+                raydp.stop_spark()
+            if started_ray:
+                stop_ray()
+
+    begin_session(Session(spark, cluster, stop))
 
 
 def _set_log_level(spark: SparkSession, level: str) -> None:
@@ -305,55 +243,3 @@ def _check_pair() -> None:
         raise EnvironmentProblemError(
             f"raydp {versions['raydp']} and pyspark {versions['pyspark']} do not work together; install one of these pairs: {pairs}."
         )
-
-
-def _join_or_start_ray(address: str | None, cpus: int) -> bool:
-    """Join a Ray cluster or start one here; True if it was started."""
-    import ray
-
-    if ray.is_initialized():
-        return False
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
-    named = address or os.environ.get("RAY_ADDRESS")
-    if named:
-        try:
-            ray.init(address=named, **quiet)
-        except ConnectionError as error:
-            raise EnvironmentProblemError(f"No Ray cluster answers at {named!r}: {error}") from error
-        return False
-    running = _running_ray()
-    if running is not None:
-        try:
-            ray.init(address=running, **quiet)
-            return False
-        except ConnectionError:
-            log.warning(
-                "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
-                running,
-            )
-    # Executors and their Python workers run as they do without Ray, not with Ray's niceness of 15.
-    config = {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
-    num_cpus = max(cpus, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=config, **quiet)
-    return True
-
-
-def _running_ray() -> str | None:
-    """The cluster that ``ray start`` has left on record for this machine, if something listens there."""
-    record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
-    try:
-        address = record.read_text().strip()
-        host, port = address.rsplit(":", 1)
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
-            return address
-    except (OSError, ValueError):
-        return None
-
-
-def _stop_ray() -> None:
-    import ray
-
-    ray.shutdown()
-
-
-__all__ = ["attach", "current_cluster", "init_spark", "stop_spark"]

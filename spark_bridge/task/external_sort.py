@@ -74,7 +74,7 @@ class _Run:
             except StopIteration:
                 self.has_more = False
         if batches:
-            both = one_batch(batches)
+            both = _concatenated(batches)
             self.keys, self.rows = both.column(KEY_COLUMN), both.drop_columns([KEY_COLUMN])
 
     def take(self, n: int) -> list[pa.RecordBatch]:
@@ -138,7 +138,7 @@ class RowSorter:
         """The rows that wait in memory, as one step."""
         if not self._waiting:
             return
-        rows = one_batch(self._waiting)
+        rows = _concatenated(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
         groups = group_rows(rows, self.keys, self.num_key_groups)
         yield _ranked(groups.keys, groups.ids, rows)
@@ -249,7 +249,7 @@ def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> I
     yield from _without_rows(others, limit, no_rows)
 
 
-def one_batch(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+def _concatenated(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     """The rows of all batches in one. They must be fewer than 2 GiB in each column."""
     if len(batches) == 1:
         return batches[0]
@@ -286,7 +286,7 @@ def _joined(step: RowStep, others: pa.BinaryArray) -> RowStep:
 
 
 def _sorted_parts(parts: list[pa.RecordBatch]) -> RowStep:
-    both = one_batch(parts)
+    both = _concatenated(parts)
     return sort_by_key(both.column(KEY_COLUMN), both.drop_columns([KEY_COLUMN]))
 
 
