@@ -50,7 +50,7 @@ from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.ray_metrics import request_metrics
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.task.executor_transport import checked_call
 from spark_bridge.transport.protocol import HostFile

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from coordinator_actor.coordinator import CoordinatorConf
-    from spark_bridge.queryable.server.limits import RequestLimits
+    from spark_bridge.queryable.server.request_limits import RequestLimits
     from spark_bridge.session.listener import StateStoreQueryListener
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.transport.tls import TlsConf

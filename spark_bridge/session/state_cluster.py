@@ -13,7 +13,7 @@ from backends.conf import StateStoreConf
 from coordinator_actor.actor import get_or_create_coordinator
 from coordinator_actor.coordinator import CoordinatorConf
 from spark_bridge.host_actor.actor import RayCoordinatorPort, host_files_dir, start_hosts
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
 log = logging.getLogger(__name__)
