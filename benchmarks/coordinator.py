@@ -116,7 +116,7 @@ class InActor:
     def __init__(self, namespace: str) -> None:
         import ray
 
-        from coordinator_actor.actor import get_or_create_coordinator
+        from coordinator_actor.on_ray.actor import get_or_create_coordinator
 
         self._get, self._kill = ray.get, ray.kill
         self._actor = get_or_create_coordinator(namespace)

@@ -27,7 +27,8 @@ from backends.formats.manifest import Lineage, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Layout
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.manifests import ManifestLog, SparkCommits
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.spark_commits import SparkCommits
 
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
