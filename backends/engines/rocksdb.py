@@ -311,7 +311,7 @@ class LocalRocksDB:
 
     def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
         """Write all batches, and ``state`` with the last one. If a write fails midway, nothing can be read any more."""
-        unfinished = LocalState(0, f"{state.head}, unfinished", None)
+        unfinished = LocalState.unfinished(state.head)
         # No variable for the handle: a handle keeps the database open, and the frames of an error live as long as it.
         if len(batches) > 1:
             batches[0].put(_META_KEY, msgspec.json.encode(unfinished), self._families[META_FAMILY].handle)
