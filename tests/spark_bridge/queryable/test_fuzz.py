@@ -45,6 +45,7 @@ from spark_bridge.queryable.wire import (
     unpack_bytes,
     unpack_one,
 )
+from tests.effort import effort
 from tests.spark_bridge.queryable.memory_reads import (
     TOKEN,
     MemoryReads,
@@ -86,7 +87,7 @@ REQUESTS = [
 ]
 
 
-ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(effort(100, 1000), marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import random
@@ -14,7 +15,8 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from spark_bridge.queryable import server_connection
+from spark_bridge.queryable import client_proxy, server_connection
+from spark_bridge.queryable.forwarding_reads import ForwardingReads
 from spark_bridge.queryable.host_reads import HostReads
 from spark_bridge.queryable.limits import RequestLimits
 from spark_bridge.queryable.wire import (
@@ -35,20 +37,21 @@ from spark_bridge.queryable.wire import (
     Scan,
     pack_bytes,
 )
-from tests.effort import effort
+from tests.effort import only_thorough
 from tests.spark_bridge.queryable import client_world
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import RawClient, eventually
 
-ROUNDS = pytest.mark.parametrize("rounds", [200, pytest.param(effort(500, 5000), marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [200, only_thorough(5000)])
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_connection, "MAX_AWAIT_SECONDS", 0.01)
+        patch.setattr(server_connection, "MAX_AWAIT_SECONDS", 0.001)
         # Many of the versions asked for will never be.
-        patch.setattr(client_world, "HostReads", lambda host, **_: HostReads(host, wait_seconds=0.01))
+        patch.setattr(client_world, "HostReads", lambda host, **_: HostReads(host, wait_seconds=0.001))
+        patch.setattr(client_proxy, "ForwardingReads", functools.partial(ForwardingReads, patience=0.05))
         made = Cluster(tmp_path_factory.mktemp("fuzz"), limits=RequestLimits(max_keys=1000, max_request_bytes=1 << 20))
         for batch in range(3):
             made.batch({i: (i + batch, f"user {i}") for i in range(batch, 60)})
