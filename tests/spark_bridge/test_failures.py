@@ -22,7 +22,6 @@ from pyspark.sql.streaming import StreamingQuery
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session import current_cluster
-from tests.effort import effort
 from tests.patience import HANG
 
 from .conftest import Stream, driver_environment, held_instances, settle, wait_until
@@ -154,7 +153,8 @@ VICTIMS: dict[str, Callable[[], list[int]]] = {
 MOMENTS = (0.15, 0.55, 0.9)
 
 
-@pytest.mark.parametrize("turn", effort([0], [0, 1, 2]))
+@pytest.mark.thorough  # otherwise: test_recovery.py::test_no_task_fails_when_state_processes_die
+@pytest.mark.parametrize("turn", [0, 1, 2])
 def test_state_processes_killed_mid_batch(totals: Totals, client: QueryableStateClient, turn: int) -> None:
     """At different moments of a batch; in all turns together, everybody at each of them."""
     totals.add()

@@ -23,6 +23,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient
 from spark_bridge.session import current_cluster
+from tests.effort import effort, only_thorough
 from tests.patience import PATIENCE
 
 from .conftest import Stream, driver_environment, settle, wait_until
@@ -143,7 +144,8 @@ def test_kills_at_random_change_nothing(
 ) -> None:
     """One kind of process after the other, in an order of the seed's own, at moments of its own."""
     killer = Killer(seed, tmp_path)
-    strikes = killer.random.sample(Killer.KINDS, len(Killer.KINDS))
+    kinds = effort(("executor", "everything"), Killer.KINDS)  # the others die in the next test too
+    strikes = killer.random.sample(kinds, len(kinds))
     flow.add(2)
     sink = Sink()
     slow = noted(tmp_path, 0.15)
@@ -323,7 +325,7 @@ def gated(gate: Path) -> MapInArrow:
     return run
 
 
-@pytest.mark.parametrize("cluster", ["same", "own"])
+@pytest.mark.parametrize("cluster", [only_thorough("same"), "own"])
 def test_of_two_drivers_on_one_checkpoint_the_newer_wins(
     flow: Flow, client: QueryableStateClient, tmp_path: Path, cluster: str
 ) -> None:
@@ -368,6 +370,7 @@ def actors_of(namespace: str) -> list[str]:
     return sorted(a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == namespace)
 
 
+@pytest.mark.thorough  # otherwise: leases and idleness in coordinator_actor/test_coordinator.py, test_demo.py
 def test_a_killed_driver_leaves_nothing_behind(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     """Its hosts go with it, its leases run out, and the coordinator that nobody needs any more ends."""
     namespace = "left-behind"
