@@ -38,14 +38,13 @@ from spark_bridge.protocol import (
     ScanCommand,
 )
 from tests.coordinator_actor.test_coordinator import World
-from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.test_host import make_host, plan_spark, reg, run_task, task
 
 T = TypeVar("T")
 
 TOKEN = "right-token"
-ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(effort(100, 500), marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(500, marks=[pytest.mark.long, pytest.mark.thorough])])
 
 
 class Served:

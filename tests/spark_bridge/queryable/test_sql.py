@@ -27,6 +27,7 @@ from spark_bridge.queryable.pushdown import Pushed, as_json, push
 from spark_bridge.queryable.sql import running_states, sql
 from spark_bridge.queryable.sql_tables import RunningState, UnclearNameError, names_in, resolve
 from spark_bridge.queryable.wire import Comparison
+from tests.effort import examples
 from tests.patience import PATIENCE
 
 UTC = datetime.timezone.utc
@@ -459,7 +460,7 @@ conditions = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(conditions)
 def test_any_condition_gives_the_rows_that_duckdb_finds_in_a_plain_table(condition: str) -> None:
     found = sql(memory(), f"select flights from aircraft where {condition} order by 1").fetchall()
