@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from backends import StateStoreConf, StateStoreId
 from backends.exceptions import VersionNotFoundError
+from tests.backends.providers import PROVIDERS
 from tests.effort import effort
-
-from .test_provider_behaviour import PROVIDERS
 
 pytestmark = pytest.mark.long
 

@@ -33,9 +33,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -63,48 +61,10 @@ from coordinator_actor.exceptions import (
     error_from,
 )
 from coordinator_actor.job_status import JobStatus
+from tests.coordinator_actor.checkpoint_world import World
 from tests.patience import HANG, PATIENCE
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)
-
-
-@dataclass
-class ManualTimer:
-    due: float
-    callback: Callable[[], None]
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-@dataclass
-class World:
-    """A clock, and timers that run when it is turned."""
-
-    now: float = 1000.0
-    timers: list[ManualTimer] = field(default_factory=list)
-
-    def clock(self) -> float:
-        return self.now
-
-    def call_later(self, delay: float, callback: Callable[[], None]) -> ManualTimer:
-        assert delay >= 0
-        self.timers.append(ManualTimer(self.now + delay, callback))
-        return self.timers[-1]
-
-    @property
-    def armed(self) -> list[ManualTimer]:
-        return [t for t in self.timers if not t.cancelled]
-
-    def advance(self, seconds: float) -> None:
-        end = self.now + seconds
-        while due := [t for t in self.armed if t.due <= end + 1e-9]:
-            first = min(due, key=lambda t: t.due)
-            self.timers.remove(first)
-            self.now = max(self.now, first.due)
-            first.callback()
-        self.now = end
 
 
 @pytest.fixture

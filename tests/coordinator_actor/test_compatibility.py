@@ -18,11 +18,8 @@ from coordinator_actor.compatibility import evolved_operators, refusal_of
 from coordinator_actor.manifests import ManifestLog, SparkCommits, schema_path
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query import QueryState
-
-from .test_coordinator import SCHEMA, World
-from .test_savepoints import G, Stream, stream
-
-__all__ = ["stream"]
+from tests.coordinator_actor.coordinator_world import SCHEMA, World
+from tests.coordinator_actor.savepoint_streams import G, Stream
 
 KEY = pa.schema([("k", pa.int64())])
 COUNTS = StateSchema(KEY, pa.schema([("n", pa.int32())]))

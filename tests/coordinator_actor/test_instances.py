@@ -20,10 +20,9 @@ from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from coordinator_actor.snapshot_lag import SnapshotLagConf
 from spark_bridge.protocol import TaskIdentity
+from tests.coordinator_actor.coordinator_world import World
+from tests.coordinator_actor.savepoint_streams import Stream
 from tests.patience import HANG, PATIENCE
-
-from .test_coordinator import World
-from .test_savepoints import Stream
 
 
 @pytest.fixture

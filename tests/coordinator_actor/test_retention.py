@@ -16,8 +16,7 @@ from backends.snapshot import Snapshot, SnapshotFile
 from coordinator_actor.coordinator import BUSY_SECONDS, Coordinator
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import SnapshotUploaded
-
-from .test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 
 KEEP = 3
 

@@ -50,7 +50,7 @@ from coordinator_actor.exceptions import (
 )
 from coordinator_actor.job_status import JobStatus
 from coordinator_actor.savepoint_coordinator import SavepointCoordinator
-from tests.coordinator_actor.test_checkpoint_coordinator import World
+from tests.coordinator_actor.checkpoint_world import World
 from tests.patience import HANG, PATIENCE
 
 A, B = ("op", 0), ("op", 1)

@@ -26,7 +26,7 @@ from spark_bridge.protocol import ScanCommand, TaskIdentity
 from spark_bridge.state_access import KeyRange
 from spark_bridge.state_task import Logic, StepTimer
 from spark_bridge.stateful.processor_state import ProcessorState
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 
 G = 16
 KEYS = pa.schema([("user", pa.string()), ("shard", pa.int32())])

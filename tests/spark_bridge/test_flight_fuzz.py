@@ -37,9 +37,9 @@ from spark_bridge.protocol import (
     OpenAndGetCommand,
     ScanCommand,
 )
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
-from tests.spark_bridge.test_host import make_host, plan_spark, reg, run_task, task
+from tests.spark_bridge.host_steps import make_host, plan_spark, reg, run_task, task
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from pyspark.sql.streaming import StreamingQuery
 from spark_bridge import QueryableStateClient, rebalance
 from spark_bridge.session import current_cluster
 from tests.effort import only_thorough
+from tests.spark_bridge.flow import SCHEMA, Flow, Sink, backend, kept_by, newest_manifest, progressed, start
+from tests.spark_bridge.other_driver import Driver
 
 from .conftest import Stream, settle, wait_until
-from .test_recovery import Driver
-from .test_savepoint import SCHEMA, Flow, Sink, backend, kept_by, newest_manifest, progressed, start
 
 pytestmark = pytest.mark.spark
 

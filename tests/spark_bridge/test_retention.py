@@ -12,9 +12,9 @@ import ray
 from spark_bridge import QueryableStateClient
 from spark_bridge.session import current_cluster
 from tests.effort import only_thorough
+from tests.spark_bridge.totals import Totals, start
 
 from .conftest import Stream, settle, wait_until
-from .test_failures import Totals, start
 
 pytestmark = pytest.mark.spark
 

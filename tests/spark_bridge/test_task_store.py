@@ -25,10 +25,10 @@ from spark_bridge.protocol import Opened
 from spark_bridge.staged_changes import StagedChanges
 from spark_bridge.state_task import StateTask, partitions_of
 from spark_bridge.task_client import Endpoints, TaskStore
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
-from tests.spark_bridge.test_host import make_host, task
-from tests.spark_bridge.test_host_families import SCHEMA, binary, reg_of, spec, write_offsets
+from tests.spark_bridge.host_operators import SCHEMA, binary, reg_of, spec, write_offsets
+from tests.spark_bridge.host_steps import make_host, task
 
 
 class Served:

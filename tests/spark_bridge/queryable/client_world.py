@@ -28,7 +28,7 @@ from spark_bridge.queryable.client import QueryableStateClient
 from spark_bridge.queryable.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.host_reads import HostReads
 from spark_bridge.queryable.limits import RequestLimits
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.state_flows import Query
 

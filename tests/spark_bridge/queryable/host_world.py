@@ -23,7 +23,7 @@ from spark_bridge.host import Host
 from spark_bridge.protocol import TaskIdentity
 from spark_bridge.queryable.host_reads import HostReads
 from spark_bridge.queryable.wire import At, Lookup, Scan
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 
 G = 16
 KEY = pa.schema([("k", pa.int64())])

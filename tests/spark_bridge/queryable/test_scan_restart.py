@@ -27,7 +27,7 @@ from spark_bridge.queryable.routed_scan import RoutedScan
 from spark_bridge.queryable.wire import At, Scan
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
-from tests.spark_bridge.queryable.test_watch_rollback import go_back
+from tests.spark_bridge.queryable.rollback import go_back
 
 USERS = 12_000
 WIDE = "x" * 4_000

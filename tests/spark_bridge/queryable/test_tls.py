@@ -29,10 +29,10 @@ from spark_bridge.queryable.server import KvStateServer
 from spark_bridge.queryable.tls import TlsConf
 from spark_bridge.queryable.wire import Describe
 from spark_bridge.task_client import Endpoints, TaskStore
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
+from tests.spark_bridge.host_steps import make_host, reg, task
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
-from tests.spark_bridge.test_host import make_host, reg, task
 
 SECRET = "5ec4e7" * 8
 
