@@ -5,7 +5,6 @@ Each of these was once wrong.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StorageError
 from backends.partition_state import PartitionState
-from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError
+from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError, StaleBatchError
 from coordinator_actor.messages import HostReport
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import Host
@@ -221,14 +220,15 @@ def test_what_is_being_opened_while_its_run_ends_is_unloaded(tmp_path):
         h2.heartbeat()  # query.stop() while the state is fetched
 
     h2.port.before["lineage"] = stop_query
-    with contextlib.suppress(CoordinatorError):
+    with pytest.raises(RetiredRunError):
         h2.open(task(1, 0))
+    assert not h2.port.before, "the query was not stopped while the state was fetched"
     for _ in range(5):
         h2.heartbeat()
     assert held(h2) == 0
 
 
-def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
+def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path, monkeypatch):
     w, c, (_h,) = start(tmp_path)
     h2 = make_host(w, c, 1, tmp_path, inc="z")
     w.now += 5
@@ -238,48 +238,61 @@ def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
     plan_spark(w, 1)
     c.driver_heartbeat("run1")
 
-    orig = PartitionState.load
+    whole = PartitionState.load
+    loaded = []
 
     def load(self, lineage):
-        orig(self, lineage)
+        whole(self, lineage)
+        loaded.append(self)
         c.deactivate_instances("run1")
         h2.heartbeat()
 
-    PartitionState.load = load
-    try:
-        h2.open(task(1, 0))
-    except CoordinatorError:
-        pass
-    finally:
-        PartitionState.load = orig
+    monkeypatch.setattr(PartitionState, "load", load)
+    h2.open(task(1, 0))
+    assert len(loaded) == 1 and held(h2) == 1
     for _ in range(5):
         h2.heartbeat()
     assert held(h2) == 0
 
 
 def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
-    """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
+    """A partition is destroyed behind the look at what is held, before its own turn."""
     _w, c, (h,) = start(tmp_path)
-    inst = next(iter(h._instances.values()))
-    done = c._runs["run1"].announced_by_host["h0"]
-    err = []
+    first, second = h._instances.values()
+    complete = first.state.complete
 
-    def go():
-        try:
-            h.on_completed(done)
-        except (CoordinatorError, StateStoreError) as e:
-            err.append(e)
+    def complete_while_the_other_goes(version, head):
+        with h._lock:
+            del h._instances[second.key]
+        second.state.destroy()
+        complete(version, head)
 
-    inst.commit_lock.acquire()
-    t = threading.Thread(target=go)
+    first.state.complete = complete_while_the_other_goes
+    h.on_completed(c._runs["run1"].announced_by_host["h0"])
+    assert first.state.version == 1
+    assert list(h._instances.values()) == [first]
+
+
+def test_a_commit_under_way_does_not_hold_up_a_heartbeat(tmp_path):
+    """What it has held up is made up for by the next one."""
+    _w, c, (h,) = start(tmp_path)
+    first, second = h._instances.values()
+    committing, end = threading.Event(), threading.Event()
+
+    def commit():
+        with first.commit_lock:
+            committing.set()
+            end.wait(PATIENCE)
+
+    t = threading.Thread(target=commit)
     t.start()
-    time.sleep(0.2)
-    with h._lock:
-        del h._instances[inst.key]
-    inst.state.destroy()
-    inst.commit_lock.release()
+    committing.wait(PATIENCE)
+    h.on_completed(c._runs["run1"].announced_by_host["h0"])
+    assert (first.state.version, second.state.version) == (0, 1)
+    end.set()
     t.join()
-    assert err == []
+    h.heartbeat()
+    assert first.state.version == 1
 
 
 def test_a_late_grant_does_not_roll_a_partition_back(tmp_path):
@@ -299,13 +312,13 @@ def test_a_late_grant_does_not_roll_a_partition_back(tmp_path):
         return grant
 
     h._grant = stall
-    res = []
+    opened = []
 
     def run():
         try:
-            res.append(h.open(slow))
-        except (CoordinatorError, StateStoreError) as e:
-            res.append(e)
+            opened.append(h.open(slow))
+        except (CoordinatorError, StateStoreError) as error:
+            opened.append(error)
 
     t = threading.Thread(target=run)
     t.start()
@@ -319,6 +332,7 @@ def test_a_late_grant_does_not_roll_a_partition_back(tmp_path):
     assert get(h) == b"batch1"
     go.set()
     t.join()
+    assert [type(one) for one in opened] == [StaleBatchError]
     assert get(h) == b"batch1"  # completed stays completed for query clients
 
 
@@ -340,9 +354,13 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
 
     h._grant = stall
 
+    refused = []
+
     def open_late():
-        with contextlib.suppress(RetiredRunError):
+        try:
             h.open(slow)
+        except RetiredRunError as error:
+            refused.append(error)
 
     t = threading.Thread(target=open_late)
     t.start()
@@ -352,6 +370,7 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
     run_task([h], 1, 0, run="run2", value=b"new")
     go.set()
     t.join()
+    assert len(refused) == 1
     for _ in range(3):
         h.heartbeat()
     runs = {i.registration.run_id for i in h._instances.values()}
