@@ -1,4 +1,4 @@
-"""Processes die at every step of commits, snapshots, maintenance and loads; what is found afterwards is whole, and goes on."""
+"""Processes die at every step of commits, snapshots, maintenance and loads; the state is whole, and goes on."""
 
 import os
 import random
@@ -79,7 +79,7 @@ def traces(directory):
 
 
 def check_durable(backend, directory, at_least, at_most):
-    """From the checkpoint location alone, all that was acknowledged is there, and exactly that; returns the newest version."""
+    """Check that exactly what was acknowledged is in the checkpoint location; return the newest version."""
     with provider_in(backend, directory, local="fresh") as provider:
         latest = provider.latest_version()
         assert at_least <= latest <= at_most
