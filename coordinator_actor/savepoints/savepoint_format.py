@@ -33,7 +33,7 @@ from backends.ids import check_name
 from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError
-from coordinator_actor.exported_file import ExportedFile
+from coordinator_actor.messages import ExportedFile
 
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 

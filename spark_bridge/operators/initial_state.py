@@ -28,7 +28,8 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
 from spark_bridge.exceptions import PartitionMismatchError, other_key_groups
 from spark_bridge.task.staged_changes import StagedChanges
-from spark_bridge.task.state_task import Logic, StepTimer, end_rows, partitions_of
+from spark_bridge.task.state_task import Logic, end_rows, partitions_of
+from spark_bridge.task.step_timer import StepTimer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -27,7 +27,7 @@ from pyspark.sql.streaming.listener import (
 from backends.exceptions import StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import QueryRegistration, RegisteredQuery
+from coordinator_actor.messages import QueryRegistration
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
@@ -35,7 +35,7 @@ from spark_bridge.operators.initial_state import InitialEntries, InitialState, m
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.session.settings import unsafe_settings
 from spark_bridge.session.state_cluster import StateCluster
-from spark_bridge.task import state_task as properties
+from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         initial = self._initial_states(
             registration, {o.spec.name: o.initial for o in declared if o.initial is not None}
         )
-        answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration, initial)
+        answer = self._cluster.coordinator.register_query(registration, initial)
         if answer.refusal is not None:
             return answer.refusal
         with self._lock:
@@ -154,11 +154,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
 
     def publish_endpoints(self) -> None:
         """Tell the jobs that this thread starts where the hosts are."""
+        options = self._cluster.options
         self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
         self._set(properties.TOKEN, self._cluster.token)
         self._set(properties.HOST_FILES, self._cluster.host_files)
-        self._set(properties.TIMEOUT, str(self._cluster.recovery_timeout))
-        self._set(properties.TLS, None if self._cluster.tls is None else self._cluster.tls.to_json())
+        self._set(properties.TIMEOUT, str(options.recovery_timeout))
+        self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
     def _state_location(self, checkpoint: str, query_id: str) -> str:
         base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""
@@ -217,7 +218,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             known = self._registrations.pop(run_id, None)
         if known is not None and not self._stopping.is_set():
             try:
-                self._cluster.coordinator.call("deactivate_instances", run_id)
+                self._cluster.coordinator.deactivate_instances(run_id)
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported: %s", run_id, error)
@@ -229,10 +230,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             for registration in registrations:
                 try:
                     is_stopping = registration.run_id in self._cluster.stopping
-                    if not self._cluster.coordinator.call(
-                        "driver_heartbeat", registration.run_id, is_stopping=is_stopping
-                    ):
-                        self._cluster.coordinator.call("register_query", registration)
+                    if not self._cluster.coordinator.driver_heartbeat(registration.run_id, is_stopping=is_stopping):
+                        self._cluster.coordinator.register_query(registration)
                 except Exception:  # the thread must go on
                     log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)
 

@@ -28,10 +28,10 @@ from spark_bridge.stateful.processor_output import OutputSink
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.task.sorted_runs import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime
 
 TIMED_KEYS = 1 << 18

@@ -19,7 +19,7 @@ from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful.pandas_values import Columns, PandasCodec
 from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.value_arrays import shown
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.watermark import EventTime
 
 ROWS_AT_ONCE = 1 << 14

@@ -9,8 +9,8 @@ from functools import cached_property
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from spark_bridge.task.sorted_runs import RowSorter
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.external_sort import RowSorter
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, late_rows_removed
 
 

@@ -21,7 +21,7 @@ from spark_bridge.stateful.process_task import ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.watermark import EventTime
 from tests.spark_bridge.operator_runs import OperatorRun

@@ -32,7 +32,7 @@ from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessL
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.watermark import EventTime
 from tests.effort import examples

@@ -19,7 +19,7 @@ from spark_bridge.operators.aggregate.session_windows import joined_sessions
 from spark_bridge.operators.windows import SessionWindow, Window, session_window, window
 from spark_bridge.state_format.families import ENDS_FAMILY
 from spark_bridge.state_format.layouts import session_schema
-from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.watermark import between
 from tests.effort import examples
 

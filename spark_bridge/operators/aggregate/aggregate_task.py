@@ -16,11 +16,11 @@ from backends.encoding.sorted_pairs import SortedPairs
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
-from spark_bridge.task.sorted_runs import Limits
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
 
 FIXED_KEYS_PER_STEP = 1 << 18

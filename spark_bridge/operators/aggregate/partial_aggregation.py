@@ -20,7 +20,8 @@ from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.operators.spark_types import spark_struct
 from spark_bridge.task.keyed_rows import parts_of
-from spark_bridge.task.state_task import EMIT_ROWS, StepTimer
+from spark_bridge.task.state_task import EMIT_ROWS
+from spark_bridge.task.step_timer import StepTimer
 
 WORTHWHILE = 0.5
 """The most results per row with which a task goes on grouping."""

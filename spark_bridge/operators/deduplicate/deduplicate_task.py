@@ -19,11 +19,11 @@ from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.state_format.families import EXPIRY_FAMILY
 from spark_bridge.state_format.layouts import EXPIRES_AT, is_present
 from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
-from spark_bridge.task.sorted_runs import Limits
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, late_rows_removed
 
 KEYS_PER_STEP = 1 << 18

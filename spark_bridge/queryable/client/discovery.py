@@ -6,12 +6,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from backends.decoders import json_decoder
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import OperatorLocation, RunningOperator
+from coordinator_actor.messages import OperatorLocation
+from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import (
     EnvironmentProblemError,
     HostUnavailableError,
@@ -20,9 +19,6 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import Locate, Located
-from spark_bridge.transport.error_codec import rebuilt_error
-
-T = TypeVar("T")
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
@@ -31,7 +27,7 @@ COORDINATOR_SECONDS = 5.0
 """How long the coordinator may take for one answer; who has more time asks again."""
 
 
-class Entry(Protocol):
+class Discovery(Protocol):
     """Where locations come from. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
@@ -44,7 +40,7 @@ class Entry(Protocol):
         """The proxy did not answer."""
 
 
-class ProxyEntry:
+class ProxyDiscovery:
     """One or several proxies, one of which is used until it fails; behind those given come the hosts that they have named.
 
     So a client outlives the host whose address it was given: a restarted one has another port.
@@ -57,17 +53,17 @@ class ProxyEntry:
         self._connections = connections
 
     def proxy(self) -> str:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         return self._current
 
     def failed(self) -> None:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         known = list(dict.fromkeys([*self._given, *self._named]))
         at = known.index(self._current) if self._current in known else -1
         self._current = known[(at + 1) % len(known)]
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         proxy = self._current
         reply, body = self._connections.request(proxy, Locate(operator, query), deadline=deadline)
         if not isinstance(reply, Located):
@@ -82,45 +78,35 @@ def addresses_in(location: OperatorLocation) -> list[str]:
     return list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
 
 
-class Coordinator(Protocol):
-    """What a client asks the coordinator itself."""
-
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Where an operator's partitions are."""
-
-    def operators(self) -> tuple[RunningOperator, ...]:
-        """The operators of all running queries."""
-
-
-class CoordinatorEntry:
+class CoordinatorDiscovery:
     """The coordinator; hosts are those that it has named.
 
     ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within`` gives one that takes so many seconds, for who has fewer.
     """
 
-    def __init__(self, coordinator: Coordinator, within: Callable[[float], Coordinator] | None = None) -> None:
+    def __init__(self, coordinator: CoordinatorPort, within: Callable[[float], CoordinatorPort] | None = None) -> None:
         self._coordinator = coordinator
         self._within = within
         self._addresses: list[str] = []
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         left = deadline - time.monotonic()
         coordinator = self._coordinator
         if self._within is not None and left < COORDINATOR_SECONDS:
             if left <= 0:
                 raise HostUnavailableError("There was no time left to ask the coordinator.")
             coordinator = self._within(left)
-        location = _as_ours(lambda: coordinator.locate(operator, query))
+        location = coordinator.locate(operator, query)
         self._addresses = addresses_in(location) or self._addresses
         return location
 
     def proxy(self) -> str:
-        """See ``Entry``. Raises ``QueryableStateError`` if no query runs: then there is nobody to ask."""
+        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs: then there is nobody to ask."""
         if not self._addresses:
-            running = _as_ours(self._coordinator.operators)
+            running = self._coordinator.operators()
             if not running:
-                raise NobodyError("No query with state is running.")
+                raise NoRunningQueryError("No query with state is running.")
             self.locate(running[0].operator.name, running[0].run_id, math.inf)
         addresses = self._addresses
         if not addresses:
@@ -128,20 +114,12 @@ class CoordinatorEntry:
         return addresses[0]
 
     def failed(self) -> None:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         self._addresses = self._addresses[1:]
 
 
-class NobodyError(QueryableStateError):
+class NoRunningQueryError(QueryableStateError):
     """No query is running, so that there is no host that could be asked."""
-
-
-def _as_ours(call: Callable[[], T]) -> T:
-    """The coordinator's errors as those that a host would have passed on."""
-    try:
-        return call()
-    except (CoordinatorError, StateStoreError) as error:
-        raise rebuilt_error(type(error).__name__, str(error)) from error
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
@@ -167,7 +145,7 @@ def from_environment(
     return address or os.environ.get(ADDRESS_VARIABLE) or None, token or os.environ.get(TOKEN_VARIABLE) or None
 
 
-def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorEntry, str]:
+def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorDiscovery, str]:
     """The coordinator of the Ray cluster that this process is in, or joins now, and a token.
 
     Raises ``EnvironmentProblemError`` without Ray or a cluster, ``HostUnavailableError`` without a coordinator.
@@ -179,7 +157,7 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
             "Without an address the coordinator is found by Ray, which is not installed here. Give address= and token=, or set "
             f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
         ) from error
-    from spark_bridge.host_actor.actor import RayCoordinatorPort
+    from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 
     if not ray.is_initialized():
         try:
@@ -189,6 +167,6 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
                 f"No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give address= and "
                 f"token=. Ray says: {error}"
             ) from error
-    token: str = RayCoordinatorPort(namespace, coordinator_name, timeout).call("token")
+    token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, COORDINATOR_SECONDS))
-    return CoordinatorEntry(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token
+    return CoordinatorDiscovery(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token

@@ -25,15 +25,16 @@ from spark_bridge.host.completed_versions import CompletedVersion
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.host_changes import HostChanges
-from spark_bridge.queryable.reads.host_views import WAIT_SECONDS, HostViews, PartitionView
-from spark_bridge.queryable.reads.key_reads import FoundPairs, WindowedKeys, find_pairs, joined, rows_of_keys, values_of
-from spark_bridge.queryable.reads.operator_description import described_operator
+from spark_bridge.queryable.reads.answer_version import WAIT_SECONDS, AnswerVersions, PartitionView
+from spark_bridge.queryable.reads.change_feed import ChangeFeed
+from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined, rows_of_keys, values_of
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
+from spark_bridge.queryable.reads.operator_summary import operator_summary
+from spark_bridge.queryable.reads.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
 from spark_bridge.queryable.reads.row_selection import RowSelection
 from spark_bridge.queryable.reads.row_stream import RowStream, gathered, limited
-from spark_bridge.queryable.reads.scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
 from spark_bridge.queryable.reads.version_copies import VersionCopies
+from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.windowed_keys import window_of
 
@@ -61,14 +62,14 @@ class HostReads:
     def __init__(self, host: Host, *, now_ms: Callable[[], int] = _now_ms, wait_seconds: float = WAIT_SECONDS) -> None:
         self._host = host
         self._now_ms = now_ms
-        self._views = HostViews(host, VersionCopies(host, wait_seconds=wait_seconds), wait_seconds)
-        self._changes = HostChanges(host, wait_seconds)
+        self._views = AnswerVersions(host, VersionCopies(host, wait_seconds=wait_seconds), wait_seconds)
+        self._changes = ChangeFeed(host, wait_seconds)
         self._plans: dict[tuple[str, str], OperatorPlan] = {}
         self._asked: dict[str, float] = {}
         self._locations: dict[tuple[str, str | None], tuple[float, OperatorLocation]] = {}
         self._operators: tuple[float, tuple[RunningOperator, ...]] = (-math.inf, ())
         self._asking = threading.Semaphore(ASKED_AT_ONCE)
-        host.on_run_ended(self._forget_locations)
+        host.held.on_run_ended(self._forget_locations)
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class HostReads:
         key, now = (operator, query), time.monotonic()
         until, location = self._locations.get(key, (-math.inf, None))
         if location is None or now >= until:
-            location = self._host.locate(operator, query)
+            location = self._host.coordinator.locate(operator, query)
             self._locations.pop(key, None)
             while len(self._locations) >= _KNOWN_PLANS:
                 self._locations.pop(next(iter(self._locations)), None)
@@ -86,13 +87,13 @@ class HostReads:
 
     def operators(self) -> list[dict[str, Any]]:
         """See ``StateReads``."""
-        return [described_operator(found) for found in self._running()]
+        return [operator_summary(found) for found in self._running()]
 
     def _running(self) -> tuple[RunningOperator, ...]:
         until, operators = self._operators
         now = time.monotonic()
         if now >= until:
-            operators = self._host.operators()
+            operators = self._host.coordinator.operators()
             self._operators = (now + KEPT_SECONDS, operators)
         return operators
 
@@ -101,14 +102,14 @@ class HostReads:
         info = self._host.info
         asked = [o for o in self._running() if _is_asked(o, operator, query)]
         if operator is not None and not asked:
-            self._host.locate(operator, query)  # says what there is, or that the query has ended
+            self._host.coordinator.locate(operator, query)  # says what there is, or that the query has ended
         described = []
         for found in asked:
-            held = self._host.partitions(found.run_id, found.operator.name)
+            held = self._host.reads.partitions(found.run_id, found.operator.name)
             noted = self._host.completed.newest(found.run_id)
             described.append(
                 {
-                    **described_operator(found),
+                    **operator_summary(found),
                     "completed_version_here": None if noted is None else noted.version,
                     "held": held,
                 }
@@ -127,7 +128,7 @@ class HostReads:
         deadline = time.monotonic() + seconds
         newest = self._host.completed.newest(run_id)
         if newest is None:
-            newest = self._host.completed_version(run_id, 0, self._views.wait_seconds)
+            newest = self._host.version_requests.completed_version(run_id, 0, self._views.wait_seconds)
         while newest is None or newest.version <= after:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -149,7 +150,7 @@ class HostReads:
             self._asked.pop(next(iter(self._asked)), None)
         self._asked[run_id] = now
         try:
-            return self._host.completed_version(run_id, after + 1, _BRIEFLY)
+            return self._host.version_requests.completed_version(run_id, after + 1, _BRIEFLY)
         except CoordinatorError:
             self._host.completed.forget(run_id)  # the others find out, too
             self._forget_locations(run_id)
@@ -173,7 +174,7 @@ class HostReads:
         at = request.at
         if at.isolation == "completed":
             noted = self._host.completed.newest(plan.run_id)
-            instance = self._host.instance(plan.run_id, plan.operator, partition)
+            instance = self._host.held.instance(plan.run_id, plan.operator, partition)
             is_there = instance is not None and not instance.state.is_loading
             if noted is not None and instance is not None and is_there and noted.version >= at.version:
                 head = noted.head(plan.operator, partition)
@@ -209,7 +210,7 @@ class HostReads:
                 keep,
             )
         values = joined(found)
-        self._host.count_keys_read(len(keys))
+        self._host.counters.add("keys_read", len(keys))
         return version, values if order is None else placed([values], [order])
 
     # -- rows ----------------------------------------------------------------------------------
@@ -240,19 +241,19 @@ class HostReads:
         def read(found: Sequence[FoundPairs]) -> Iterator[pa.RecordBatch]:
             return rows_of_keys(plan, rows, found, by_window=window is not None)
 
-        self._host.count_keys_read(len(keys))
+        self._host.counters.add("keys_read", len(keys))
         return self._answer(plan, partitions, request, find, read, selection)
 
     def scan(self, request: Scan) -> StateAnswer:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
-        if request.behind_run not in ("", plan.run_id):
+        if request.previous_run not in ("", plan.run_id):
             if request.at.isolation != "version":
                 raise RequestError(
-                    "The rest of a scan that another run began needs isolation version; behind_run= is for nothing else."
+                    "The rest of a scan that another run began needs isolation version; previous_run= is for nothing else."
                 )
             completed = self._views.noted(plan, request.at.version).version
-            self._changes.require_same_history(plan, completed, request.at.version, request.behind_run)
+            self._changes.require_same_history(plan, completed, request.at.version, request.previous_run)
         rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         selection = RowSelection.of(rows, request.columns, request.where)
         bounds = KeyBounds(request.start, request.end)
@@ -318,7 +319,7 @@ class HostReads:
         if keys is not None:
             plan.groups_of(keys)
         variable = plan.variable(request.state)
-        return self._changes.read(plan, variable, request.after, request.until, keys, request.behind_run)
+        return self._changes.read(plan, variable, request.after, request.until, keys, request.previous_run)
 
     # -- where ---------------------------------------------------------------------------------
 
@@ -326,12 +327,14 @@ class HostReads:
         held = self._plans.get((run_id, operator))
         if held is not None:
             return held
-        registration = self._host.registration(run_id)
+        registration = self._host.held.registration(run_id)
         if registration is None:
-            self._host.completed_version(run_id, 0, self._views.wait_seconds)  # raises if there is no such run
+            self._host.version_requests.completed_version(
+                run_id, 0, self._views.wait_seconds
+            )  # raises if there is no such run
             registration = self._views.loads.result(
                 (run_id, operator),
-                lambda: self._host.open_for_read(run_id, operator, 0).registration,
+                lambda: self._host.grants.for_read(run_id, operator, 0).registration,
                 f"What operator {operator!r} (run {run_id}) is like",
             )
         plan = OperatorPlan.of(registration, operator)
@@ -346,7 +349,7 @@ class HostReads:
     def _own_partitions(self, plan: OperatorPlan) -> list[int]:
         """Those that the coordinator has given to this host."""
         with self._asking:  # not what is kept: of a partition that has just come, rows would be missing
-            owners = self._host.locate(plan.operator, plan.run_id).owners
+            owners = self._host.coordinator.locate(plan.operator, plan.run_id).owners
         ours = (self._host.info.host_id, self._host.info.incarnation)
         return [p for p, owner in enumerate(owners) if (owner.host_id, owner.incarnation) == ours]
 

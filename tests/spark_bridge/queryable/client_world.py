@@ -25,7 +25,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.test_coordinator import World
@@ -170,7 +170,7 @@ class Cluster:
     def remove_old_versions(self) -> None:
         """Snapshots are taken, and what is not retained goes."""
         for h in self.hosts:
-            for upload in h.host.do_maintenance():
+            for upload in h.host.maintenance.do_maintenance():
                 upload.result()
         self.world.now += 2
         self.c.maintain()
@@ -196,7 +196,9 @@ class Cluster:
 def served(query: Query, limits: RequestLimits | None = None) -> Iterator[QueryableStateClient]:
     """A client of a query that is run by ``state_flows``."""
     proxy = proxy_of(lambda: query.host, query.c, limits)
-    query.host.info = msgspec.structs.replace(query.host.info, query_address=proxy.server_address)
+    query.host.info = query.host.registration.info = msgspec.structs.replace(
+        query.host.info, query_address=proxy.server_address
+    )
     query.host.register()
     query.host.heartbeat()
     client = QueryableStateClient.connect(address=proxy.server_address, token=TOKEN, timeout=PATIENCE)

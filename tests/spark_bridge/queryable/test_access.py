@@ -17,8 +17,9 @@ from coordinator_actor.messages import HostInfo
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.queryable.protocol.connections import KvConnection
-from spark_bridge.queryable.protocol.messages import Lookup, Values, pack_one
+from spark_bridge.queryable.protocol.byte_arrays import pack_one
+from spark_bridge.queryable.protocol.client_connection import ClientConnection
+from spark_bridge.queryable.protocol.messages import Lookup, Values
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.flight_client import HostClient
@@ -48,8 +49,8 @@ class Cluster:
         self.calls.append(method)
         return None
 
-    def connect(self, token: str) -> KvConnection:
-        return KvConnection(self.query.server_address, token, None, time.monotonic() + 10)
+    def connect(self, token: str) -> ClientConnection:
+        return ClientConnection(self.query.server_address, token, None, time.monotonic() + 10)
 
     def close(self) -> None:
         self.query.shutdown()
@@ -64,7 +65,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
-def looked_up(connection: KvConnection) -> Any:
+def looked_up(connection: ClientConnection) -> Any:
     deadline = time.monotonic() + PATIENCE
     connection.send(Lookup("run", "totals"), pack_one(b"k1"), deadline)
     return connection.receive(deadline)[0]
@@ -100,10 +101,10 @@ def test_the_clusters_token_is_for_every_port(cluster: Cluster) -> None:
 
 
 def test_a_read_only_token_is_for_the_query_port_alone(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     grant = cluster.verifier.verify(token)
-    assert grant.read_only and grant.name == cluster.tokens.list()[0].id
+    assert grant.read_only and grant.name == cluster.tokens.list_tokens()[0].id
     connection = cluster.connect(token)
     assert isinstance(looked_up(connection), Values)
     connection.close()
@@ -124,10 +125,10 @@ def test_a_read_only_token_is_for_the_query_port_alone(cluster: Cluster) -> None
 
 
 def test_a_revocation_reaches_a_host_with_its_heartbeat(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     assert cluster.verifier.verify(token)
-    cluster.tokens.revoke("dashboard")
+    cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
     with pytest.raises(AccessDeniedError, match="revoked"):
         cluster.verifier.verify(token)
@@ -136,11 +137,11 @@ def test_a_revocation_reaches_a_host_with_its_heartbeat(cluster: Cluster) -> Non
 
 
 def test_a_revocation_ends_connections_that_are_open(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     connection = cluster.connect(token)
     assert isinstance(looked_up(connection), Values)
-    cluster.tokens.revoke("dashboard")
+    cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
     deadline = time.monotonic() + PATIENCE
     while isinstance(answer := looked_up(connection), Values):
@@ -151,7 +152,7 @@ def test_a_revocation_ends_connections_that_are_open(cluster: Cluster) -> None:
 
 
 def test_an_expired_token_is_refused(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard", 60)
+    token = cluster.tokens.issue_token("dashboard", 60)
     cluster.host.heartbeat()
     assert cluster.verifier.verify(token)
     cluster.now += 61
@@ -160,7 +161,7 @@ def test_an_expired_token_is_refused(cluster: Cluster) -> None:
 
 
 def test_a_host_that_does_not_know_yet_what_is_revoked_says_so(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     assert not cluster.verifier.verify(SECRET).read_only
     with pytest.raises(HostUnavailableError, match="ask again soon"):
         cluster.connect(token)
@@ -176,11 +177,11 @@ def test_a_host_that_does_not_know_yet_what_is_revoked_says_so(cluster: Cluster)
 def test_an_answer_to_a_heartbeat_that_was_overtaken_brings_no_token_back(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = cluster.tokens.issue("dashboard")
-    early = cluster.host._coordinator.heartbeat_host("h0", "a")
-    cluster.tokens.revoke("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
+    early = cluster.host.coordinator.heartbeat_host("h0", "a")
+    cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
-    monkeypatch.setattr(cluster.host._coordinator, "heartbeat_host", lambda *_: early)
+    monkeypatch.setattr(cluster.host.coordinator, "heartbeat_host", lambda *_: early)
     cluster.host.heartbeat()
     with pytest.raises(AccessDeniedError, match="revoked"):
         cluster.verifier.verify(token)
