@@ -10,6 +10,16 @@ from backends.exceptions import InvalidStateStoreArgument
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
+def is_operator_name(name: object) -> bool:
+    """Return whether an operator of a stream can have this name.
+
+    More names than ``check_name`` accepts: letters of any alphabet, and of any number, as checkpoints have them.
+    """
+    if not isinstance(name, str) or name.startswith("."):
+        return False
+    return name.replace("_", "").replace("-", "").replace(".", "").isalnum()
+
+
 def check_name(kind: str, name: str) -> str:
     """Return ``name`` if it can be one directory name on every storage; raise otherwise.
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.ids import DEFAULT_FAMILY
+from backends.conf import StateStoreConf
+from backends.exceptions import InvalidStateStoreArgument
+from backends.ids import DEFAULT_FAMILY, StateStoreId, StateStoreProviderId
+from backends.loaded_providers import LoadedProviders
+from backends.metrics import StateStoreMetrics
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from backends.conf import StateStoreConf
-    from backends.ids import StateStoreId, StateStoreProviderId
-    from backends.metrics import StateStoreMetrics
 
 CHANGES_SCHEMA = pa.schema(
     [
@@ -39,8 +39,6 @@ class _Get:
     __isabstractmethod__ = True
 
     def __get__(self, store: StateStore | None, owner: type[StateStore]) -> Any:
-        from backends.providers.loaded_providers import loaded_providers
-
         return loaded_providers.get
 
 
@@ -53,7 +51,7 @@ class StateStore(ABC):
     Iteration is in byte order of the keys. One store is for one thread.
 
     ``StateStore.get``, ``get_read_only``, ``unload``, ``stop``, ``is_loaded`` and ``is_maintenance_running``,
-    called on the class, are those of this process's loaded providers (``backends.providers.loaded_providers``).
+    called on the class, are those of ``loaded_providers``, the providers of this process.
     """
 
     @staticmethod
@@ -61,36 +59,26 @@ class StateStore(ABC):
         provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
     ) -> StateStore:
         """Open a version of a loaded provider, which is loaded if need be, to read."""
-        from backends.providers.loaded_providers import loaded_providers
-
         return loaded_providers.get_read_only(provider_id, version, conf)
 
     @staticmethod
     def unload(provider_id: StateStoreProviderId) -> None:
         """Close a provider, if it is loaded."""
-        from backends.providers.loaded_providers import loaded_providers
-
         loaded_providers.unload(provider_id)
 
     @staticmethod
     def stop() -> None:
         """Close all loaded providers, and stop their maintenance."""
-        from backends.providers.loaded_providers import loaded_providers
-
         loaded_providers.stop()
 
     @staticmethod
     def is_loaded(provider_id: StateStoreProviderId) -> bool:
         """Whether a provider is loaded in this process."""
-        from backends.providers.loaded_providers import loaded_providers
-
         return loaded_providers.is_loaded(provider_id)
 
     @staticmethod
     def is_maintenance_running() -> bool:
         """Whether the maintenance thread runs."""
-        from backends.providers.loaded_providers import loaded_providers
-
         return loaded_providers.is_maintenance_running()
 
     @property
@@ -252,3 +240,17 @@ class StateStoreProvider(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def load_provider(provider_id: StateStoreProviderId, conf: StateStoreConf) -> StateStoreProvider:
+    """Make the provider that ``conf`` names; raises ``InvalidStateStoreArgument`` if that is no ``StateStoreProvider``."""
+    provider = conf.provider_class()(provider_id.store_id, conf)
+    if not isinstance(provider, StateStoreProvider):
+        raise InvalidStateStoreArgument(
+            f"provider={conf.provider!r} makes {provider!r}, which is no StateStoreProvider."
+        )
+    return provider
+
+
+loaded_providers: LoadedProviders[StateStore] = LoadedProviders(load_provider)
+"""The providers of this process."""

@@ -39,10 +39,11 @@ from rich.table import Table
 
 from backends import StateStoreId, StateStoreProviderId
 from backends.encoding.schema import StateSchema
-from backends.formats.changelog import changelog_path
+from backends.formats.file_names import changelog_path
+from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal
-from backends.formats.snapshot import LocalState, Snapshot
+from backends.formats.snapshot import Snapshot
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator

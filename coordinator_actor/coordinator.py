@@ -23,9 +23,9 @@ from backends.ids import StateStoreId, StateStoreProviderId
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.assignment import assign
-from coordinator_actor.checkpoints.checkpoints import CompletedCheckpoint, TaskKey
-from coordinator_actor.checkpoints.job_status import JobStatus
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
+from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.compatibility import evolved_operators, refusal_of
 from coordinator_actor.exceptions import (
     BatchHeldError,
@@ -296,7 +296,7 @@ class Coordinator:
             self._ended_queries[run.run_id] = _EndedQuery(run.registration, self._clock(), why)
             _forget_oldest(self._ended_queries)
             self._instances.deactivate(run.run_id)
-        run.job_status_changed(JobStatus.FINISHED)
+        run.cancel_checkpoints()
         with self._lock:
             savepoints = self._savepoints.pop(run.run_id, None)
             if savepoints is not None:
@@ -389,7 +389,6 @@ class Coordinator:
         hold = run.log.hold_of(registration.run_id)
         if hold is not None:
             run.held_from, run.held_by_record = hold.version, hold.checkpoint_id
-        run.job_status_changed(JobStatus.RUNNING)
         conf = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run.lag = SnapshotLag(run.run_id, run.tasks(), self._clock(), run.completed, conf)
         with self._lock:

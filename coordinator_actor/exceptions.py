@@ -77,10 +77,6 @@ class CheckpointCoordinatorShutdownError(CoordinatorError):
     """The checkpoint or savepoint coordinator is shut down."""
 
 
-class CheckpointRestoreError(CoordinatorError):
-    """There is no completed checkpoint, or its state does not fit the tasks."""
-
-
 class SavepointFailedError(CoordinatorError):
     """A savepoint was not made: it could not be triggered or stored, or was cancelled. Its subclasses say more."""
 

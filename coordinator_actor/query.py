@@ -17,18 +17,14 @@ from backends.formats.manifest import Lineage, Manifest, OperatorEntry, Partitio
 from backends.formats.snapshot import Snapshot
 from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
+from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
-from coordinator_actor.checkpoints.checkpoints import (
-    AcknowledgeCheckpoint,
-    CompletedCheckpoint,
-    NoCheckpointStore,
-    PendingCheckpoint,
-    TaskKey,
-)
-from coordinator_actor.checkpoints.job_status import JobStatus
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag
+from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import IncompleteBatchError, LineageError
 from coordinator_actor.manifests import ManifestLog, SparkCommits
 from coordinator_actor.messages import BatchTimes, Completed, HostInfo, OperatorSpec, QueryRegistration
@@ -125,10 +121,8 @@ class QueryState:
             self.run_id,
             self.tasks(),
             id_counter=self.counter,
-            completed_store=NoCheckpointStore(),  # the manifests are
             stats_tracker=self.stats,
             timeout=None,  # Spark commits a batch however long it took
-            max_concurrent=None,
             clock=self.clock,
             on_fully_acknowledged_checkpoint=self._prepare,
         )
@@ -271,9 +265,9 @@ class QueryState:
         target = min((target, *self.pinned.values()))
         self.planned = chains.retain(self.below, self.layouts, target, self.oldest, is_sound)
 
-    def job_status_changed(self, status: JobStatus) -> None:
-        """The query runs, or has ended: what is pending then is given up."""
-        self.checkpoints.create_activator_deactivator().job_status_changed(self.run_id, status)
+    def cancel_checkpoints(self) -> None:
+        """The query has ended: what is pending is given up."""
+        self.checkpoints.cancel_all("the query has ended")
 
     def is_rescaling(self, now: float) -> bool:
         """Whether a partition is being made of the files of an earlier layout."""
@@ -301,7 +295,9 @@ class QueryState:
         # Those that are repeated first: with the last missing one the checkpoint is complete.
         for task, entry in sorted(entries.items(), key=lambda named: batch.lacks(named[0])):
             size, duration = entry.changelog.size, durations.get(task, 0.0)
-            self.checkpoints.acknowledge(AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration))
+            self.checkpoints.receive_acknowledge_message(
+                AcknowledgeCheckpoint(self.run_id, task, batch.id, entry, size, duration)
+            )
         return self.chain[version].id if self.batch is None else None
 
     def times(self, batch_id: int) -> BatchTimes | None:
@@ -321,7 +317,7 @@ class QueryState:
     def _start(self, version: int, states: dict[TaskKey, PartitionEntry]) -> PendingCheckpoint:
         if self.batch is not None:
             self.checkpoints.cancel_checkpoint(self.batch.id, f"batch {version - 1} has begun")
-        self.batch = self.checkpoints.start_checkpoint(states=states, properties={"version": version})
+        self.batch = self.checkpoints.trigger_checkpoint(states=states, properties={"version": version})
         return self.batch
 
     def _prepare(self, checkpoint: CompletedCheckpoint) -> None:

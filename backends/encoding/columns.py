@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backends.encoding.schema import normalized_type
+from backends.encoding.spark_types import normalized_type
 from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError
 
 Mask = npt.NDArray[np.bool_]

@@ -42,8 +42,8 @@ from backends.encoding.columns import (
     struct_array,
 )
 from backends.encoding.key_groups import MAX_KEY_GROUPS
-from backends.encoding.schema import normalized_type
 from backends.encoding.sorted_pairs import as_binary
+from backends.encoding.spark_types import normalized_type
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
 GROUP_BYTES = 2

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from backends.encoding.columns import list_array, list_parts, null_mask, struct_array
-from backends.encoding.schema import MAX_HISTORY, StateSchema, to_spark_type
+from backends.encoding.schema import MAX_HISTORY, StateSchema
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import IncompatibleSchemaError
 
 _WIDENING = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
@@ -92,32 +92,6 @@ def _is_wider(was: pa.DataType, is_now: pa.DataType) -> bool:
     if pa.types.is_decimal128(was) and pa.types.is_decimal128(is_now):
         return bool(was.scale == is_now.scale and was.precision < is_now.precision)
     return bool(pa.types.is_string(was) and pa.types.is_binary(is_now))
-
-
-def converted(columns: Sequence[pa.Array], earlier: pa.Schema, later: pa.Schema, n: int) -> list[pa.Array]:
-    """Columns of ``earlier``, ``n`` rows, as columns of ``later``; ``problem_of`` must find nothing wrong with that."""
-    there = dict(zip(earlier.names, columns, strict=True))
-    return [_converted(there.get(field.name), field.type, n) for field in later]
-
-
-def _converted(array: pa.Array | None, kind: pa.DataType, n: int) -> pa.Array:
-    if array is None:
-        return pa.nulls(n, kind)
-    if array.type.equals(kind):
-        return array
-    if pa.types.is_struct(kind):
-        there = {f.name: array.field(i) for i, f in enumerate(array.type)}
-        children = [_converted(there.get(f.name), f.type, n) for f in kind]
-        return struct_array(children, n, null_mask(array), kind)
-    if pa.types.is_list(kind):
-        elements, offsets = list_parts(array)
-        return list_array(_converted(elements, kind.value_type, len(elements)), offsets, null_mask(array), kind)
-    if pa.types.is_map(kind):
-        entries, offsets = list_parts(array)
-        as_struct = pa.struct([kind.key_field, kind.item_field])
-        return list_array(_converted(entries, as_struct, len(entries)), offsets, null_mask(array), kind)
-    # Not safe in Arrow's sense: a long that no double is equal to becomes the nearest one, as in Avro.
-    return array.cast(kind, safe=False)
 
 
 def nullable(kind: pa.DataType) -> pa.DataType:

@@ -43,9 +43,9 @@ from backends.encoding.columns import (
     rows_as_binary,
     struct_array,
 )
-from backends.encoding.schema import normalized_type
-from backends.encoding.schema_evolution import converted
+from backends.encoding.conversion import converted
 from backends.encoding.sorted_pairs import as_binary
+from backends.encoding.spark_types import normalized_type
 from backends.exceptions import SchemaMismatchError
 
 _COUNT = np.dtype("<u4")

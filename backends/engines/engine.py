@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from backends.conf import StateStoreConf
 from backends.formats.changelog import Changes
-from backends.formats.snapshot import LocalState
+from backends.formats.local_state import LocalState
 
 
 class StateEngine(Protocol):

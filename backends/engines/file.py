@@ -20,7 +20,7 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictl
 from backends.engines.sorted_map import SortedMap
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.snapshot import LocalState
+from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
 
 FEW_ROWS = 64

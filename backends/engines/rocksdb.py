@@ -41,7 +41,7 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictl
 from backends.engines.row_cache import CacheBudget, Hashes, RowCache, hash_keys
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.snapshot import LocalState
+from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ import xxhash
 
 from backends.encoding.key_groups import partition_of, partition_range
 from backends.exceptions import DamagedFileError, MissingFileError
+from backends.formats.file_names import partition_directory, version_in
 from backends.formats.manifest import (
     ChangelogRef,
     Lineage,
@@ -38,7 +39,7 @@ class Layout(NamedTuple):
 
     def directory(self, partition: int) -> str:
         """Where a partition's files are."""
-        return f"operators/{self.operator}/{self.num_partitions}/{partition}/default"
+        return partition_directory(self.operator, self.num_partitions, partition)
 
 
 class Segment(NamedTuple):
@@ -314,9 +315,3 @@ def garbage(
 
 def _overlap(one: Segment, other: Segment) -> bool:
     return one.layout == other.layout and one.first <= other.last and other.first <= one.last
-
-
-def version_in(path: str) -> int:
-    """The version that a file's name begins with, ``<version>-<unique>.<kind>``; -1 if it is no such name."""
-    version, dash, _ = path.rsplit("/", 1)[-1].partition("-")
-    return int(version) if dash and version.isdecimal() else -1

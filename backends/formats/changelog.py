@@ -47,6 +47,11 @@ class Changes:
         """Number of changed keys."""
         return sum(len(pairs) for pairs in self.families.values())
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all pairs."""
+        return sum(pairs.nbytes for pairs in self.families.values())
+
 
 class ChangelogMeta(msgspec.Struct, frozen=True):
     """Which commit a changelog is: it leads from the state that ``base`` made to ``version``.
@@ -63,16 +68,6 @@ class ChangelogMeta(msgspec.Struct, frozen=True):
     base: str | None
     store: str = "default"
     format_version: int = FORMAT_VERSION
-
-
-def changelog_path(operator: str, n: int, p: int, store: str, version: int, unique: str) -> str:
-    """Where a changelog lies below the state location. ``unique`` differs for every file ever written."""
-    return f"operators/{operator}/{n}/{p}/{store}/{changelog_name(version, unique)}"
-
-
-def changelog_name(version: int, unique: str) -> str:
-    """A changelog's file name in its store's directory."""
-    return f"{version}-{unique}.changelog"
 
 
 def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "zstd") -> bytes:

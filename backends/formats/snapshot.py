@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct, field
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
+from backends.formats.local_state import LocalState
 from backends.formats.manifest import FORMAT_VERSION, SnapshotRef
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
@@ -156,11 +156,3 @@ def download(storage: CheckpointStorage, snapshot: Snapshot, backend: str, into:
         finally:
             for fetch in fetches:
                 fetch.cancel()
-
-
-class LocalState(msgspec.Struct, frozen=True):
-    """What an engine holds: a version, the changelog that made it, and how many keys (None: not counted)."""
-
-    version: int = 0
-    head: str | None = None
-    num_keys: int | None = 0

@@ -23,6 +23,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.formats import chain
+from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.sealed import seal, unseal
 from backends.ids import StateStoreId
@@ -128,7 +129,7 @@ class StandaloneLog:
         if is_int and 0 < version < oldest:
             there += "; older ones are no longer kept (min_versions_to_retain)"
         elif is_int and version > latest:
-            litter = [p for p, _ in self._storage.list(self.directory) if chain.version_in(p) == version]
+            litter = [p for p, _ in self._storage.list(self.directory) if version_in(p) == version]
             if litter:
                 there += (
                     f"; {self._storage.full_location(litter[0])} belongs to version {version}, but no manifest names it: "

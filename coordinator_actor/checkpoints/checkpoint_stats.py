@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from coordinator_actor.checkpoints.checkpoints import CompletedCheckpoint, PendingCheckpoint, TaskFigures, TaskKey
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.checkpoints.tasks import TaskFigures, TaskKey
 from coordinator_actor.exceptions import InvalidRequestError
 
 _SLOWEST = 5

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from coordinator_actor.checkpoints.checkpoints import TaskKey
+from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import InvalidRequestError
 
 _LEAST = {

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from backends.encoding.operator_schema import OperatorSchema, evolved
-from backends.encoding.schema import StateSchema, to_spark_type
+from backends.encoding.schema import StateSchema
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import IncompatibleSchemaError
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec

@@ -12,9 +12,10 @@ from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.choice import backend_of
 from backends.formats import snapshot
-from backends.formats.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
+from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
+from backends.formats.file_names import changelog_path
+from backends.formats.local_state import LocalState
 from backends.formats.partition_entries import PartitionEntry
-from backends.formats.snapshot import LocalState
 from backends.storage.checkpoint_storage import CheckpointStorage
 
 STORE = "default"

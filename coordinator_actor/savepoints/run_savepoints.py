@@ -16,14 +16,10 @@ from typing import Any
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.checkpoints.checkpoint_coordinator import Timers
-from coordinator_actor.checkpoints.checkpoints import (
-    AcknowledgeCheckpoint,
-    CompletedCheckpoint,
-    DeclineCheckpoint,
-    PendingCheckpoint,
-    TaskKey,
-)
+from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.manifests import SavepointRecord
 from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
@@ -44,17 +40,6 @@ SPARKS_FILES: TaskKey = ("Spark's own files", 0)
 
 InBackground = Callable[[Callable[[], None]], None]
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
-
-
-class NoTimers:
-    """The coordinator looks at what is overdue by itself, once a second."""
-
-    def call_later(self, delay: float, callback: Callable[[], None]) -> NoTimers:
-        """Does nothing."""
-        return self
-
-    def cancel(self) -> None:
-        """Does nothing."""
 
 
 @dataclass
@@ -94,7 +79,6 @@ class RunSavepoints:
         in_background: InBackground,
         clock: Callable[[], float],
         timeout: float,
-        timers: Timers | None = None,
     ) -> None:
         self._run = run
         self._open_storage = open_storage
@@ -112,7 +96,6 @@ class RunSavepoints:
             trigger=self._trigger,
             timeout=timeout,
             clock=clock,
-            timers=timers or NoTimers(),
         )
 
     def trigger(self, request_id: str, base: str, *, stop: bool) -> None:

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 
 from msgspec import Struct
 
+from backends.encoding.column_names import distinct_names
 from backends.encoding.key_groups import check_num_groups
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
@@ -42,7 +43,6 @@ DEFAULT_VARIABLE = "default"
 """The column family of an operator's own rows, if it has some."""
 KEY_GROUP_COLUMN = "__statestore_key_group"
 """The first column of every file, int32. No user's column can have such a name."""
-VALUE_SUFFIX = "__value"
 _DIGITS = 5
 
 
@@ -139,17 +139,7 @@ def column_names(schema: StateSchema) -> tuple[list[str], list[str]]:
     it is the only one; upper and lower case count as equal, as they do in SQL.
     """
     keys = list(schema.key.names)
-    taken = {name.casefold() for name in keys}
-    # Names that are free as they are stay so, whatever gets a suffix before them.
-    own = {name.casefold() for name in schema.value.names}
-    values: list[str] = []
-    for given in schema.value.names:
-        name = given
-        while name.casefold() in taken or (name != given and name.casefold() in own):
-            name += VALUE_SUFFIX
-        taken.add(name.casefold())
-        values.append(name)
-    return keys, values
+    return keys, distinct_names(schema.value.names, taken=keys)
 
 
 def file_path(operator: str, variable: str, first_group: int, last_group: int) -> str:

@@ -1,8 +1,8 @@
-"""Running aggregates on Arrow columns: partial results of rows, merging of states, final results.
+"""Running aggregates on Arrow columns: states of rows, merging of states, and results.
 
-An aggregation keeps some state columns per output, named ``<output>.<function>.<part>``, so that the
-state's schema alone says how to read it. Everything works on whole columns: rows carry a group id
-(0..m-1), and every step gives tables of m rows in the order of these ids.
+An aggregation keeps some state columns per output (see ``state_columns``), so that the schema of the state alone says
+how to read it. Everything works on whole columns: rows carry a group id (0 to m - 1), and every step gives batches of m
+rows in the order of these ids.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from spark_bridge.aggregates.column_order import plain
-from spark_bridge.aggregates.group_kernels import Groups, SumOverflow
-from spark_bridge.aggregates.kinds import Kind, State, kind_of
+from spark_bridge.aggregates.computation import Computation, State
+from spark_bridge.aggregates.computations import computation_of
+from spark_bridge.aggregates.counts_and_sums import SumOverflow
+from spark_bridge.aggregates.groups import Groups
 from spark_bridge.aggregates.outputs import Output, split_function
+from spark_bridge.aggregates.state_columns import StateColumn, outputs_of, split_state_column
 from spark_bridge.aggregates.user_aggregate import user_result
 from spark_bridge.exceptions import SparkBridgeError
-
-__all__ = ["Aggregator", "Output", "outputs_of", "plain", "result_fields", "results"]
 
 GroupIds: TypeAlias = pa.Array | npt.NDArray[Any]
 """The group of each row, 0 to m - 1: integers, as Arrow or numpy array."""
@@ -37,12 +38,12 @@ class Aggregator:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The columns of the rows that the outputs read, each once."""
+        """Return the columns of the rows that the outputs read, each once."""
         return tuple(dict.fromkeys(c for o in self.outputs for c in o.inputs))
 
     @property
     def result_fields(self) -> list[pa.Field]:
-        """The output columns."""
+        """Return the output columns."""
         fields = result_fields(self.state_schema)
         for i, output in enumerate(self.outputs):
             if output.user is not None and output.user.result_type is not None:
@@ -50,17 +51,28 @@ class Aggregator:
         return fields
 
     def partial(self, groups: GroupIds, num_groups: int, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """The states of the rows of each group. Raises ``SparkBridgeError`` where a sum leaves the range of its type."""
+        """Return the state of the rows of each group.
+
+        Raises ``SparkBridgeError`` for a sum that leaves the range of its type.
+        """
         by_group = _groups(groups, num_groups)
-        return self._states(lambda output: kind_of(output.function).of_rows(output, by_group, rows))
+        return self._states(lambda output: computation_of(output.function).of_rows(output, by_group, rows))
 
     def merge(self, groups: GroupIds, num_groups: int, states: pa.RecordBatch) -> pa.RecordBatch:
-        """Merge the states that share a group id. Every id from 0 to ``num_groups - 1`` occurs at least once."""
+        """Return one state for the states of each group. Every id from 0 to ``num_groups - 1`` occurs at least once.
+
+        Raises ``SparkBridgeError`` for a sum that leaves the range of its type.
+        """
         by_group = _groups(groups, num_groups)
-        return self._states(lambda output: kind_of(output.function).merge(output, by_group, self._of(output, states)))
+        return self._states(
+            lambda output: computation_of(output.function).merge(output, by_group, self._of(output, states))
+        )
 
     def merge_pairs(self, old: pa.RecordBatch, present: pa.BooleanArray, new: pa.RecordBatch) -> pa.RecordBatch:
-        """Row by row, one state of two. ``present``: where there is an old one; elsewhere ``old`` has nulls."""
+        """Return, row by row, one state of an old and a new one.
+
+        ``present`` says where there is an old state; where there is none, ``old`` has nulls. Raises as ``merge`` does.
+        """
         is_old = np.asarray(present)
         if not is_old.any():
             return new
@@ -68,17 +80,21 @@ class Aggregator:
         by_group = Groups(ids, new.num_rows)
 
         def merged(output: Output) -> State:
-            kind, before, after = kind_of(output.function), self._of(output, old), self._of(output, new)
-            if kind.merge_pairs is not None:
-                return kind.merge_pairs(output, before, after)
+            computation = computation_of(output.function)
+            before, after = self._of(output, old), self._of(output, new)
+            if computation.merge_pairs is not None:
+                return computation.merge_pairs(output, before, after)
             held = before if is_old.all() else [column.filter(present) for column in before]
             both = [pa.concat_arrays([b, a]) for b, a in zip(held, after, strict=True)]
-            return kind.merge(output, by_group, both)
+            return computation.merge(output, by_group, both)
 
         return self._states(merged)
 
     def results(self, states: pa.RecordBatch) -> list[pa.Array]:
-        """The output columns of states; a row of nulls gives a row of nulls, where no function of the user's has a say."""
+        """Return the output columns of states.
+
+        A row of nulls gives a null result, unless a user's own ``finish`` decides otherwise.
+        """
         columns = results(states)
         for i, output in enumerate(self.outputs):
             if output.user is not None:
@@ -86,7 +102,7 @@ class Aggregator:
         return columns
 
     def _of(self, output: Output, states: pa.RecordBatch) -> State:
-        # Spark gives back lists and timestamps of its own spelling: field names, the session's zone.
+        # Spark renames the fields of lists, and gives timestamps the session's zone.
         columns = [(plain(states.column(states.schema.get_field_index(f.name))), f) for f in state_fields(output)]
         return [column if column.type == f.type else column.cast(f.type) for column, f in columns]
 
@@ -101,48 +117,54 @@ class Aggregator:
 
 
 def state_fields(output: Output) -> list[pa.Field]:
-    """The columns that an output keeps as state."""
-    parts = kind_of(output.function).parts(output)
-    return [pa.field(f"{output.name}.{output.function}.{part}", kind) for part, kind in parts]
+    """Return the state columns of an output."""
+    parts = computation_of(output.function).parts(output)
+    return [pa.field(StateColumn(output.name, output.function, part).name, kind) for part, kind in parts]
+
+
+# -- what readers of states need, who have only the schema of the state --------------------------
 
 
 def result_fields(state: pa.Schema) -> list[pa.Field]:
-    """The output columns of an aggregation, from the schema of its state.
+    """Return the output columns of an aggregation, from the schema of its state.
 
-    Of a user's own aggregate these are its state columns, together as a struct if they are several.
+    The output of a user's own aggregate is its state column, or a struct of several. Raises ``ValueError`` for a name
+    that is not of the form of a state column's.
     """
     fields = []
     for name, function, parts in outputs_of(state):
-        kind, (function_name, arguments) = kind_of(function), split_function(function)
-        fields.append(pa.field(name, kind.result_type(function_name, arguments, parts)))
+        kind = computation_of(function).result_type(*split_function(function), parts)
+        fields.append(pa.field(name, kind))
     return fields
 
 
-def outputs_of(state: pa.Schema) -> list[tuple[str, str, list[pa.Field]]]:
-    """Output name, function and state columns, read from the names of the state columns."""
-    outputs: dict[tuple[str, str], list[pa.Field]] = {}
-    for field in state:
-        name, function, _ = field.name.rsplit(".", 2)
-        outputs.setdefault((name, function), []).append(field)
-    return [(name, function, parts) for (name, function), parts in outputs.items()]
+def is_aggregate_state(state: pa.Schema) -> bool:
+    """Return whether these are the state columns of an aggregation, which has results."""
+    try:
+        return bool(result_fields(state))
+    except ValueError:  # a name that is not of the form of a state column's
+        return False
 
 
 def results(states: pa.RecordBatch) -> list[pa.Array]:
-    """Output columns from state columns, in the types of ``result_fields``; a row of nulls gives a row of nulls."""
+    """Return the output columns of states, in the types of ``result_fields``; a row of nulls gives a row of nulls.
+
+    Raises ``SparkBridgeError`` for a mean that leaves the range of its type.
+    """
     columns = []
-    for kind, name, arguments, parts, places in _results_of(states.schema):
+    for computation, name, arguments, parts, places in _computations(states.schema):
         try:
-            columns.append(kind.result(name, arguments, parts, [states.column(i) for i in places]))
+            columns.append(computation.result(name, arguments, parts, [states.column(i) for i in places]))
         except SumOverflow as error:
             raise _overflow(parts[0]) from error
     return columns
 
 
 @lru_cache(256)
-def _results_of(state: pa.Schema) -> list[tuple[Kind, str, tuple[str, ...], list[pa.Field], list[int]]]:
-    """How each output is made: the kind, name and arguments of its function, its state columns and their places."""
+def _computations(state: pa.Schema) -> list[tuple[Computation, str, tuple[str, ...], list[pa.Field], list[int]]]:
+    """Return for each output the computation, name and arguments of its function, its state columns and their places."""
     return [
-        (kind_of(function), *split_function(function), parts, [state.get_field_index(f.name) for f in parts])
+        (computation_of(function), *split_function(function), parts, [state.get_field_index(f.name) for f in parts])
         for _, function, parts in outputs_of(state)
     ]
 
@@ -152,7 +174,7 @@ def _groups(ids: GroupIds, num_groups: int) -> Groups:
 
 
 def _overflow(field: pa.Field) -> SparkBridgeError:
-    name, function, _ = field.name.rsplit(".", 2)
+    name, function, _ = split_state_column(field.name)
     return SparkBridgeError(
         f"The {function} of output {name!r} has left the range of {field.type}; "
         "cast its input to a wider type (decimal or double) and start with a new operator."

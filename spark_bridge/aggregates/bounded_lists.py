@@ -13,7 +13,13 @@ import pyarrow as pa
 
 from backends.encoding.columns import list_array, list_parts, null_mask, struct_array
 from spark_bridge.aggregates.column_order import Integers, Mask, lexical_order, normalized, order_codes
-from spark_bridge.aggregates.group_kernels import Groups
+from spark_bridge.aggregates.computation import Computation, State, order_of, source_of
+from spark_bridge.aggregates.groups import Groups
+from spark_bridge.aggregates.outputs import Output, split_function
+from spark_bridge.aggregates.state_columns import split_state_column
+
+_ITEMS, _PAIRS = "items", "pairs"
+"""The state column of lists of values, and of lists of values with what they are ordered by."""
 
 
 @dataclass(frozen=True)
@@ -104,3 +110,44 @@ def _below_all(codes: Integers, mask: Mask) -> Integers:
         return np.where(mask, least - 1, codes)
     ranks = np.unique(codes, return_inverse=True)[1] + 1
     return np.where(mask, 0, ranks)
+
+
+def _rule_of(function: str) -> ListRule:
+    name, (limit, *options) = split_function(function)
+    if name == "top_k":
+        return ListRule(int(limit), descending="ascending" not in options)
+    return ListRule(int(limit), keep_last=name == "collect_list", distinct=name == "collect_set")
+
+
+def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
+    value = source_of(output, rows)
+    by = None if output.by is None else order_of(output, rows)
+    # A list by itself has no nulls; the k first rows have those that are there, but only rows with an order.
+    mask = null_mask(by) if by is not None and _is_top_k(output) else null_mask(value)
+    if mask is not None:
+        keep = pa.array(~mask)
+        groups, value = groups.where(~mask), value.filter(keep)
+        by = None if by is None else by.filter(keep)
+    return [lists_of_rows(groups, _rule_of(output.function), value, by)]
+
+
+def _is_top_k(output: Output) -> bool:
+    return output.function.startswith("top_k(")
+
+
+def _has_order(parts: list[pa.Field]) -> bool:
+    """Return whether the elements of the lists are structs of a value and what it is ordered by."""
+    return split_state_column(parts[0].name).part == _PAIRS
+
+
+LISTS = Computation(
+    parts=lambda output: [(_ITEMS if output.by is None else _PAIRS, list_type(output.type, output.by_type))],
+    of_rows=_list_rows,
+    merge=lambda output, groups, state: [
+        merged_lists(groups, _rule_of(output.function), state[0], is_ordered_by=output.by is not None)
+    ],
+    result_type=lambda _, __, parts: value_type(parts[0].type, is_ordered_by=_has_order(parts)),
+    result=lambda _, __, parts, state: list_values(
+        state[0], value_type(state[0].type, is_ordered_by=_has_order(parts))
+    ),
+)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.columns import fixed_array, fixed_values, null_mask
-from spark_bridge.aggregates.group_kernels import Groups
+from spark_bridge.aggregates.computation import Computation, source_of
+from spark_bridge.aggregates.groups import Groups
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
 PARTS = (("count", pa.int64()), ("mean", pa.float64()), ("m2", pa.float64()))
@@ -79,3 +80,13 @@ def _numbers(state: list[pa.Array]) -> tuple[Doubles, Doubles, Doubles]:
 
 def _columns(counts: Doubles, means: Doubles, squares: npt.NDArray[Any]) -> list[pa.Array]:
     return [pa.array(counts.astype(np.int64)), pa.array(means), pa.array(squares)]
+
+
+MOMENTS = Computation(
+    parts=lambda _: PARTS,
+    of_rows=lambda output, groups, rows: moments(groups, source_of(output, rows).cast(pa.float64(), safe=False)),
+    merge=lambda _, groups, state: merged_moments(groups, state),
+    merge_pairs=lambda _, a, b: merged_moment_pairs(a, b),
+    result_type=lambda *_: pa.float64(),
+    result=lambda function, _, __, state: moment_result(function, state),
+)

@@ -20,7 +20,9 @@ import pyarrow as pa
 from backends.encoding.columns import binary_array, binary_content, fixed_array, fixed_values, null_mask
 from backends.encoding.key_groups import spark_xxhash64
 from spark_bridge.aggregates.column_order import Integers
-from spark_bridge.aggregates.group_kernels import Groups
+from spark_bridge.aggregates.computation import Computation, source_of
+from spark_bridge.aggregates.groups import Groups
+from spark_bridge.aggregates.outputs import split_function
 
 Doubles: TypeAlias = npt.NDArray[np.float64]
 Registers: TypeAlias = npt.NDArray[np.uint8]
@@ -195,3 +197,18 @@ def _bias_curve(precision: int) -> tuple[Doubles, Doubles]:
     variance = (probability * 0.25**contents).sum(axis=1) - mean**2
     raw = _alpha(registers) * registers / mean * (1.0 + variance / (registers * mean**2))
     return raw, true
+
+
+def _precision(function: str) -> int:
+    return int(split_function(function)[1][0])
+
+
+SKETCH = Computation(
+    parts=lambda _: [("sketch", pa.binary())],
+    of_rows=lambda output, groups, rows: [
+        sketches_of_rows(groups, _precision(output.function), source_of(output, rows))
+    ],
+    merge=lambda output, groups, state: [merged_sketches(groups, _precision(output.function), state[0])],
+    result_type=lambda *_: pa.int64(),
+    result=lambda _, arguments, __, state: estimates(int(arguments[0]), state[0]),
+)

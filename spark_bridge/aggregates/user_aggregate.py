@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from backends.encoding.columns import struct_array
-from spark_bridge.aggregates.column_order import Integers
-from spark_bridge.aggregates.group_kernels import Groups
-from spark_bridge.aggregates.outputs import UserAggregate
+from spark_bridge.aggregates.column_order import Integers, plain
+from spark_bridge.aggregates.computation import Computation, State
+from spark_bridge.aggregates.groups import Groups
+from spark_bridge.aggregates.outputs import Output, UserAggregate
+from spark_bridge.aggregates.state_columns import split_state_column
 from spark_bridge.exceptions import InvalidOperatorError
 
 GROUP_ID = "group_id"
@@ -96,3 +98,31 @@ def _as_type(what: str, column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -
 def _described(answer: Any) -> str:
     length = f" of length {len(answer)}" if hasattr(answer, "__len__") else ""
     return f"a {type(answer).__module__}.{type(answer).__name__}{length}"
+
+
+def _user_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
+    assert output.user is not None
+    return user_partial(output.name, output.user, groups, {c: plain(rows.column(c)) for c in output.columns})
+
+
+def _user_merge(output: Output, groups: Groups, state: State) -> State:
+    assert output.user is not None
+    return user_merge(output.name, output.user, groups, state)
+
+
+def _user_parts(output: Output) -> list[tuple[str, pa.DataType]]:
+    assert output.user is not None
+    return [(f.name, f.type) for f in output.user.state]
+
+
+def _as_declared(parts: list[pa.Field]) -> pa.Schema:
+    return pa.schema([f.with_name(split_state_column(f.name).part) for f in parts])
+
+
+USER = Computation(
+    parts=_user_parts,
+    of_rows=_user_rows,
+    merge=_user_merge,
+    result_type=lambda _, __, parts: state_result_type(_as_declared(parts)),
+    result=lambda _, __, parts, state: states_as_result(state, _as_declared(parts)),
+)

@@ -33,6 +33,7 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.formats.changelog import ChangelogMeta, Changes
+from backends.formats.file_names import partition_directory
 from backends.formats.manifest import Lineage
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState, open_partition
@@ -502,7 +503,7 @@ class Host:
                 instance = self._instances.get(key)
                 self._registrations[registration.run_id] = registration
             spec = next(o for o in registration.operators if o.name == operator)
-            layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
+            layout = partition_directory(operator, spec.num_partitions, partition)
             if instance is not None and instance.registration.run_id != registration.run_id:
                 if grant.epoch < instance.epoch:
                     raise RetiredRunError(
@@ -890,7 +891,7 @@ class Host:
         # To count keys, replaying would have to look up every one that it writes.
         conf = with_changes(self._conf, provider=spec.backend, track_total_number_of_rows=False)
         local = self._local_dir / "savepoints" / uuid.uuid4().hex
-        layout = f"operators/{operator}/{spec.num_partitions}/{partition}/default"
+        layout = partition_directory(operator, spec.num_partitions, partition)
         copy = open_partition(local, storage, layout, conf)
         try:
             copy.load(lineage)

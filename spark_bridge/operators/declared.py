@@ -14,6 +14,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from backends.ids import is_operator_name
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.initial_state import InitialState
@@ -68,12 +69,7 @@ def operators_of(df: DataFrame) -> list[OperatorSpec]:
 
 def check_operator_name(name: str, df: DataFrame) -> None:
     """Refuse a name that cannot be a directory's, or that the DataFrame's plan already has."""
-    if (
-        not isinstance(name, str)
-        or not name
-        or not name.replace("_", "").replace("-", "").replace(".", "").isalnum()
-        or name[0] == "."
-    ):
+    if not is_operator_name(name):
         raise InvalidOperatorError(
             f"operator={name!r} is no operator name; use letters, digits, '_', '-' and '.', not starting with a dot. "
             "It names the state in the checkpoint and in queries."

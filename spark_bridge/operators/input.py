@@ -10,13 +10,12 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS, MAX_KEY_GROUPS
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.partitioning import quote, target_column
 from spark_bridge.operators.types import column_type, is_ordered
 from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
 
-DEFAULT_KEY_GROUPS = 1024
-MAX_KEY_GROUPS = 65_536
 OWN_COLUMNS = "__statestore_"
 BY_BYTES = "UTF8_BINARY"
 """The collation of plain strings."""

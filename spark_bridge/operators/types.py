@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 from pyspark.sql import types as T
 
-from backends.encoding.schema import from_spark_type
+from backends.encoding.spark_types import from_spark_type
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import InvalidOperatorError
 

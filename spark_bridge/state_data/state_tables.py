@@ -14,20 +14,21 @@ from typing import TypeVar
 import pyarrow as pa
 
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
-from backends.encoding.schema import to_spark_type
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.state_reader import OpenStorage, Piece, Reading, StatePlace, StateVersions, find_state, opened
-from spark_bridge.state_format.layouts import SESSIONS
+from spark_bridge.aggregates.aggregator import is_aggregate_state
+from spark_bridge.state_format.layouts import MAP, ROWS, SESSIONS, TIMERS
+from spark_bridge.state_format.partition_rows import scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
-from spark_bridge.state_format.stored_rows import VariableRows, is_aggregate
+from spark_bridge.state_format.stored_rows import VariableRows
 
 T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often the last version is looked up anew if it is gone before it could be read."""
-_TIMERS = "timers"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class StateSource:
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         """The rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
         with opened(self.reading.place, piece, open_storage=self.open_storage) as state:
-            yield from self.rows.scan(state, piece.partition)
+            yield from scan_partition(self.rows, state, piece.partition)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _variable(reading: Reading, name: str | None) -> StateVariable:
     if name is not None:
         return reading.schema.variable(name)
     there = [v for v in reading.schema.variables if not v.deleted]
-    own = [v for v in there if v.name == DEFAULT_FAMILY] or [v for v in there if v.kind != _TIMERS] or there
+    own = [v for v in there if v.name == DEFAULT_FAMILY] or [v for v in there if v.kind != TIMERS] or there
     if len(own) == 1:
         return own[0]
     raise InvalidStateStoreArgument(
@@ -304,7 +305,7 @@ def metadata_of(versions: StateVersions) -> pa.Table:
                     "stateVariableType": variable.kind,
                     "ttlMs": variable.ttl_ms,
                     "keySchema": _json([of.key.field(i) for i in of.key_order]),
-                    "userKeySchema": _json(of.inner) if variable.kind == "map" else None,
+                    "userKeySchema": _json(of.inner) if variable.kind == MAP else None,
                     "valueSchema": _json(of.value) if len(of.value) else None,
                     "numPartitions": entry.num_partitions,
                     "numKeyGroups": versions.key_groups,
@@ -320,11 +321,11 @@ def metadata_of(versions: StateVersions) -> pa.Table:
 
 def operator_kind(schema: OperatorSchema) -> str:
     """What makes such state: the kind of the operator's ``OperatorSpec``, as far as its schema tells."""
-    if any(v.kind != "rows" for v in schema.variables):
+    if any(v.kind != ROWS for v in schema.variables):
         return "transform_with_state"
     (variable,) = schema.variables
     rows = VariableRows(schema, variable)
-    if not is_aggregate(rows.stored_value):
+    if not is_aggregate_state(rows.stored_value):
         return "deduplicate"
     return "session_aggregate" if rows.kind == SESSIONS else "aggregate"
 

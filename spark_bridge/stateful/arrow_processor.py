@@ -14,10 +14,12 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from backends.encoding.keys import decode_keys
-from backends.encoding.schema import StateSchema, to_spark_type
+from backends.encoding.schema import StateSchema
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
-from spark_bridge.state_format.families import TTL_COLUMN, family_of
+from spark_bridge.state_format.families import family_of
+from spark_bridge.state_format.layouts import TTL_COLUMN
 from spark_bridge.stateful.handle import StatefulProcessorHandle
 from spark_bridge.stateful.process_task import figures_of, started
 from spark_bridge.stateful.processor_output import OutputSink

@@ -13,14 +13,15 @@ from pyspark.sql.types import StructType
 from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
+from spark_bridge.state_format.layouts import LIST, MAP, TIMERS, VALUE
 from spark_bridge.stateful.ddl import struct_of
+from spark_bridge.stateful.declaration import Declaration, check_variable_name
 from spark_bridge.stateful.deleted_state import make_deleted
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.step import CREATED, INITIALIZED, INT64_MAX, PRE_INIT, NoKey, Step, invalid_handle_state
 from spark_bridge.stateful.timers import Timers
 from spark_bridge.stateful.value_state import ValueState
-from spark_bridge.stateful.variables import TIMERS, Declaration, check_variable_name
 
 State = TypeVar("State", ValueState, ListState, MapState)
 
@@ -54,11 +55,11 @@ class StatefulProcessorHandle:
         With ``ttlDurationMs``, a value lives so long after the batch that wrote it. Raises ``StateDeclarationError``,
         ``TimeModeError`` (a TTL needs processing time), and ``HandleStateError`` outside ``init``.
         """
-        return self._declared("get_value_state", stateName, "value", ValueState, ttlDurationMs, schema)
+        return self._declared("get_value_state", stateName, VALUE, ValueState, ttlDurationMs, schema)
 
     def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
         """Declare a variable of a list per key; see ``getValueState``."""
-        return self._declared("get_list_state", stateName, "list", ListState, ttlDurationMs, schema)
+        return self._declared("get_list_state", stateName, LIST, ListState, ttlDurationMs, schema)
 
     def getMapState(
         self,
@@ -68,7 +69,7 @@ class StatefulProcessorHandle:
         ttlDurationMs: int | None = None,
     ) -> MapState:
         """Declare a variable of a map per key; see ``getValueState``."""
-        return self._declared("get_map_state", stateName, "map", MapState, ttlDurationMs, valueSchema, userKeySchema)
+        return self._declared("get_map_state", stateName, MAP, MapState, ttlDurationMs, valueSchema, userKeySchema)
 
     def registerTimer(self, expiryTimestampMs: int) -> None:
         """Set a timer of the current key, in ms since 1970. One that is due already fires in this batch."""
@@ -91,7 +92,7 @@ class StatefulProcessorHandle:
         check_variable_name(stateName)
         if stateName in self._variables:
             make_deleted(self._states.pop(stateName), stateName, self._variables.pop(stateName).kind)
-        self._deleted[stateName] = StateVariable(stateName, "value", {}, deleted=True)
+        self._deleted[stateName] = StateVariable(stateName, VALUE, {}, deleted=True)
 
     def _all_declared(self) -> Declared:
         return Declared([*self._deleted.values(), *self._variables.values()], self._states)

@@ -18,7 +18,9 @@ from backends.encoding.columns import Offsets
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.state_format.families import CHUNKS, family_of
+from spark_bridge.state_format.layouts import ELEMENTS, LENGTH, NUM_CHUNKS, TAIL
 from spark_bridge.state_format.stored_keys import longs_of_key, prefix_range, with_more
+from spark_bridge.stateful.declaration import Declaration
 from spark_bridge.stateful.ranges import (
     LazyLists,
     alive_lists,
@@ -32,7 +34,6 @@ from spark_bridge.stateful.ranges import (
 from spark_bridge.stateful.state_values import StateValues, null_value
 from spark_bridge.stateful.step import Step
 from spark_bridge.stateful.ttl import Ttl
-from spark_bridge.stateful.variables import Declaration
 
 TAIL_ELEMENTS = 64
 TAIL_BYTES = 16 << 10
@@ -155,11 +156,11 @@ class ListState:
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
             found = self._schema.decode_values(stored)
-            elements, offsets = alive_lists(found.column("tail"), self._ttl.alive if self._ttl.is_on else None)
+            elements, offsets = alive_lists(found.column(TAIL), self._ttl.alive if self._ttl.is_on else None)
             self._read_heads = _Heads(
                 pc.is_valid(stored).to_numpy(zero_copy_only=False),
-                found.column("length").fill_null(0).to_numpy(),
-                found.column("chunks").fill_null(0).to_numpy(),
+                found.column(LENGTH).fill_null(0).to_numpy(),
+                found.column(NUM_CHUNKS).fill_null(0).to_numpy(),
                 LazyLists(elements, offsets, self._tuples),
             )
         return self._read_heads
@@ -176,7 +177,7 @@ class ListState:
             # Of the chunks that ever were, most may have expired and gone.
             for batch in self._step.store.scan([prefix_range(key)], self._chunk_family):
                 found = self._chunk_schema.decode_values(batch.column(1))
-                elements, _ = alive_lists(found.column("elements"), self._ttl.alive)
+                elements, _ = alive_lists(found.column(ELEMENTS), self._ttl.alive)
                 yield from self._tuples(rows_of(elements))
             return
         first, at_once = 0, _FIRST_CHUNKS_READ
@@ -184,7 +185,7 @@ class ListState:
             numbers = np.arange(first, min(first + at_once, chunks))
             stored = self._step.store.get_many(_chunk_keys(pa.array([key] * len(numbers)), numbers), self._chunk_family)
             found = self._chunk_schema.decode_values(stored.drop_null())
-            elements, _ = alive_lists(found.column("elements"), None)
+            elements, _ = alive_lists(found.column(ELEMENTS), None)
             yield from self._tuples(rows_of(elements))
             first, at_once = first + at_once, min(at_once * 2, _CHUNKS_READ)
 
@@ -208,14 +209,14 @@ class ListState:
         new_chunks = np.bincount(chunk_of, minlength=len(lists))
         if len(chunk_of):
             numbers = old_chunks[chunk_of] + flat_ranges(np.zeros(len(lists), np.int64), new_chunks)
-            kind = self._chunk_schema.value.field("elements").type
+            kind = self._chunk_schema.value.field(ELEMENTS).type
             rows = pa.RecordBatch.from_arrays(
                 [pick(elements, chunk_starts, chunk_counts, kind)], schema=self._chunk_schema.value
             )
             keys = _chunk_keys(step.keys.take(pa.array(lists[chunk_of])), numbers)
             step.stage(keys, self._chunk_schema.encode_values(rows), self._chunk_family)
         lengths = np.where(is_kept, heads.lengths[lists], 0) + new_counts
-        kind = self._schema.value.field("tail").type
+        kind = self._schema.value.field(TAIL).type
         rows = pa.RecordBatch.from_arrays(
             [pa.array(lengths), pa.array(old_chunks + new_chunks), pick(elements, tails, offsets[1:] - tails, kind)],
             schema=self._schema.value,
@@ -229,7 +230,7 @@ class ListState:
         self, lists: Offsets, is_kept: Any, changes: list[_Change], new_counts: Offsets, heads: _Heads
     ) -> tuple[pa.Array, Offsets]:
         """The elements that these lists have beside their keys, before they are cut, and n+1 offsets."""
-        kind = self._schema.value.field("tail").type.value_type
+        kind = self._schema.value.field(TAIL).type.value_type
         try:
             added = self._codec.to_batch(list(chain.from_iterable(c.added for c in changes)))
         except (TypeError, ValueError) as error:

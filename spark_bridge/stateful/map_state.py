@@ -18,14 +18,15 @@ from pyspark.sql import types as T
 from backends.encoding.columns import list_array, struct_array
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
-from spark_bridge.state_format.families import ENTRIES, TTL_COLUMN, family_of
+from spark_bridge.state_format.families import ENTRIES, family_of
+from spark_bridge.state_format.layouts import ENTRY_KEY, ENTRY_VALUE, IS_LARGE, MAP_ENTRIES, TTL_COLUMN
 from spark_bridge.state_format.stored_keys import columns_of_key, prefix_range, with_more
+from spark_bridge.stateful.declaration import Declaration
 from spark_bridge.stateful.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of, sizes_of, structs
 from spark_bridge.stateful.row_values import row_class
 from spark_bridge.stateful.state_values import StateValues
 from spark_bridge.stateful.step import Step
 from spark_bridge.stateful.ttl import Ttl
-from spark_bridge.stateful.variables import Declaration
 
 SMALL_ENTRIES = 64
 SMALL_BYTES = 16 << 10
@@ -169,17 +170,17 @@ class MapState:
         if self._read_heads is None:
             stored = self._step.store.get_many(self._step.keys, self._family)
             found = self._schema.decode_values(stored)
-            elements, offsets = alive_lists(found.column("entries"), self._ttl.alive if self._ttl.is_on else None)
+            elements, offsets = alive_lists(found.column(MAP_ENTRIES), self._ttl.alive if self._ttl.is_on else None)
             self._read_heads = _Heads(
                 pc.is_valid(stored).to_numpy(zero_copy_only=False),
-                found.column("large").fill_null(False).to_pylist(),
+                found.column(IS_LARGE).fill_null(False).to_pylist(),
                 LazyLists(elements, offsets, self._decoded),
             )
         return self._read_heads
 
     def _decoded(self, entries: pa.RecordBatch) -> list[Entry]:
-        keys = self._key_codec.to_tuples(rows_of(entries.column("key")))
-        values = self._codec.to_tuples(rows_of(entries.column("value")))
+        keys = self._key_codec.to_tuples(rows_of(entries.column(ENTRY_KEY)))
+        values = self._codec.to_tuples(rows_of(entries.column(ENTRY_VALUE)))
         return list(zip(keys, values, self._ttl.expiries(entries), strict=True))
 
     def _map(self) -> _Map:
@@ -301,11 +302,11 @@ class MapState:
         if not maps:
             return
         keys, values = self._columns([entry for _, m in maps for entry in m.entries.values()])
-        kind = self._schema.value.field("entries").type
+        kind = self._schema.value.field(MAP_ENTRIES).type
         entry = kind.value_type
         columns = [
-            structs(keys, entry.field("key").type),
-            structs(values.select(self._codec.schema.names), entry.field("value").type),
+            structs(keys, entry.field(ENTRY_KEY).type),
+            structs(values.select(self._codec.schema.names), entry.field(ENTRY_VALUE).type),
         ]
         if self._ttl.is_on:
             columns.append(values.column(TTL_COLUMN))
@@ -323,7 +324,7 @@ class MapState:
 
     def _stage_large_heads(self, maps: list[int]) -> None:
         """Stage the heads of large maps once more: the sweep may have found that all of their entries had gone."""
-        kind = self._schema.value.field("entries").type
+        kind = self._schema.value.field(MAP_ENTRIES).type
         entries = list_array(pa.array([], kind.value_type), np.zeros(len(maps) + 1, np.int64), None, kind)
         rows = pa.RecordBatch.from_arrays(
             [pa.array([True] * len(maps), pa.bool_()), entries], schema=self._schema.value

@@ -11,6 +11,7 @@ import pyarrow as pa
 from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError
+from spark_bridge.state_format.layouts import TIMERS, timers_variable
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
@@ -19,7 +20,6 @@ from spark_bridge.stateful.step import CLOSED, StateFigures, Step
 from spark_bridge.stateful.timers import Timers
 from spark_bridge.stateful.ttl import stage_expired
 from spark_bridge.stateful.value_state import ValueState
-from spark_bridge.stateful.variables import TIMERS, timers_variable
 from spark_bridge.task.state_access import StateAccess
 
 

@@ -21,7 +21,7 @@ from pyspark.sql import Row
 from pyspark.sql.types import StructType
 
 from backends.encoding.columns import Mask, is_list_like, list_array, list_parts, null_mask, struct_array
-from backends.encoding.schema import from_spark_type, to_spark_type
+from backends.encoding.spark_types import from_spark_type, to_spark_type
 from spark_bridge.stateful.local_time import Micros, check_years, from_local, to_local
 
 Value = Any

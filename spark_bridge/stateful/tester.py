@@ -24,6 +24,7 @@ from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
+from spark_bridge.state_format.layouts import LIST, MAP, VALUE
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.handle import EVENT_TIME, PROCESSING_TIME, TIME_MODES
 from spark_bridge.stateful.list_state import ListState
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 State = TypeVar("State", ValueState, ListState, MapState)
 
 _KEY_GROUPS = 16
-_KINDS = {ValueState: "value", ListState: "list", MapState: "map"}
+_KINDS = {ValueState: VALUE, ListState: LIST, MapState: MAP}
 _KEY_TYPES: tuple[tuple[type, T.DataType], ...] = (
     (bool, T.BooleanType()),
     (int, T.LongType()),

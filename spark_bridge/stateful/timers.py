@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from backends.encoding.columns import list_array, list_parts
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import TIMERS_BY_EXPIRY, TIMERS_BY_KEY, family_of
+from spark_bridge.state_format.layouts import EXPIRIES, is_present
 from spark_bridge.state_format.stored_keys import by_expiry, expired_ranges, without_expiry
 from spark_bridge.stateful.ranges import offsets_of
 from spark_bridge.stateful.step import Step
@@ -84,17 +85,16 @@ class Timers:
             added += [(i, expiry) for expiry in set(now).difference(before)]
             removed += [(i, expiry) for expiry in set(before).difference(now)]
         counts = offsets_of(np.array([len(now) for now in after]))
-        kind = self._schema.value.field("expiries").type
+        kind = self._schema.value.field(EXPIRIES).type
         expiries = pa.array([expiry for now in after for expiry in now], kind.value_type)
         rows = pa.RecordBatch.from_arrays([list_array(expiries, counts, None, kind)], schema=self._schema.value)
         keys = step.keys.take(pa.array(changed))
         is_kept = pa.array(np.diff(counts) > 0)
         step.stage(keys.filter(is_kept), self._schema.encode_values(rows.filter(is_kept)), self._family)
         step.stage(keys.filter(pc.invert(is_kept)), None, self._family)
-        present = pa.RecordBatch.from_arrays(
-            [pa.array([True] * len(added), pa.bool_())], schema=self._expiry_schema.value
+        step.stage(
+            self._by_expiry(added), self._expiry_schema.encode_values(is_present(len(added))), self._expiry_family
         )
-        step.stage(self._by_expiry(added), self._expiry_schema.encode_values(present), self._expiry_family)
         step.stage(self._by_expiry(removed), None, self._expiry_family)
         self.begin()
 
@@ -122,7 +122,7 @@ class Timers:
             if stored.null_count == len(stored):
                 lists = [None] * len(stored)
             else:
-                elements, offsets = list_parts(self._schema.decode_values(stored).column("expiries"))
+                elements, offsets = list_parts(self._schema.decode_values(stored).column(EXPIRIES))
                 flat = elements.to_numpy().tolist()
                 lists = [flat[a:b] if a < b else None for a, b in pairwise(offsets.tolist())]
             self._lists = lists

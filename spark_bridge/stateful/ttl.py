@@ -15,7 +15,18 @@ import pyarrow as pa
 from backends.encoding.columns import Mask, list_parts
 from backends.encoding.operator_schema import StateVariable
 from backends.encoding.schema import StateSchema
-from spark_bridge.state_format.families import CHUNKS, ENTRIES, TTL_COLUMN, family_of
+from spark_bridge.state_format.families import CHUNKS, ENTRIES, family_of
+from spark_bridge.state_format.layouts import (
+    ELEMENTS,
+    IS_LARGE,
+    LIST,
+    MAP,
+    MAP_ENTRIES,
+    NUM_CHUNKS,
+    TAIL,
+    TTL_COLUMN,
+    VALUE,
+)
 from spark_bridge.state_format.stored_keys import group_range, prefix_range
 from spark_bridge.stateful.ranges import offsets_of, rows_of
 from spark_bridge.stateful.step import INT64_MAX, Step
@@ -25,7 +36,7 @@ SWEPT_ROWS = 20_000
 _HEADS_ASKED = 32
 """Heads of long lists and large maps whose other rows are looked for, in one part of the scan."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_PARTS = {"value": ("",), "list": (CHUNKS, ""), "map": (ENTRIES, "")}
+_PARTS = {VALUE: ("",), LIST: (CHUNKS, ""), MAP: (ENTRIES, "")}
 
 
 class Ttl:
@@ -120,18 +131,18 @@ class _Sweep:
         """Which of the stored rows have expired, with all that they hold."""
         rows = schema.decode_values(batch.column(1))
         now = self._step.timestamp_ms
-        if variable.kind == "value" or part == ENTRIES:
+        if variable.kind == VALUE or part == ENTRIES:
             return ~alive_at(rows, now)
-        column = {CHUNKS: "elements", "": "tail" if variable.kind == "list" else "entries"}[part]
+        column = {CHUNKS: ELEMENTS, "": TAIL if variable.kind == LIST else MAP_ENTRIES}[part]
         elements, offsets = list_parts(rows.column(column))
         alive = offsets_of(alive_at(rows_of(elements), now))[offsets]
         is_over: Mask = alive[1:] == alive[:-1]
         if part == CHUNKS:
             return is_over
-        if variable.kind == "list":
-            elsewhere = rows.column("chunks").to_numpy()
+        if variable.kind == LIST:
+            elsewhere = rows.column(NUM_CHUNKS).to_numpy()
             return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of(variable, CHUNKS)[0])
-        elsewhere = rows.column("large").to_numpy(zero_copy_only=False).astype(np.int64)
+        elsewhere = rows.column(IS_LARGE).to_numpy(zero_copy_only=False).astype(np.int64)
         return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of(variable, ENTRIES)[0])
 
     def _are_gone(self, is_over: Mask, heads: pa.BinaryArray, elsewhere: Any, family: str) -> Mask:

@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.state_format.families import family_of
+from spark_bridge.stateful.declaration import Declaration
 from spark_bridge.stateful.state_values import StateValues
 from spark_bridge.stateful.step import Step
 from spark_bridge.stateful.ttl import Ttl
-from spark_bridge.stateful.variables import Declaration
 
 _UNREAD: Any = object()
 

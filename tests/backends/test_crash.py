@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from backends.formats import chain
+from backends.formats.file_names import version_in
 from tests.backends.crash_child import CLASSES, CONF, MADE_BEFORE, content_of, make_version, provider_in
 from tests.effort import effort
 from tests.patience import PATIENCE
@@ -116,7 +116,7 @@ def check_no_litter(provider, directory, oldest):
     root = Path(directory) / "ck" / "statestore"
     there = {path.relative_to(root).as_posix() for path in files_in(directory / "ck")}
     assert there == needed
-    assert all(chain.version_in(path) >= oldest for path in needed if path.endswith((".changelog", ".snapshot")))
+    assert all(version_in(path) >= oldest for path in needed if path.endswith((".changelog", ".snapshot")))
 
 
 def check_ends(server, mode, backend, tmp_path, acknowledged):

@@ -23,7 +23,8 @@ from backends.exceptions import (
     UnsupportedLocationError,
     VersionNotFoundError,
 )
-from backends.providers.loaded_providers import LoadedProviders, load_provider, loaded_providers
+from backends.loaded_providers import LoadedProviders
+from backends.store import load_provider, loaded_providers
 from tests.patience import HANG, PATIENCE
 
 from .test_provider_behaviour import content
@@ -112,7 +113,7 @@ def coordinator():
 @pytest.fixture
 def loaded(coordinator):
     """Loaded providers of an executor that has a coordinator."""
-    loaded = LoadedProviders(lambda: coordinator, host="a-host", executor_id="7")
+    loaded = LoadedProviders(load_provider, lambda: coordinator, host="a-host", executor_id="7")
     yield loaded
     SlowProvider.end.set()
     loaded.stop()
@@ -137,12 +138,10 @@ def slow():
 @pytest.fixture
 def logged(caplog):
     """The registry's messages so far, with their levels; each is told once."""
-    caplog.set_level(logging.DEBUG, "backends.providers.loaded_providers")
+    caplog.set_level(logging.DEBUG, "backends.loaded_providers")
 
     def told():
-        messages = [
-            (r.levelname, r.getMessage()) for r in caplog.records if r.name == "backends.providers.loaded_providers"
-        ]
+        messages = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "backends.loaded_providers"]
         caplog.clear()
         return messages
 
@@ -330,7 +329,7 @@ def test_the_reference_is_fetched_once_and_anew_after_stop_or_another_coordinato
         fetched.append(1)
         return coordinator
 
-    loaded = LoadedProviders(fetch)
+    loaded = LoadedProviders(load_provider, fetch)
     loaded.get(provider_id(), 0, CONF)
     loaded.get(provider_id(), 0, CONF)
     maintain(loaded)
@@ -346,7 +345,7 @@ def test_the_reference_is_fetched_once_and_anew_after_stop_or_another_coordinato
 
 
 def test_without_a_coordinator_all_instances_are_active(provider_id, logged):
-    loaded = LoadedProviders()
+    loaded = LoadedProviders(load_provider)
     loaded.get(provider_id(), 0, CONF)
     maintain(loaded)
     assert loaded.is_loaded(provider_id())
@@ -408,9 +407,7 @@ def test_an_instance_that_fails_is_unloaded_and_the_others_go_on(loaded, provide
     assert len(list((tmp_path / "ck").rglob("*.snapshot"))) == 1
     with pytest.raises(StoreClosedError):
         provider.latest_version()
-    (warning,) = [
-        r for r in caplog.records if r.name == "backends.providers.loaded_providers" and r.levelname == "WARNING"
-    ]
+    (warning,) = [r for r in caplog.records if r.name == "backends.loaded_providers" and r.levelname == "WARNING"]
     assert warning.getMessage() == f"Error managing {provider}, unloading state store provider"
     assert "maintenance failed on purpose" in str(warning.exc_info[1])
     maintain(loaded)

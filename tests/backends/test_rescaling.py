@@ -20,6 +20,7 @@ from backends.formats import chain as chains
 from backends.formats import snapshot
 from backends.formats.chain import Layout, Retention, Segment
 from backends.formats.changelog import ChangelogMeta, Changes
+from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry, PartitionEntry, SnapshotRef
 from backends.formats.partition_entries import PartitionEntries, StoredEntries
 from backends.formats.sealed import seal, unseal
@@ -539,8 +540,8 @@ def test_the_old_layout_is_kept_until_every_new_partition_has_a_snapshot(query):
     kept, gone = q.retain(4)
     assert (kept.oldest, kept.chain_from) == (3, 1) and {b.segment.layout.num_partitions for b in kept.bases} == {3, 4}
     # What lies below the snapshots of either layout goes, but nothing from which the second new partition is made.
-    assert {chains.version_in(p) for p in gone if "/op/4/" in p} == {1}
-    assert [p for p in gone if "/op/3/" in p and chains.version_in(p) != 3] == []
+    assert {version_in(p) for p in gone if "/op/4/" in p} == {1}
+    assert [p for p in gone if "/op/3/" in p and version_in(p) != 3] == []
     assert {p.split("/")[3] for p in gone if "/op/3/" in p} == {"0", "2"}
     for v in (3, 4):
         q.assert_right(v)
@@ -559,7 +560,7 @@ def test_versions_below_the_change_are_kept_as_long_as_they_are_asked_for(query)
     q.rescale(16, "file").commit({key(0): b"4"}).snapshots().commit({key(0): b"5"})
     kept, gone = q.retain(2)  # below the change, though all have snapshots above it
     assert kept.oldest == 2 and any("/4/" in p for p in gone)
-    assert all(chains.version_in(p) <= 2 for p in gone)
+    assert all(version_in(p) <= 2 for p in gone)
     for v in (2, 3, 4, 5):
         q.assert_right(v)
     kept, gone = q.retain(3)
@@ -600,7 +601,7 @@ def test_four_three_four_loses_nothing_to_retention_and_keeps_no_litter(query):
     q.rescale(4, "file").commit({key(0): b"5"}).commit({key(2): b"6"})
     kept, _ = q.retain(6)
     assert kept.oldest == 3  # the snapshots of the middle layout
-    assert {chains.version_in(p) for p in q.files(4)} == {5, 6}
+    assert {version_in(p) for p in q.files(4)} == {5, 6}
     for v in (3, 4, 5, 6):
         q.assert_right(v)
     q.snapshots().commit({key(0): b"7"})

@@ -16,7 +16,7 @@ from backends.engines.rocksdb import LocalRocksDB
 from backends.engines.row_cache import CacheBudget, RowCache, hash_keys
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.snapshot import LocalState
+from backends.formats.local_state import LocalState
 from tests.patience import PATIENCE
 
 MIB = 1 << 20

@@ -36,7 +36,7 @@ def test_one_key_is_read_as_many_are(state):
         state.get_one(b"a", None, "nope")
     with pytest.raises(InvalidStateStoreArgument, match="only_here"):
         state.get_one(b"a", 2, "only_here")
-    assert not state._readers
+    assert not state._versions.readers
     state.close()
     with pytest.raises(StoreClosedError):
         state.get_one(b"a")
@@ -76,12 +76,12 @@ class LateReaders(dict):
 @pytest.mark.parametrize("read", ["one", "many"])
 def test_a_version_that_completes_as_a_read_begins(state, read):
     commit(state, {b"a": b"1"})
-    state._readers = LateReaders()
+    state._versions.readers = LateReaders()
     for version in (1, None):
-        state._readers.meanwhile = lambda: commit(state, {b"a": b"%d" % (state.version + 1)})
+        state._versions.readers.meanwhile = lambda: commit(state, {b"a": b"%d" % (state.version + 1)})
         found = state.get_one(b"a", version) if read == "one" else state.get_many(binary(b"a"), version)[0].as_py()
         assert found == (b"1" if version else b"3")
-    assert not state._readers
+    assert not state._versions.readers
 
 
 def test_single_reads_while_versions_complete(state):
@@ -111,5 +111,5 @@ def test_single_reads_while_versions_complete(state):
     done.set()
     for thread in threads:
         thread.join()
-    assert not failures and not state._readers
+    assert not failures and not state._versions.readers
     assert state.get_many(pa.array(keys, pa.binary())).to_pylist() == [b"39"] * 30

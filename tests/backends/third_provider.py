@@ -12,7 +12,7 @@ from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.snapshot import LocalState
+from backends.formats.local_state import LocalState
 from backends.providers.local_provider import LocalStateStoreProvider
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker, percentiles
-from coordinator_actor.checkpoints.checkpoints import PendingCheckpoint, TaskKey, Tasks
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.checkpoints.tasks import TaskKey, Tasks
 from coordinator_actor.exceptions import InvalidRequestError
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError, StorageError
-from backends.formats.changelog import ChangelogMeta, Changes, changelog_path, write_changelog
+from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
+from backends.formats.file_names import changelog_path
 from backends.formats.manifest import Manifest
 from backends.formats.sealed import unseal
 from backends.storage.checkpoint_storage import CheckpointStorage

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal
-from backends.formats.snapshot import LocalState, Snapshot, SnapshotFile
+from backends.formats.snapshot import Snapshot, SnapshotFile
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import BUSY_SECONDS, Coordinator
 from coordinator_actor.exceptions import UnknownHostError

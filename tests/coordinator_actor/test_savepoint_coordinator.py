@@ -1,20 +1,15 @@
-"""The savepoint coordinator, with timers and a clock that tests turn.
+"""The savepoint coordinator, with a clock that tests turn.
 
 Counterparts of Flink 1.0's SavepointCoordinatorTest, and where each is:
 
   testSimpleTriggerSavepoint                                  test_trigger_and_acknowledge
-  testSimpleRollbackSavepoint                                 test_restore
-  testRollbackParallelismMismatch                             test_another_partition_count_is_refused
-  testRollbackStateStoreFailure                               test_a_savepoint_that_cannot_be_read
-  testRollbackUpdatesApplicationID                            test_restore (the path of the savepoint takes the id's place)
-  testRollbackSetsCheckpointID                                test_restore_sets_the_counter
   testAbortSavepointIfTriggerTasksNotExecuted, ...AreFinished,
   testAbortSavepointIfAckTasksAreNotExecuted                  test_tasks_that_cannot_be_told
   testAbortOnCheckpointTimeout                                test_a_savepoint_expires
   testAbortSavepointsOnShutdown                               test_shutdown
   testAbortSavepointOnStateStoreFailure                       test_a_savepoint_that_cannot_be_stored
-  testAbortSavepointIfSubsumed                                test_savepoints_subsume_each_other_only_if_wanted
-  testShutdownDoesNotCleanUpCompletedCheckpointsWith...       test_savepoints_outlive_their_coordinator
+  testAbortSavepointIfSubsumed                                test_savepoints_do_not_subsume_each_other
+  testRollback...                                             test_savepoint_restore.py: restoring makes a new checkpoint
 """
 
 from __future__ import annotations
@@ -22,31 +17,22 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from backends.exceptions import DamagedFileError, StorageError
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.exceptions import StorageError
+from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint, Received
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.checkpoints.checkpoints import (
-    AcknowledgeCheckpoint,
-    CompletedCheckpoint,
-    DeclineCheckpoint,
-    FileSavepointStore,
-    PendingCheckpoint,
-    Received,
-    TaskKey,
-)
-from coordinator_actor.checkpoints.job_status import JobStatus
+from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import (
     CheckpointCoordinatorShutdownError,
     SavepointDeclinedError,
     SavepointExpiredError,
     SavepointFailedError,
-    SavepointMismatchError,
     error_from,
 )
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
@@ -70,11 +56,6 @@ class Store:
         self.held[path] = completed
         return path
 
-    def load(self, path: str) -> CompletedCheckpoint:
-        if self.failure is not None:
-            raise self.failure
-        return self.held[path]
-
 
 @pytest.fixture
 def world() -> World:
@@ -86,20 +67,12 @@ def store() -> Store:
     return Store()
 
 
-def savepoints(
-    world: World, store: Store | FileSavepointStore, tasks: Any = (A, B), **options: Any
-) -> SavepointCoordinator:
-    return SavepointCoordinator(
-        "job",
-        tasks,
-        **{
-            "id_counter": CheckpointIDCounter(),
-            "store": store.store,
-            "clock": world.clock,
-            "timers": world,
-            **options,
-        },
+def savepoints(world: World, store: Store, tasks: Any = (A, B), **options: Any) -> SavepointCoordinator:
+    made = SavepointCoordinator(
+        "job", tasks, **{"id_counter": CheckpointIDCounter(), "store": store.store, "clock": world.clock, **options}
     )
+    world.coordinators.append(made)
+    return made
 
 
 def ack(task: TaskKey, checkpoint_id: int, state: Any = "s") -> AcknowledgeCheckpoint:
@@ -112,8 +85,8 @@ def acknowledge_all(coord: CheckpointCoordinator, checkpoint_id: int, tasks: Any
 
 
 def nothing_left(coord: SavepointCoordinator, world: World) -> bool:
-    left = (coord.get_number_of_pending_savepoints(), coord.get_number_of_pending_checkpoints(), world.armed)
-    return left == (0, 0, []) and not coord._futures and not coord._storing and not coord._paths
+    left = (coord.get_number_of_pending_savepoints(), coord.get_number_of_pending_checkpoints())
+    return left == (0, 0) and not coord._futures and not coord._storing and not coord._paths
 
 
 # ---- making
@@ -127,12 +100,12 @@ def test_trigger_and_acknowledge(world: World, store: Store) -> None:
     [pending] = told
     assert coord.get_pending_checkpoints() == {1: pending}
     assert (pending.id, pending.timestamp, pending.num_acknowledged) == (1, 127.5, 0)
-    assert coord.acknowledge(ack(A, 1, "a")) is Received.PENDING and not future.done()
-    assert coord.acknowledge(ack(B, 1, "b")) is Received.COMPLETED
+    assert coord.receive_acknowledge_message(ack(A, 1, "a")) is Received.PENDING and not future.done()
+    assert coord.receive_acknowledge_message(ack(B, 1, "b")) is Received.COMPLETED
     assert pending.is_discarded and future.result(0) == "sp/1"
     saved = store.held["sp/1"]
     assert saved.states == {A: "a", B: "b"} and saved.timestamp == 127.5 and saved.properties == {"base": "s3://b/sp"}
-    assert coord.get_successful_checkpoints() == [] and nothing_left(coord, world)
+    assert nothing_left(coord, world)
     assert coord.stats.counts()["completed"] == 1
 
 
@@ -142,7 +115,7 @@ def test_the_counter_is_shared_with_the_checkpoints(world: World, store: Store) 
     coord = savepoints(world, store, [A], id_counter=counter)
     ids = []
     for _ in range(3):
-        pending = checkpoints.start_checkpoint()
+        pending = checkpoints.trigger_checkpoint()
         future = coord.trigger_savepoint()
         [savepoint_id] = coord.get_pending_checkpoints()
         ids += [pending.id, savepoint_id]
@@ -197,15 +170,6 @@ def test_tasks_that_cannot_be_told(world: World, store: Store) -> None:
     assert nothing_left(coord, world)
 
 
-def test_too_many_savepoints_at_once(world: World, store: Store) -> None:
-    coord = savepoints(world, store, max_concurrent=1)
-    first = coord.trigger_savepoint()
-    fails(coord.trigger_savepoint(), SavepointFailedError, r"was not triggered: 1 checkpoints of job are pending")
-    acknowledge_all(coord, 1)
-    world.advance(1000)
-    assert first.result(0) == "sp/1" and nothing_left(coord, world)
-
-
 def test_a_savepoint_expires(world: World, store: Store) -> None:
     coord = savepoints(world, store, timeout=20)
     future = coord.trigger_savepoint()
@@ -219,7 +183,7 @@ def test_a_savepoint_expires(world: World, store: Store) -> None:
 
 
 def test_expiry_by_hand(world: World, store: Store) -> None:
-    coord = savepoints(world, store, timeout=20, timers=World())
+    coord = savepoints(world, store, timeout=20)
     future = coord.trigger_savepoint()
     world.now += 20
     assert coord.expire() == [1]
@@ -247,27 +211,15 @@ def test_shutdown(world: World, store: Store) -> None:
     assert nothing_left(coord, world)
 
 
-def test_a_job_that_stops_ends_its_savepoints(world: World, store: Store) -> None:
-    coord = savepoints(world, store)
-    listener = coord.create_activator_deactivator()
-    future = coord.trigger_savepoint()
-    listener.job_status_changed("job", JobStatus.RUNNING)
-    assert not future.done(), "a job that begins to run ends none"
-    listener.job_status_changed("job", JobStatus.FINISHED)
-    fails(future, SavepointFailedError, "the scheduler was stopped")
-    assert nothing_left(coord, world)
-
-
 def test_a_savepoint_that_cannot_be_stored(world: World, store: Store) -> None:
-    cancelled: list[int] = []
-    coord = savepoints(world, store, on_cancel_checkpoint=cancelled.append)
+    coord = savepoints(world, store)
     store.failure = StorageError("the bucket is gone")
     future = coord.trigger_savepoint()
     coord.receive_acknowledge_message(ack(A, 1))
-    assert coord.acknowledge(ack(B, 1)) is Received.ABORTED, "the host has done its part"
+    assert coord.receive_acknowledge_message(ack(B, 1)) is Received.ABORTED, "the host has done its part"
     assert fails(future, SavepointFailedError, "could not be stored: the bucket is gone") is store.failure
-    assert coord.acknowledge(ack(B, 1)) is Received.LATE
-    assert cancelled == [1] and coord.stats.counts()["failed"] == 1 and nothing_left(coord, world)
+    assert coord.receive_acknowledge_message(ack(B, 1)) is Received.LATE
+    assert coord.stats.counts()["failed"] == 1 and nothing_left(coord, world)
 
 
 def test_an_interrupted_storing_may_be_tried_again(world: World, store: Store) -> None:
@@ -278,47 +230,18 @@ def test_an_interrupted_storing_may_be_tried_again(world: World, store: Store) -
         coord.receive_acknowledge_message(ack(A, 1))
     assert not future.done()
     store.failure = None
-    assert coord.acknowledge(ack(A, 1)) is Received.COMPLETED
+    assert coord.receive_acknowledge_message(ack(A, 1)) is Received.COMPLETED
     assert future.result(0) == "sp/1" and nothing_left(coord, world)
 
 
-def test_a_failing_callback_fails_the_savepoint_before_it_is_stored(world: World, store: Store) -> None:
-    def refuse(completed: CompletedCheckpoint) -> None:
-        raise OSError("no")
-
-    coord = savepoints(world, store, on_fully_acknowledged_checkpoint=refuse)
-    future = coord.trigger_savepoint()
-    acknowledge_all(coord, 1)
-    fails(future, SavepointFailedError, "no")
-    assert store.held == {} and nothing_left(coord, world)
-
-
-def test_a_failing_cancel_callback_does_not_keep_the_future_waiting(
-    world: World, store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(checkpoint_id: int) -> None:
-        raise OSError("no")
-
-    coord = savepoints(world, store, on_cancel_checkpoint=fail)
-    future = coord.trigger_savepoint()
-    coord.cancel_checkpoint(1, "the user says so")
-    fails(future, SavepointFailedError, "the user says so")
-    assert any(r.exc_info for r in caplog.records)
-
-
-def test_savepoints_subsume_each_other_only_if_wanted(world: World, store: Store) -> None:
+def test_savepoints_do_not_subsume_each_other(world: World, store: Store) -> None:
     coord = savepoints(world, store)
     first, second = coord.trigger_savepoint(), coord.trigger_savepoint()
     acknowledge_all(coord, 2)
     assert second.result(0) == "sp/2" and not first.done()
     acknowledge_all(coord, 1)
     assert first.result(0) == "sp/1"
-    as_flink = savepoints(world, store, subsume=True)
-    first, second = as_flink.trigger_savepoint(), as_flink.trigger_savepoint()
-    acknowledge_all(as_flink, 2)
-    as_flink.receive_acknowledge_message(ack(A, 1))
-    fails(first, SavepointFailedError, "checkpoint 2, a later one, is completed")
-    assert second.result(0) == "sp/2" and nothing_left(as_flink, world)
+    assert nothing_left(coord, world)
 
 
 # ---- cancelling the future
@@ -329,7 +252,11 @@ def test_to_cancel_the_future_is_to_cancel_the_savepoint(world: World, store: St
     future = coord.trigger_savepoint()
     coord.receive_acknowledge_message(ack(A, 1))
     assert future.cancel() and coord.get_number_of_pending_checkpoints() == 0
-    assert coord.acknowledge(ack(B, 1)) is Received.LATE and store.held == {} and nothing_left(coord, world)
+    assert (
+        coord.receive_acknowledge_message(ack(B, 1)) is Received.LATE
+        and store.held == {}
+        and nothing_left(coord, world)
+    )
     with pytest.raises(CancelledError):
         future.result(0)
     assert concurrent.futures.wait([future], timeout=PATIENCE).done == {future}
@@ -348,7 +275,7 @@ def test_once_it_is_being_stored_a_savepoint_cannot_be_cancelled(world: World) -
     coord = savepoints(world, Slow(), [A], timeout=10)
     future = coord.trigger_savepoint()
     with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(coord.acknowledge, ack(A, 1))
+        last = pool.submit(coord.receive_acknowledge_message, ack(A, 1))
         assert begun.wait(PATIENCE)
         assert not future.cancel() and coord.get_number_of_pending_savepoints() == 1
         world.advance(10)
@@ -365,9 +292,9 @@ def test_a_future_cancelled_at_the_last_moment_is_not_stored(world: World, store
             assert future.cancel()
             super().on_fully_acknowledged_checkpoint(completed)
 
-    coord = Late("job", [A], id_counter=CheckpointIDCounter(), store=store.store, clock=world.clock, timers=world)
+    coord = Late("job", [A], id_counter=CheckpointIDCounter(), store=store.store, clock=world.clock)
     future = coord.trigger_savepoint()
-    assert coord.acknowledge(ack(A, 1)) is Received.ABORTED
+    assert coord.receive_acknowledge_message(ack(A, 1)) is Received.ABORTED
     assert future.cancelled() and store.held == {} and nothing_left(coord, world)
     assert concurrent.futures.wait([future], timeout=PATIENCE).done == {future}
 
@@ -379,7 +306,10 @@ def test_whatever_happens_at_once_every_future_ends_once(store: Store, seed: int
     futures = [coord.trigger_savepoint() for _ in range(60)]
     calls: list[Any] = []
     for i in range(1, 61):
-        calls += [lambda i=i: coord.acknowledge(ack(A, i)), lambda i=i: coord.acknowledge(ack(B, i))]
+        calls += [
+            lambda i=i: coord.receive_acknowledge_message(ack(A, i)),
+            lambda i=i: coord.receive_acknowledge_message(ack(B, i)),
+        ]
         if i % 3 == seed % 3:
             calls.append(lambda i=i: coord.receive_decline_message(DeclineCheckpoint("job", A, i, "x")))
         if i % 4 == seed % 4:
@@ -394,117 +324,3 @@ def test_whatever_happens_at_once_every_future_ends_once(store: Store, seed: int
         stored = f"sp/{i}" in store.held
         assert stored == (not future.cancelled() and future.exception() is None)
     assert not coord._futures and not coord._storing and not coord._paths and coord.get_pending_checkpoints() == {}
-
-
-# ---- restoring
-
-
-def made(world: World, store: Store, tasks: Any) -> str:
-    coord = savepoints(world, store, tasks)
-    future = coord.trigger_savepoint()
-    acknowledge_all(coord, 1, tasks)
-    return future.result(0)
-
-
-FOUR = [("op", p) for p in range(4)] + [("other", p) for p in range(4)]
-
-
-def test_restore(world: World, store: Store) -> None:
-    path = made(world, store, FOUR)
-    coord = savepoints(world, store, FOUR)
-    assert coord.get_savepoint_restore_path() is None
-    restored: dict[TaskKey, Any] = {}
-    savepoint = coord.restore_savepoint(path, store.load, restored.__setitem__)
-    assert restored == {task: f"{task[0]}/{task[1]}" for task in FOUR} and savepoint is store.held[path]
-    assert coord.get_savepoint_restore_path() == path and coord.stats.counts()["restored"] == 1
-
-
-@pytest.mark.parametrize("partitions", [2, 5])
-@pytest.mark.parametrize("allow", [False, True])
-def test_another_partition_count_is_refused(world: World, store: Store, partitions: int, allow: bool) -> None:
-    path = made(world, store, FOUR)
-    tasks = [("op", p) for p in range(4)] + [("other", p) for p in range(partitions)]
-    coord = savepoints(world, store, tasks)
-    restored: dict[TaskKey, Any] = {}
-    with pytest.raises(
-        SavepointMismatchError, match=rf"'other' has 4 partitions in the savepoint and {partitions} in the program"
-    ) as raised:
-        coord.restore_savepoint(path, store.load, restored.__setitem__, allow_non_restored_state=allow)
-    assert "'op'" not in str(raised.value)
-    assert restored == {} and coord.get_savepoint_restore_path() is None and coord.id_counter.get() == 1
-
-
-def test_state_without_a_place_is_refused_unless_allowed(
-    world: World, store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = made(world, store, [*FOUR, ("third", 0)])
-    coord = savepoints(world, store, [*FOUR[:4], ("new", 0)])
-    restored: dict[TaskKey, Any] = {}
-    with pytest.raises(SavepointMismatchError) as raised:
-        coord.restore_savepoint(path, store.load, restored.__setitem__)
-    for part in ("'other' (4 partitions)", "'third' (1 partitions)", "allow_non_restored_state", path):
-        assert part in str(raised.value)
-    assert restored == {} and coord.id_counter.get() == 1
-    coord.restore_savepoint(path, store.load, restored.__setitem__, allow_non_restored_state=True)
-    assert set(restored) == set(FOUR[:4]) and sum("left behind" in r.message for r in caplog.records) == 2
-
-
-def test_a_partition_without_state_is_no_difference(world: World, store: Store) -> None:
-    coord = savepoints(world, store)
-    future = coord.trigger_savepoint()
-    coord.receive_acknowledge_message(ack(A, 1, "a"))
-    coord.receive_acknowledge_message(ack(B, 1, None))
-    restored: dict[TaskKey, Any] = {}
-    coord.restore_savepoint(future.result(0), store.load, restored.__setitem__)
-    assert restored == {A: "a"}
-
-
-def test_restore_sets_the_counter(world: World, store: Store) -> None:
-    store.held["any"] = CompletedCheckpoint(12312312, 0, 0, {})
-    coord = savepoints(world, store)
-    coord.restore_savepoint("any", store.load, lambda task, state: None)
-    assert coord.get_and_increment_checkpoint_id() == 12312313
-    store.held["old"] = CompletedCheckpoint(5, 0, 0, {})
-    coord.restore_savepoint("old", store.load, lambda task, state: None)
-    assert coord.id_counter.get() == 12312314, "never back: later ids may be in use"
-
-
-def test_a_savepoint_that_cannot_be_read(world: World, store: Store) -> None:
-    path = made(world, store, FOUR)
-    coord = savepoints(world, store, FOUR)
-    store.failure = DamagedFileError("sp/1 is damaged")
-    restored: dict[TaskKey, Any] = {}
-    with pytest.raises(DamagedFileError, match="sp/1 is damaged"):
-        coord.restore_savepoint(path, store.load, restored.__setitem__)
-    assert restored == {} and coord.get_savepoint_restore_path() is None
-
-
-def test_restore_is_refused_after_shutdown(world: World, store: Store) -> None:
-    path = made(world, store, FOUR)
-    coord = savepoints(world, store, FOUR)
-
-    def load(path: str) -> CompletedCheckpoint:
-        coord.shutdown()
-        return store.load(path)
-
-    restored: dict[TaskKey, Any] = {}
-    for loader in (load, store.load):  # shut down while it is read, and before
-        with pytest.raises(CheckpointCoordinatorShutdownError):
-            coord.restore_savepoint(path, loader, restored.__setitem__)
-    assert restored == {} and coord.id_counter.get() == 1
-    store.failure = StorageError("it is not even read")
-    with pytest.raises(CheckpointCoordinatorShutdownError):
-        coord.restore_savepoint(path, store.load, restored.__setitem__)
-
-
-def test_savepoints_outlive_their_coordinator(world: World, store: Store, tmp_path: Path) -> None:
-    files = FileSavepointStore(CheckpointStorage.open(str(tmp_path), fsync=False), "savepoints")
-    coord = savepoints(world, files, FOUR)
-    future = coord.trigger_savepoint(12.5)
-    acknowledge_all(coord, 1, FOUR)
-    coord.shutdown()
-    again = FileSavepointStore(CheckpointStorage.open(str(tmp_path), fsync=False), "savepoints")
-    assert again.all() == [future.result(0)]
-    restored: dict[TaskKey, Any] = {}
-    savepoints(world, store, FOUR).restore_savepoint(future.result(0), again.load, restored.__setitem__)
-    assert restored == {task: f"{task[0]}/{task[1]}" for task in FOUR}

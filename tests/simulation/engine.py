@@ -14,7 +14,7 @@ import pyarrow as pa
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
-from backends.formats.snapshot import LocalState
+from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
 from backends.providers.local_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling

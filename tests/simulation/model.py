@@ -16,6 +16,7 @@ import pyarrow as pa
 from backends.formats import chain as chains
 from backends.formats.chain import Layout
 from backends.formats.changelog import read_changelog
+from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
 from backends.formats.sealed import unseal
 from backends.formats.snapshot import Snapshot
@@ -301,7 +302,7 @@ class Model:
             return  # it comes late: others have gone on from there
         found = set()
         for path, data in files.items():
-            if chains.version_in(path) == plan.batch + 1 and path.endswith(".changelog"):
+            if version_in(path) == plan.batch + 1 and path.endswith(".changelog"):
                 meta, _ = read_changelog(data)
                 if (meta.query_run_id, meta.num_partitions) != (run_id, n):
                     continue

@@ -412,7 +412,7 @@ TIME = types.SimpleNamespace(
 )
 
 MODULES = (
-    "backends.partition.partition_state",
+    "backends.partition.",
     "backends.formats.snapshot",
     "backends.formats.chain",
     "coordinator_actor.",

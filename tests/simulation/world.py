@@ -18,7 +18,7 @@ import pyarrow as pa
 from backends.conf import StateStoreConf
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.formats.chain import version_in
+from backends.formats.file_names import partition_directory, version_in
 from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
@@ -451,7 +451,7 @@ class World:
     def _verify_one(self, run: Any, plan: model.Plan, version: int, operator: str, partition: int) -> None:
         n = self.num_partitions
         conf = StateStoreConf(provider=self.backend, compression="none")
-        layout = f"operators/{operator}/{n}/{partition}/default"
+        layout = partition_directory(operator, n, partition)
         local = self.root / "verify" / f"{version}-{operator}-{partition}"
         state = open_partition(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
         state.load(run.lineage(operator, partition, version))
@@ -481,9 +481,9 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     locks = LocalLocks()
     replacements = {
-        ("backends.partition.partition_state", "_lock"): locks.lock,
-        ("backends.partition.partition_state", "os"): types.SimpleNamespace(close=locks.close),
-        ("backends.partition.partition_state", "_background"): threads.Background(),
+        ("backends.partition.local_directory", "lock"): locks.lock,
+        ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
+        ("backends.partition.background", "_pool"): threads.Background(),
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
     }

@@ -20,7 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from ray.exceptions import RayError
 
 from backends import StateStoreConf
-from backends.encoding.schema import from_spark_type
+from backends.encoding.spark_types import from_spark_type
 from tests.patience import HANG, PATIENCE
 
 # Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times. Cold

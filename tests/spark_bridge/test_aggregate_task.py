@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.outputs import Output
 from spark_bridge.operators.aggregate import aggregate_task
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.partial_aggregation import PartialTask

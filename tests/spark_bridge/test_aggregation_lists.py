@@ -9,7 +9,8 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.outputs import Output
 from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.encoding.key_groups import spark_xxhash64
-from spark_bridge.aggregates.aggregator import Aggregator, Output, results
+from spark_bridge.aggregates.aggregator import Aggregator, results
 from spark_bridge.aggregates.distinct_sketch import LINEAR_COUNTING_UP_TO, precision_of
+from spark_bridge.aggregates.outputs import Output
 from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_bridge.aggregates.aggregator import Aggregator, Output, result_fields, results
-from spark_bridge.aggregates.outputs import UserAggregate
+from spark_bridge.aggregates.aggregator import Aggregator, result_fields, results
+from spark_bridge.aggregates.outputs import Output, UserAggregate
 from spark_bridge.exceptions import InvalidOperatorError
 from tests.effort import examples
 from tests.spark_bridge.aggregation_runs import run, split

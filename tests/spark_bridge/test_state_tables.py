@@ -15,10 +15,12 @@ from backends.encoding.key_groups import key_groups, partition_of
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
-from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.outputs import Output
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
+from spark_bridge.state_data import state_tables
 from spark_bridge.state_data.state_tables import (
     state_batches,
     state_changes_batches,
@@ -26,7 +28,8 @@ from spark_bridge.state_data.state_tables import (
     state_metadata_table,
     state_table,
 )
-from spark_bridge.state_format import stored_rows as state_rows
+from spark_bridge.state_format import partition_rows
+from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
 from spark_bridge.task.watermark import EventTime
 
 from .operator_runs import SECOND, TS, WINDOW, batch_of, seconds
@@ -184,8 +187,8 @@ def test_batches_stay_small_and_in_order_whatever_is_read_at_once(worked, name, 
     whole = state_table(worked.location, "op", name)
     collected = state_table(worked.location, "op", name, flatten=False)
     for rows, size in ((7, 1 << 20), (1 << 14, 500)):
-        monkeypatch.setattr(state_rows, "STEP_ROWS", rows)
-        monkeypatch.setattr(state_rows, "STEP_BYTES", size)
+        monkeypatch.setattr(partition_rows, "STEP_ROWS", rows)
+        monkeypatch.setattr(partition_rows, "STEP_BYTES", size)
         with state_batches(worked.location, "op", name) as reader:
             batches = list(reader)
         assert len(batches) >= collected.num_rows // 7
@@ -578,15 +581,15 @@ def test_the_newest_version_is_looked_up_anew_if_it_goes_before_it_is_read(flow,
     f.batch(one_key(lambda of: of.v.update((1,))))
     f.batch(one_key(lambda of: of.v.update((2,))))
     looks: list[int] = []
-    real = state_rows.VariableRows.scan
+    real = state_tables.scan_partition
 
-    def scan(self: Any, state: Any, partition: int) -> Iterator[pa.RecordBatch]:
+    def scan(rows: Any, state: Any, partition: int) -> Iterator[pa.RecordBatch]:
         looks.append(state.version)
         if len(looks) == 1:
             raise VersionNotFoundError("removed while it was read") from MissingFileError("a file")
-        return real(self, state, partition)
+        return real(rows, state, partition)
 
-    monkeypatch.setattr(state_rows.VariableRows, "scan", scan)
+    monkeypatch.setattr(state_tables, "scan_partition", scan)
     assert rows_of(state_table(f.location, "op")) == [("a", 0, 2)]
     assert looks == [2, 2]
     looks.clear()

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator_actor.messages import BatchTimes
-from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.outputs import Output
 from spark_bridge.operators.aggregate import session_windows
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, joined_sessions, session_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic, joined_sessions
 from spark_bridge.operators.windows import SessionWindow, Window, session_window, window
-from spark_bridge.state_format.layouts import ENDS_FAMILY
+from spark_bridge.state_format.families import ENDS_FAMILY
+from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.sorted_runs import Limits
 from spark_bridge.task.watermark import between
 from tests.effort import examples

@@ -7,7 +7,8 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import types as T
 
-from backends.encoding.schema import StateSchema, from_spark_type, normalized_type
+from backends.encoding.schema import StateSchema
+from backends.encoding.spark_types import from_spark_type, normalized_type
 from backends.exceptions import StateStoreError
 from spark_bridge.aggregates.outputs import Output, UserAggregate
 from spark_bridge.aggregates.user_aggregate import GROUP_ID

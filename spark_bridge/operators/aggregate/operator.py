@@ -10,8 +10,10 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
+from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.encoding.operator_schema import OperatorSchema
-from backends.encoding.schema import StateSchema, to_spark_type
+from backends.encoding.schema import StateSchema
+from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
@@ -20,10 +22,9 @@ from spark_bridge.functions import AggregateFunction
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.columns import output_of
 from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahead
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic
 from spark_bridge.operators.declared import check_operator_name, declare
 from spark_bridge.operators.input import (
-    DEFAULT_KEY_GROUPS,
     KEY_GROUPS_CONF,
     check_keys,
     columns_of,
@@ -36,6 +37,7 @@ from spark_bridge.operators.input import (
 )
 from spark_bridge.operators.types import arrow_type
 from spark_bridge.operators.windows import SessionWindow, Window, microseconds
+from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.state_task import StateTask
 
 __all__ = ["DEFAULT_KEY_GROUPS", "KEY_GROUPS_CONF", "aggregate"]

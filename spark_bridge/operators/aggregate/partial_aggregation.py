@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
 from backends.encoding.keys import decode_keys
-from backends.encoding.schema import to_spark_type
+from backends.encoding.spark_types import to_spark_type
 from spark_bridge.aggregates.column_order import plain
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.input import map_in_arrow

@@ -18,13 +18,13 @@ import pyarrow.compute as pc
 
 from backends.encoding.columns import fixed_array, list_array, list_parts, struct_array
 from backends.encoding.keys import decode_keys
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
-from backends.encoding.schema import StateSchema
+from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.state_format.layouts import DUE, END, ENDS_FAMILY, SESSIONS, START
+from spark_bridge.state_format.families import ENDS_FAMILY
+from spark_bridge.state_format.layouts import DUE, END, START, is_present
 from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, one_batch, parts_of, scanned
 from spark_bridge.task.sorted_runs import Limits
@@ -37,15 +37,6 @@ KEYS_PER_STEP = 1 << 14
 
 Times = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-
-
-def session_schema(keys: pa.Schema, time: pa.DataType, states: pa.Schema) -> OperatorSchema:
-    """What an operator with session windows keeps; ``time`` is the type of starts and ends."""
-    session = pa.struct([pa.field(START, time), pa.field(END, time), *states])
-    value = pa.schema([pa.field(SESSIONS, pa.list_(pa.field("element", session))), pa.field(DUE, time)])
-    ends = StateSchema(pa.schema([pa.field(DUE, time), *keys]), pa.schema([pa.field("present", pa.bool_())]))
-    families = {DEFAULT_FAMILY: StateSchema(keys, value), ENDS_FAMILY: ends}
-    return OperatorSchema((StateVariable(DEFAULT_FAMILY, "rows", families),), tuple(keys.names))
 
 
 @dataclass(frozen=True)
@@ -256,10 +247,7 @@ class _Work:
             return
         by_due = by_expiry(keys.filter(pa.array(chosen)), due[chosen])
         schema = self._logic.schema.families[ENDS_FAMILY]
-        if present:
-            values = schema.encode_values(pa.record_batch({"present": pa.array(np.ones(len(by_due), np.bool_))}))
-        else:
-            values = pa.nulls(len(by_due), pa.binary())
+        values = schema.encode_values(is_present(len(by_due))) if present else pa.nulls(len(by_due), pa.binary())
         self._store.stage(by_due, values, ENDS_FAMILY)
 
     def _emit_others(self, behind: bytes | None, up_to: bytes | None, touched: pa.BinaryArray, spool: Spool) -> None:

@@ -11,13 +11,13 @@ import pyarrow as pa
 
 from backends.encoding.columns import fixed_array, null_mask
 from backends.encoding.keys import decode_keys
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
-from backends.encoding.schema import StateSchema
+from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.column_order import order_codes, plain
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.state_format.layouts import EXPIRES_AT, EXPIRY_FAMILY, PRESENT
+from spark_bridge.state_format.families import EXPIRY_FAMILY
+from spark_bridge.state_format.layouts import EXPIRES_AT, is_present
 from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
 from spark_bridge.task.sorted_runs import Limits
@@ -28,20 +28,6 @@ from spark_bridge.task.watermark import EventTime, late_rows_removed
 
 KEYS_PER_STEP = 1 << 18
 _GREATEST = np.iinfo(np.int64).max
-
-
-def deduplicate_schema(keys: pa.Schema, key_columns: tuple[str, ...], expiry: pa.DataType | None) -> OperatorSchema:
-    """What a ``deduplicate`` operator keeps: its keys, and if they expire, the times (of type ``expiry``) when they do."""
-    if expiry is None:
-        return OperatorSchema.of_rows(
-            StateSchema(keys, PRESENT), key_columns if key_columns != tuple(keys.names) else ()
-        )
-    expires = pa.schema([pa.field(EXPIRES_AT, expiry)])
-    families = {
-        DEFAULT_FAMILY: StateSchema(keys, expires),
-        EXPIRY_FAMILY: StateSchema(pa.schema([*expires, *keys]), PRESENT),
-    }
-    return OperatorSchema((StateVariable(DEFAULT_FAMILY, "rows", families),), key_columns)
 
 
 @dataclass(frozen=True)
@@ -192,18 +178,17 @@ class _Work:
             done = self._logic.key_time.is_done(decode_keys(keys, schema.key), self._store.times.watermark_ms)
             self._removed += int(np.count_nonzero(done))
             keys = keys.filter(pa.array(~done))
-        self._stage(keys, pa.array(np.ones(len(keys), np.bool_)), DEFAULT_FAMILY)
+        self._stage(keys, is_present(len(keys)), DEFAULT_FAMILY)
 
     def _remember_until(self, keys: pa.BinaryArray, expires_at: Ids) -> None:
         stays = expires_at > self._store.times.watermark_ms * 1000
         self._removed += int(np.count_nonzero(~stays))
         keys, expires_at = keys.filter(pa.array(stays)), expires_at[stays]
-        kind = self._logic.schema.families[DEFAULT_FAMILY].value.field(0).type
-        self._stage(keys, fixed_array(expires_at, None, kind), DEFAULT_FAMILY)
-        self._stage(by_expiry(keys, expires_at), pa.array(np.ones(len(keys), np.bool_)), EXPIRY_FAMILY)
+        value = self._logic.schema.families[DEFAULT_FAMILY].value
+        times = fixed_array(expires_at, None, value.field(0).type)
+        self._stage(keys, pa.RecordBatch.from_arrays([times], schema=value), DEFAULT_FAMILY)
+        self._stage(by_expiry(keys, expires_at), is_present(len(keys)), EXPIRY_FAMILY)
 
-    def _stage(self, keys: pa.BinaryArray, column: pa.Array, family: str) -> None:
+    def _stage(self, keys: pa.BinaryArray, values: pa.RecordBatch, family: str) -> None:
         if len(keys):
-            schema = self._logic.schema.families[family]
-            values = schema.encode_values(pa.RecordBatch.from_arrays([column], schema=schema.value))
-            self._store.stage(keys, values, family)
+            self._store.stage(keys, self._logic.schema.families[family].encode_values(values), family)

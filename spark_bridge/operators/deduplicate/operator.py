@@ -11,7 +11,7 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.declared import check_operator_name, declare
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.operators.input import (
     check_keys,
     event_time_of,
@@ -22,6 +22,7 @@ from spark_bridge.operators.input import (
 )
 from spark_bridge.operators.types import arrow_type, is_ordered
 from spark_bridge.operators.windows import microseconds
+from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.task.state_task import StateTask
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,8 +14,6 @@ from spark_bridge.exceptions import RequestError, RequestLimitError
 
 Form = Literal["arrow", "pandas", "polars", "pylist"]
 FORMS = ("arrow", "pandas", "polars", "pylist")
-VALUE_SUFFIX = "__value"
-"""What is put behind a name that is taken: of a value's column that is called as one of the key's."""
 
 
 def check_form(as_: str) -> None:
@@ -41,20 +39,6 @@ def to_polars(table: pa.Table) -> Any:
     except ImportError as error:
         raise RequestError("A Polars frame needs Polars: install ray-statestore[polars].") from error
     return polars.from_arrow(table)
-
-
-def distinct(fields: Sequence[pa.Field]) -> list[pa.Field]:
-    """The fields under names of their own, upper and lower case being equal, as ``state_rows.distinct`` names a scan's."""
-    own = {field.name.casefold() for field in fields}
-    taken: set[str] = set()
-    named = []
-    for field in fields:
-        name = field.name
-        while name.casefold() in taken or (name != field.name and name.casefold() in own):
-            name += VALUE_SUFFIX
-        taken.add(name.casefold())
-        named.append(field.with_name(name))
-    return named
 
 
 @dataclass(frozen=True)

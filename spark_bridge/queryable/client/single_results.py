@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from spark_bridge.aggregates.aggregator import outputs_of
 from spark_bridge.aggregates.outputs import split_function
+from spark_bridge.aggregates.state_columns import outputs_of
 
 Row: TypeAlias = Mapping[str, Any]
 Result: TypeAlias = Callable[[Row], Any]

@@ -19,18 +19,38 @@ from backends.ids import DEFAULT_FAMILY
 from spark_bridge.aggregates.aggregator import result_fields, results
 from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.key_codec import KeyCodec, names_in_order
-from spark_bridge.queryable.client.results import KeyedResults, distinct, plain_values, whole
+from spark_bridge.queryable.client.results import KeyedResults, plain_values, whole
 from spark_bridge.queryable.client.single_results import SingleResults
-from spark_bridge.state_format.families import TTL_COLUMN
-from spark_bridge.state_format.layouts import ENDS_FAMILY, LIST, MAP, PRESENT, ROWS, SESSIONS, TIMERS, VALUE, WINDOWS
+from spark_bridge.state_format.families import ENDS_FAMILY, TIMERS_BY_KEY
+from spark_bridge.state_format.layouts import (
+    END,
+    ENTRY_KEY,
+    ENTRY_VALUE,
+    LIST,
+    MAP,
+    MAP_ENTRIES,
+    PRESENT,
+    ROWS,
+    SESSIONS,
+    START,
+    TAIL,
+    TIMERS,
+    TTL_COLUMN,
+    VALUE,
+    WINDOWS,
+)
+from spark_bridge.state_format.user_columns import (
+    EXPIRATION,
+    LIST_VALUE,
+    MAP_VALUE,
+    SESSION_WINDOW,
+    with_distinct_names,
+)
 from spark_bridge.state_format.windowed_keys import window_of
-
-EXPIRATION = "expiration_timestamp_ms"
-SESSION_WINDOW = "session_window"
 
 ONE_ROW = (VALUE, ROWS, WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
-ALL_ROWS = {LIST: "list_value", MAP: "map_value", TIMERS: "timers", SESSIONS: "sessions", WINDOWS: "windows"}
+ALL_ROWS = {LIST: LIST_VALUE, MAP: MAP_VALUE, TIMERS: TIMERS, SESSIONS: SESSIONS, WINDOWS: WINDOWS}
 """The kinds that have several rows per key, and the column that these are in."""
 
 
@@ -49,7 +69,7 @@ class StateView:
     @cached_property
     def family(self) -> str:
         """The column family of single values."""
-        return DEFAULT_FAMILY if self.variable.kind == "rows" else self.variable.family(self.variable.name)
+        return DEFAULT_FAMILY if self.variable.kind == ROWS else self.variable.family(self.variable.name)
 
     @cached_property
     def schema(self) -> StateSchema:
@@ -76,7 +96,7 @@ class StateView:
     @cached_property
     def is_aggregate(self) -> bool:
         """Whether what is stored is the state of aggregate functions, which has results."""
-        if self.variable.kind != "rows":
+        if self.variable.kind != ROWS:
             return False
         try:
             return bool(result_fields(self.schema.value))
@@ -153,7 +173,7 @@ class StateView:
         return keys, self._schema_behind(keys)
 
     def _schema_behind(self, keys: pa.Schema) -> pa.Schema:
-        return pa.schema(distinct([*keys, *self.value_fields]))
+        return with_distinct_names([*keys, *self.value_fields])
 
     # -- rows ----------------------------------------------------------------------------------
 
@@ -165,15 +185,15 @@ class StateView:
             return [pa.field(EXPIRATION, pa.int64())], []
         if self.kind == SESSIONS:
             session = self.schema.value.field(SESSIONS).type.value_type
-            bounds = [session.field(name) for name in ("start", "end")]
-            state = pa.schema([f for f in session if f.name not in ("start", "end")])
+            bounds = [session.field(name) for name in (START, END)]
+            state = pa.schema([f for f in session if f.name not in (START, END)])
             return [pa.field(SESSION_WINDOW, pa.struct(bounds))], result_fields(state)
         if self.kind == LIST:
-            value = list(self.schema.value.field("tail").type.value_type)
+            value = list(self.schema.value.field(TAIL).type.value_type)
         elif self.kind == MAP:
-            entry = self.schema.value.field("entries").type.value_type
-            inner = list(entry.field("key").type)
-            value = list(entry.field("value").type)
+            entry = self.schema.value.field(MAP_ENTRIES).type.value_type
+            inner = list(entry.field(ENTRY_KEY).type)
+            value = list(entry.field(ENTRY_VALUE).type)
         else:
             value = [] if self.schema.value.names == PRESENT.names and not self.is_aggregate else self.value_fields
         return inner, [f for f in value if f.name != TTL_COLUMN]
@@ -188,7 +208,7 @@ class StateView:
     def scan_fields(self) -> list[pa.Field]:
         """The columns of a scan, but for key group and partition."""
         inner, value = self.row_fields
-        return distinct([*self.codec.schema, *inner, *value])
+        return list(with_distinct_names([*self.codec.schema, *inner, *value]))
 
     @property
     def scan_columns(self) -> list[str]:
@@ -232,8 +252,8 @@ class StateView:
 
     def listed_table(self, keys: pa.RecordBatch, listed: pa.Array) -> pa.Table:
         """A row per key: the columns of the key, and all that ``listed`` has of it."""
-        fields = distinct([*keys.schema, pa.field(ALL_ROWS[self.kind], listed.type)])
-        return pa.Table.from_arrays([*keys.columns, listed], schema=pa.schema(fields))
+        schema = with_distinct_names([*keys.schema, pa.field(ALL_ROWS[self.kind], listed.type)])
+        return pa.Table.from_arrays([*keys.columns, listed], schema=schema)
 
 
 def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -269,11 +289,11 @@ def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: st
 
 def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
     """The columns of the key as they are stored, and the kind."""
-    if variable.kind == "rows":
+    if variable.kind == ROWS:
         stored = variable.families[DEFAULT_FAMILY].key
         if ENDS_FAMILY in variable.families:
             return stored, SESSIONS
         return stored, ROWS if window_of(variable) is None else WINDOWS
     if variable.kind == TIMERS:
-        return variable.families[variable.family(f"{TIMERS}.-keys")].key, TIMERS
+        return variable.families[variable.family(TIMERS + TIMERS_BY_KEY)].key, TIMERS
     return variable.families[variable.family(variable.name)].key, variable.kind

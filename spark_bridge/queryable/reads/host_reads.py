@@ -35,6 +35,7 @@ from spark_bridge.queryable.reads.row_selection import RowSelection
 from spark_bridge.queryable.reads.row_stream import RowStream, gathered, limited
 from spark_bridge.queryable.reads.version_copies import VersionCopies
 from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
+from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.windowed_keys import window_of
 
 AWAIT_SECONDS = 1.0
@@ -259,7 +260,7 @@ class HostReads:
         partitions = self._asked_partitions(plan, request)
 
         def read(found: Sequence[tuple[int, Pairs]]) -> Iterator[pa.RecordBatch]:
-            return chain.from_iterable(rows.rows(pairs, partition) for partition, pairs in found)
+            return chain.from_iterable(partition_rows(rows, pairs, partition) for partition, pairs in found)
 
         return self._answer(
             plan,

@@ -10,6 +10,8 @@ import pyarrow.compute as pc
 
 from backends.encoding.keys import encode_keys
 from spark_bridge.queryable.reads.operator_plan import behind
+from spark_bridge.state_format.family_order import list_keys
+from spark_bridge.state_format.layouts import LIST, TIMERS
 from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_format.windowed_keys import window_of
 
@@ -31,10 +33,10 @@ class GroupingKeyFilter:
     def of_pairs(self, family: str, keys: pa.BinaryArray) -> pa.BooleanArray | None:
         """Which stored keys are of those, if the bytes tell it."""
         rows = self.rows
-        if not len(keys) or rows.kind == "timers" or len(self.columns) < len(rows.key):
+        if not len(keys) or rows.kind == TIMERS or len(self.columns) < len(rows.key):
             return None
-        if rows.kind == "list":
-            keys = rows.list_keys(family, keys)
+        if rows.kind == LIST:
+            keys = list_keys(rows, family, keys)
         elif family != rows.main:
             return None
         return pc.is_in(behind(keys), self.keys)

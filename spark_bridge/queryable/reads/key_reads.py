@@ -19,8 +19,9 @@ from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, behind
 from spark_bridge.queryable.reads.row_selection import POSITION
 from spark_bridge.state_format.families import TIMERS_BY_KEY, family_of
-from spark_bridge.state_format.stored_keys import prefix_range
-from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows, key_groups_of
+from spark_bridge.state_format.layouts import EXPIRIES, IS_LARGE, LIST, NUM_CHUNKS, TIMERS
+from spark_bridge.state_format.stored_keys import key_groups_of, prefix_range
+from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows
 
 READ_KEYS = 1 << 14
 """Keys that are read at once."""
@@ -100,7 +101,7 @@ def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, po
 
 
 def _family(rows: VariableRows) -> str:
-    return family_of(rows.variable, TIMERS_BY_KEY)[0] if rows.kind == "timers" else rows.main
+    return family_of(rows.variable, TIMERS_BY_KEY)[0] if rows.kind == TIMERS else rows.main
 
 
 def _sorted_values(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
@@ -116,10 +117,10 @@ def _more(
     if rows.second is None or not len(keys):
         return {}
     stored = rows.variable.families[rows.main].decode_values(values)
-    if rows.kind == "list":
-        is_long = np.asarray(stored.column("chunks").fill_null(0)) > 0
+    if rows.kind == LIST:
+        is_long = np.asarray(stored.column(NUM_CHUNKS).fill_null(0)) > 0
     else:
-        is_long = np.asarray(stored.column("large").fill_null(False))
+        is_long = np.asarray(stored.column(IS_LARGE).fill_null(False))
     asked = np.flatnonzero(is_long).tolist()
     if not asked or rows.second not in view.state.column_families(view.version, head=view.head):
         return {}
@@ -189,7 +190,7 @@ def _decoded(
     values: pa.BinaryArray,
     positions: Positions,
 ) -> pa.RecordBatch:
-    made = _timers(rows, keys, values) if rows.kind == "timers" else rows.decode(family, keys, values)
+    made = _timers(rows, keys, values) if rows.kind == TIMERS else rows.decode(family, keys, values)
     groups = key_groups_of(keys)[made.pair]
     n = len(rows.key)
     columns = [
@@ -204,7 +205,7 @@ def _decoded(
 
 def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
     schema = family_of(rows.variable, TIMERS_BY_KEY)[1]
-    expiries, offsets = list_parts(schema.decode_values(values).column("expiries"))
+    expiries, offsets = list_parts(schema.decode_values(values).column(EXPIRIES))
     pair = np.repeat(np.arange(len(keys)), np.diff(offsets))
     columns = [column.take(pa.array(pair)) for column in decode_keys(keys, rows.key).columns]
     return Rows(pair, [*columns, expiries])

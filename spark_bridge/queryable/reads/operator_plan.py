@@ -16,9 +16,8 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
+from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.stored_rows import VariableRows
-
-TIMERS = "timers"
 
 
 def behind(keys: pa.BinaryArray, skipped: int = GROUP_BYTES) -> pa.BinaryArray:

@@ -16,6 +16,7 @@ from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import behind
 from spark_bridge.queryable.reads.row_stream import gathered
+from spark_bridge.state_format.layouts import ROWS, TIMERS, VALUE
 from spark_bridge.state_format.stored_rows import VariableRows
 
 MOST_RANGES = 4096
@@ -80,7 +81,7 @@ def _pairs(
         return iter(())
     if bounds.is_open:
         return state.scan(at, None, None, family, head=view.head)
-    if rows.kind == "timers":
+    if rows.kind == TIMERS:
         # Kept by time: those of some keys are everywhere.
         found = state.scan(at, None, None, family, head=view.head)
         return gathered(bounds.within(batch, GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(found))
@@ -93,4 +94,4 @@ def _pairs(
 
 def has_row_per_pair(rows: VariableRows) -> bool:
     """Whether every stored pair is one row that never expires, so that rows can be counted without reading values."""
-    return rows.kind in ("rows", "value", "timers") and not rows.has_ttl
+    return rows.kind in (ROWS, VALUE, TIMERS) and not rows.has_ttl

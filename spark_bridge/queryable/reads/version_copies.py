@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from backends.exceptions import MissingFileError, VersionNotFoundError
+from backends.formats.file_names import partition_directory
 from backends.formats.manifest import Lineage
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
@@ -131,7 +132,7 @@ class VersionCopies:
         version: int,
     ) -> None:
         try:
-            directory = f"operators/{spec.name}/{spec.num_partitions}/{partition}/default"
+            directory = partition_directory(spec.name, spec.num_partitions, partition)
             local = self._host.scratch / uuid.uuid4().hex
             state = self._host.open_copy(registration, directory, spec.backend, local)
             try:

@@ -37,14 +37,15 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
-from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic, deduplicate_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.routing.retries import GONE, Attempts
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.operator_runs import TS, WINDOW
@@ -588,6 +589,9 @@ except EnvironmentProblemError as error:
 else:
     raise AssertionError("connected without Ray")
 assert not [m for m in ("ray", "pyspark", "rocksdict", "obstore") if m in sys.modules]
+of_hosts = ("host", "host_actor", "task", "session", "operators", "stateful", "queryable.server", "queryable.reads")
+assert not [m for m in sys.modules if m.startswith(tuple(f"spark_bridge.{{one}}" for one in of_hosts))]
+assert not [m for m in sys.modules if m.startswith(("backends.partition", "backends.engines", "backends.storage.checkpoint"))]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG, env=in_this_tree())
 

@@ -18,19 +18,17 @@ from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
-from spark_bridge.operators.aggregate.session_windows import SESSIONS as SESSIONS_COLUMN
 from spark_bridge.queryable.client import state_views
 from spark_bridge.queryable.client.conditions import comparisons
 from spark_bridge.queryable.client.key_codec import KeyCodec
 from spark_bridge.queryable.client.key_ranges import bound, intersection, key_range
-from spark_bridge.queryable.client.results import KeyedResults, distinct, formed, plain_values
+from spark_bridge.queryable.client.results import KeyedResults, formed, plain_values
 from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.client.state_views import state_view
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.state_format import stored_rows as state_rows
-from spark_bridge.state_format.families import TTL_COLUMN
-from spark_bridge.state_format.layouts import ENDS_FAMILY, PRESENT
+from spark_bridge.state_format.layouts import PRESENT, TTL_COLUMN
 from tests.spark_bridge.state_flows import KEYS as FLOW_KEYS
 from tests.spark_bridge.state_flows import Everything
 
@@ -360,16 +358,7 @@ def test_a_scan_gives_no_more_rows_than_its_limit_and_ends_what_it_does_not_need
     assert ended
 
 
-# -- what clients and hosts must have the same idea of ----------------------------------------
-
-
-def test_names_that_clients_cannot_import_are_those_of_the_hosts() -> None:
-    assert state_views.TTL_COLUMN == TTL_COLUMN
-    assert PRESENT.names == [state_views.PRESENT]
-    assert (state_views.SESSIONS, state_views.SESSION_ENDS) == (SESSIONS_COLUMN, ENDS_FAMILY)
-    assert (state_views.EXPIRATION, state_views.SESSION_WINDOW) == (state_rows.EXPIRATION, state_rows.SESSION_WINDOW)
-    fields = [pa.field(name, pa.int64()) for name in ("a", "A", "a__value", "b", "a")]
-    assert [f.name for f in distinct(fields)] == state_rows.distinct(fields).names
+# -- views of state variables ---------------------------------------------------------------------
 
 
 def everything() -> OperatorSchema:
@@ -386,7 +375,7 @@ def aggregates(*keys: tuple[str, pa.DataType], by: tuple[str, ...] = ()) -> Oper
 
 
 def sessions() -> OperatorSchema:
-    from spark_bridge.operators.aggregate.session_windows import session_schema
+    from spark_bridge.state_format.layouts import session_schema
 
     states = pa.schema([("n.count.count", pa.int64())])
     return session_schema(pa.schema([("user", pa.int64())]), pa.timestamp("us", "UTC"), states)

@@ -490,7 +490,7 @@ def test_versions_that_are_no_longer_kept_are_refused_by_name(make):
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])
 def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backend):
-    monkeypatch.setattr("spark_bridge.state_format.stored_rows.STEP_ROWS", 3)
+    monkeypatch.setattr("spark_bridge.state_format.partition_rows.STEP_ROWS", 3)
     monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.BATCH_ROWS", 3)
     w = make(backend=backend, n=3)
     w.batch(filled(1))

@@ -14,14 +14,16 @@ from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
-from spark_bridge.aggregates.aggregator import Aggregator, Output
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.outputs import Output
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, session_schema
+from spark_bridge.operators.aggregate.session_windows import SessionLogic
 from spark_bridge.queryable.protocol.messages import At, Changes, Comparison, KeyRows, Lookup, Scan
 from spark_bridge.queryable.reads import change_feed, key_reads, window_index, windowed_key_reads
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data import state_tables
+from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.watermark import EventTime
 from tests.spark_bridge.operator_runs import TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.queryable.host_world import COMPLETED

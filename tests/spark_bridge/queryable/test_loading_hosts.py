@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 
 from backends.formats.manifest import Lineage
+from backends.partition.loading import Loading
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
 from spark_bridge.queryable.reads import background_loads
@@ -68,10 +69,19 @@ def in_time(ask: Callable[[], Any], seconds: float = PATIENCE) -> Any:
 def loading_anew(state: Any) -> Iterator[None]:
     """Another version is being loaded into a partition, from storage that hangs."""
     begun, over = threading.Event(), threading.Event()
-    state._load = lambda lineage: (begun.set(), over.wait(HANG))
-    with running(lambda: state.load(Lineage(99)), over):
-        assert begun.wait(PATIENCE)
-        yield
+    run = Loading.run
+
+    def hang(loading: Any, lineage: Lineage) -> None:
+        if loading._engine is not state._engine:
+            return run(loading, lineage)
+        begun.set()
+        over.wait(HANG)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loading, "run", hang)
+        with running(lambda: state.load(Lineage(99)), over):
+            assert begun.wait(PATIENCE)
+            yield
 
 
 def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(world: HostWorld) -> None:

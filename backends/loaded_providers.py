@@ -1,7 +1,7 @@
-"""The providers loaded in a process, and the thread that maintains them (Spark: the object ``StateStore``).
+"""The providers that are loaded in a process, and the thread that maintains them (Spark: the object ``StateStore``).
 
-For whoever uses providers without a host of ours; ``StateStore.get`` and its like are the
-process-wide ``loaded_providers``. A coordinator is told which instances are active, if there is one.
+For programs that use providers without a host. ``StateStore.get`` and its like are those of the process-wide
+``backends.store.loaded_providers``. If there is a coordinator, it is told which instances are active.
 """
 
 from __future__ import annotations
@@ -11,21 +11,38 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from backends.conf import StateStoreConf
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import StateStoreProviderId
-from backends.store import StateStore, StateStoreProvider
 
+Store = TypeVar("Store")
+Store_co = TypeVar("Store_co", covariant=True)
 log = logging.getLogger(__name__)
 
 
+class Provider(Protocol[Store_co]):
+    """What is needed of a ``StateStoreProvider``."""
+
+    def get_store(self, version: int) -> Store_co:
+        """Open a version to change it."""
+
+    def get_read_store(self, version: int) -> Store_co:
+        """Open a version to read."""
+
+    def do_maintenance(self) -> None:
+        """Take snapshots that are due, and remove what is no longer kept."""
+
+    def close(self) -> None:
+        """Let go of memory and local files."""
+
+
 class Report(Protocol):
-    """What reporting an instance answers, in the end."""
+    """The coordinator's answer to the report of an instance, which may be on its way."""
 
     def result(self) -> Sequence[StateStoreProviderId]:
-        """The providers to unload here, for they are active elsewhere."""
+        """Return the providers to unload here, for they are active elsewhere."""
 
 
 class CoordinatorReference(Protocol):
@@ -38,30 +55,33 @@ class CoordinatorReference(Protocol):
         executor_id: str,
         other_provider_ids: Iterable[StateStoreProviderId] = (),
     ) -> Report:
-        """An instance is active here."""
+        """Tell the coordinator that an instance is active here, beside the other ones."""
 
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """Whether the coordinator takes an instance to be active here."""
+        """Return whether the coordinator takes an instance to be active here."""
 
 
-class LoadedProviders:
+class LoadedProviders(Generic[Store]):
     """Loaded providers by their id. Safe to use from many threads.
 
-    ``coordinator`` returns the reference to the coordinator, or None where there is none.
+    ``load`` makes a provider. ``coordinator`` returns the reference to the coordinator, or None where there is none.
+    ``_lock`` guards everything here, and is not held while a provider or the coordinator is called, but for ``load``.
     """
 
     def __init__(
         self,
+        load: Callable[[StateStoreProviderId, StateStoreConf], Provider[Store]],
         coordinator: Callable[[], CoordinatorReference | None] = lambda: None,
         *,
         host: str | None = None,
         executor_id: str = "driver",
     ) -> None:
+        self._load = load
         self._coordinator_of = coordinator
         self._coordinator: CoordinatorReference | None = None
         self._host = host or socket.gethostname()
         self._executor_id = executor_id
-        self._providers: dict[StateStoreProviderId, StateStoreProvider] = {}
+        self._providers: dict[StateStoreProviderId, Provider[Store]] = {}
         self._reported: set[StateStoreProviderId] = set()
         self._maintained: dict[StateStoreProviderId, Future[None]] = {}
         self._lock = threading.RLock()
@@ -80,8 +100,8 @@ class LoadedProviders:
             self._coordinator_of, self._coordinator = coordinator, None
             self._host, self._executor_id = host or self._host, executor_id
 
-    def get(self, provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None) -> StateStore:
-        """Open a version to change it; the provider is loaded if need be, which starts maintenance.
+    def get(self, provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None) -> Store:
+        """Open a version to change it. The provider is loaded if need be, which starts maintenance.
 
         Raises ``VersionNotFoundError``, and ``InvalidStateStoreArgument`` for what is no provider id or class.
         """
@@ -89,11 +109,11 @@ class LoadedProviders:
 
     def get_read_only(
         self, provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
-    ) -> StateStore:
+    ) -> Store:
         """Open a version to read."""
         return self._provider(provider_id, conf).get_read_store(version)
 
-    def _provider(self, provider_id: StateStoreProviderId, conf: StateStoreConf | None) -> StateStoreProvider:
+    def _provider(self, provider_id: StateStoreProviderId, conf: StateStoreConf | None) -> Provider[Store]:
         if not isinstance(provider_id, StateStoreProviderId):
             raise InvalidStateStoreArgument(
                 f"{provider_id!r} is no StateStoreProviderId. On the class, StateStore.get(provider_id, version, conf) opens "
@@ -104,7 +124,7 @@ class LoadedProviders:
             self._start_maintenance(conf)
             provider = self._providers.get(provider_id)
             if provider is None:
-                provider = self._providers[provider_id] = load_provider(provider_id, conf)
+                provider = self._providers[provider_id] = self._load(provider_id, conf)
             others = [other for other in self._providers if other != provider_id]
         self._report(provider_id, others)
         return provider
@@ -132,7 +152,7 @@ class LoadedProviders:
             self.unload(other)
 
     def is_loaded(self, provider_id: StateStoreProviderId) -> bool:
-        """Whether a provider is loaded."""
+        """Return whether a provider is loaded."""
         with self._lock:
             return provider_id in self._providers
 
@@ -166,7 +186,7 @@ class LoadedProviders:
     # -- maintenance ---------------------------------------------------------------------------
 
     def is_maintenance_running(self) -> bool:
-        """Whether the maintenance thread runs."""
+        """Return whether the maintenance thread runs."""
         with self._lock:
             return self._thread is not None and self._thread.is_alive()
 
@@ -188,9 +208,10 @@ class LoadedProviders:
         log.info("State Store maintenance task started")
 
     def do_maintenance(self) -> list[Future[None]]:
-        """One round: unload what is active elsewhere, and begin to maintain the rest.
+        """Do one round: unload what is active elsewhere, and begin to maintain the rest.
 
-        Returns at once, so that no slow upload holds up the next round; one that is still at it is left alone.
+        Returns at once, so that no slow upload holds up the next round. A provider whose last maintenance has not ended
+        is left alone.
         """
         log.debug("Doing maintenance")
         with self._lock:
@@ -208,7 +229,7 @@ class LoadedProviders:
                 self._maintained[provider_id] = begun[-1]
         return begun
 
-    def _maintain(self, provider_id: StateStoreProviderId, provider: StateStoreProvider) -> None:
+    def _maintain(self, provider_id: StateStoreProviderId, provider: Provider[Store]) -> None:
         try:
             if self._is_active(provider_id):
                 provider.do_maintenance()
@@ -230,17 +251,3 @@ class LoadedProviders:
         verified = coordinator.verify_if_instance_active(provider_id, self._executor_id)
         log.debug("Verified whether the loaded instance %s is active: %s", provider_id, verified)
         return verified
-
-
-def load_provider(provider_id: StateStoreProviderId, conf: StateStoreConf) -> StateStoreProvider:
-    """Make the provider that ``conf`` names."""
-    provider = conf.provider_class()(provider_id.store_id, conf)
-    if not isinstance(provider, StateStoreProvider):
-        raise InvalidStateStoreArgument(
-            f"provider={conf.provider!r} makes {provider!r}, which is no StateStoreProvider."
-        )
-    return provider
-
-
-loaded_providers = LoadedProviders()
-"""Those of this process."""

@@ -1,0 +1,21 @@
+"""Which version an engine holds, and how a write that has not ended is marked."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LocalState(msgspec.Struct, frozen=True):
+    """What an engine holds: a version, the path of the changelog that made the version, and the number of keys.
+
+    ``head`` None is the empty version 0. ``num_keys`` None: the keys are not counted.
+    """
+
+    version: int = 0
+    head: str | None = None
+    num_keys: int | None = 0
+
+    @classmethod
+    def unfinished(cls, head: str | None) -> LocalState:
+        """Return the mark of a write to ``head`` that has not ended. No lineage has such a version."""
+        return cls(0, f"{head}, unfinished", None)

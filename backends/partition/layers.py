@@ -1,0 +1,62 @@
+"""What a read lays over the engine to see another version than the engine's: later changes, and before-images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from backends.formats.changelog import ChangelogMeta, Changes
+from backends.formats.local_state import LocalState
+from backends.storage.file_ref import FileRef
+
+
+@dataclass(eq=False)
+class Delta:
+    """One attempt's durable changes, which lead to a version.
+
+    ``before`` are the pairs that the changes replace, ``apply`` writes the changes to the engine. Both are made by
+    background threads while the changelog is written.
+    """
+
+    meta: ChangelogMeta
+    file: FileRef
+    changes: Changes
+    before: Future[Changes | None]
+    apply: Future[Callable[[LocalState], None]]
+
+
+@dataclass(eq=False)
+class Undo:
+    """The before-images that lead back to ``version`` from the version above it.
+
+    ``head``, ``families`` and ``num_keys`` are those of ``version``.
+    """
+
+    version: int
+    head: str | None
+    changes: Changes
+    families: frozenset[str]
+    num_keys: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory."""
+        return self.changes.nbytes
+
+
+Layer: TypeAlias = Delta | Undo
+
+
+@dataclass(frozen=True)
+class View:
+    """A version as reads see it: the engine with ``layers`` over it, of which the last one counts most.
+
+    ``head`` is the changelog that made the version, ``families`` are its column families.
+    """
+
+    version: int
+    layers: tuple[Layer, ...]
+    head: str | None
+    families: frozenset[str]

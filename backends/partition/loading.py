@@ -1,0 +1,175 @@
+"""Loading: bringing an engine to the version of a lineage, from what it holds, snapshots, changelogs, earlier layouts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+from backends import fault_points
+from backends.engines.choice import backend_of
+from backends.engines.engine import StateEngine
+from backends.exceptions import DamagedFileError, LocalStateDamagedError, MissingFileError
+from backends.formats import snapshot
+from backends.formats.changelog import read_changelog
+from backends.formats.local_state import LocalState
+from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, Source
+from backends.partition import rescaling
+from backends.partition.before_images import replaced_pairs, state_after
+from backends.partition.context import PartitionContext
+from backends.partition.local_directory import Scratch
+
+log = logging.getLogger(__name__)
+
+
+class Loading:
+    """One load of one engine, which nothing else uses meanwhile.
+
+    ``version`` and ``head`` say how far the load has come. A write that failed midway leaves the engine at no version,
+    and these at the one before the write.
+    """
+
+    def __init__(self, context: PartitionContext, version: int, head: str | None) -> None:
+        self._context = context
+        self._engine = context.engine
+        self.version = version
+        self.head = head
+
+    def run(self, lineage: Lineage) -> None:
+        """Bring the engine to the version of ``lineage``; see ``PartitionState.load``."""
+        first_error: Exception | None = None
+        for start in self._starts(lineage):
+            try:
+                self._begin_at(start)
+                rest = [ref for ref in lineage.changelogs if ref.version > self.version]
+                if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
+                    raise MissingFileError(
+                        f"Not all changelogs from version {self.version + 1} of {self._context.directory} are among the "
+                        f"files that lead to version {lineage.version}."
+                    )
+                self._replay(rest)
+                return
+            except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
+                first_error = first_error or error
+                log.warning(
+                    "Version %d of %s cannot be loaded this way: %s", lineage.version, self._context.directory, error
+                )
+        assert first_error is not None
+        raise first_error
+
+    def _starts(self, lineage: Lineage) -> list[SnapshotRef | LocalState | Rescaled | None]:
+        """Return where loading may begin, the best first.
+
+        A snapshot, what the engine holds (``LocalState``), an earlier layout, or None for the empty version 0.
+        """
+        heads: dict[int, str] = {ref.version: ref.file.path for ref in lineage.changelogs}
+        if lineage.rescaled is not None:
+            heads[lineage.rescaled.version] = lineage.rescaled.head
+        held = self._engine.state
+        is_held_right = held.head is not None and heads.get(held.version) == held.head
+        above = held.version if is_held_right else -1  # a query may begin with a state: a snapshot of version 0
+        starts: list[SnapshotRef | LocalState | Rescaled | None] = [
+            ref
+            for ref in reversed(lineage.snapshots)
+            if above < ref.version <= lineage.version and heads.get(ref.version) == ref.head
+        ]
+        if is_held_right:
+            # Replaying a few changelogs is cheaper than fetching everything.
+            near = self._context.conf.deltas_per_snapshot
+            is_near = not starts or lineage.snapshots[-1].version - held.version <= near
+            starts.insert(0 if is_near else len(starts), held)
+        if lineage.rescaled is not None:
+            starts.append(lineage.rescaled)
+        elif lineage.is_empty or (1 in heads and 0 not in heads):
+            starts.append(None)
+        if not starts:
+            raise MissingFileError(
+                f"No snapshot leads to version {lineage.version} of {self._context.directory}, and its changelogs begin "
+                f"with version {min(heads, default=0)}."
+            )
+        return starts
+
+    def _begin_at(self, start: SnapshotRef | LocalState | Rescaled | None) -> None:
+        if isinstance(start, SnapshotRef):
+            self._restore(start)
+        elif isinstance(start, Rescaled):
+            self._take_over(start)
+        elif start is None:
+            self._engine.clear()
+            self.version, self.head = 0, None
+
+    def _restore(self, ref: SnapshotRef) -> None:
+        context = self._context
+        descriptor = snapshot.read_descriptor(context.storage, ref)
+        with context.scratch.directory() as directory:
+            snapshot.download(context.storage, descriptor, context.backend, directory, context.conf.load_threads)
+            fault_points.reached("load:downloaded")
+            self.version, self.head = 0, None
+            name = context.storage.full_location(ref.file.path)
+            try:
+                self._engine.restore(directory)
+            except (DamagedFileError, LocalStateDamagedError) as error:
+                raise DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
+            if self._engine.state != descriptor.state:
+                found = self._engine.state
+                self._engine.clear()
+                raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {found}.")
+            self.version, self.head = ref.version, ref.head
+
+    def _take_over(self, rescaled: Rescaled) -> None:
+        unfinished = LocalState.unfinished(rescaled.head)
+        self._engine.clear()
+        self.version, self.head = unfinished.version, unfinished.head
+        counts_keys = self._context.conf.track_total_number_of_rows
+        rescaling.take_over(rescaled, self._engine, self._loaded, counts_keys=counts_keys)
+        self.version, self.head = rescaled.version, rescaled.head
+
+    @contextmanager
+    def _loaded(self, source: Source) -> Iterator[StateEngine]:
+        """Load a partition of an earlier layout into an engine of its own, for as long as the block lasts."""
+        context = self._context
+        # Keys are counted when they are taken over: to count them in a replay, each would have to be looked up.
+        conf = replace(context.conf, provider=source.backend, track_total_number_of_rows=False)
+        backend = backend_of(conf)
+        with context.scratch.directory() as directory:
+            engine = backend.engine(directory / "engine", conf)
+            try:
+                scratch = Scratch(directory / "scratch")
+                held = PartitionContext(engine, backend.name, context.storage, source.directory, conf, scratch)
+                Loading(held, engine.state.version, engine.state.head).run(source.lineage)
+                yield engine
+            finally:
+                engine.close()
+
+    def _replay(self, changelogs: Sequence[ChangelogRef]) -> None:
+        if not changelogs:
+            return
+        storage, threads = self._context.storage, self._context.conf.load_threads
+        with ThreadPoolExecutor(threads, thread_name_prefix="statestore-load") as pool:
+            # A window bounds what is held in memory of a long chain.
+            window = threads * 2
+            reads = [pool.submit(storage.read, ref.file) for ref in changelogs[:window]]
+            try:
+                for i, ref in enumerate(changelogs):
+                    data = reads[i % window].result()
+                    if i + window < len(changelogs):
+                        reads[i % window] = pool.submit(storage.read, changelogs[i + window].file)
+                    self._replay_one(ref, data)
+            finally:
+                for read in reads:
+                    read.cancel()
+
+    def _replay_one(self, ref: ChangelogRef, data: bytes) -> None:
+        name = self._context.storage.full_location(ref.file.path)
+        meta, changes = read_changelog(data, name)
+        if meta.version != ref.version or meta.base != self.head:
+            raise DamagedFileError(
+                f"{name} holds version {meta.version} on top of {meta.base}, but version {ref.version} on top of "
+                f"{self.head} is needed here: files have been exchanged. Restore them from a copy."
+            )
+        before = replaced_pairs(self._engine, changes) if self._context.conf.track_total_number_of_rows else None
+        state = state_after(self._engine.state, ref.version, ref.file.path, changes, before)
+        self._engine.prepare(changes)(state)
+        self.version, self.head = ref.version, ref.file.path

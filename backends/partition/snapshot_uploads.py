@@ -1,0 +1,71 @@
+"""Snapshots of the completed version: captured between two writes, and uploaded while commits and reads go on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from backends import fault_points
+from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
+from backends.formats import snapshot
+from backends.formats.manifest import SnapshotRef
+from backends.partition.context import PartitionContext
+from backends.partition.versions import Versions
+
+log = logging.getLogger(__name__)
+
+
+class SnapshotUploads:
+    """Uploads snapshots, one at a time.
+
+    Locks: ``_uploading`` is held for a whole upload, and taken first. ``mutation`` is the partition's, held while the
+    engine is captured, so that nothing is written then.
+    """
+
+    def __init__(self, context: PartitionContext, versions: Versions, mutation: threading.Lock) -> None:
+        self._context = context
+        self._versions = versions
+        self._mutation = mutation
+        self._uploading = threading.Lock()
+        self._digests = snapshot.Digests()
+
+    def upload(self, earlier: SnapshotRef | None) -> tuple[SnapshotRef, int]:
+        """Upload what the engine holds, but for the files that ``earlier`` has; return the snapshot and the bytes written.
+
+        See ``PartitionState.snapshot``.
+        """
+        context = self._context
+        storage, directory, engine = context.storage, context.directory, context.engine
+        with self._uploading, context.scratch.directory() as local:
+            with self._mutation:
+                self._versions.check_open()
+                state = engine.state
+                if state.head is None:
+                    raise VersionNotFoundError(f"{directory} is at the empty version 0: there is nothing to keep.")
+                finish = engine.capture(local)
+            fault_points.reached("snapshot:captured")
+            finish()
+            descriptor = None
+            if earlier is not None:
+                try:
+                    descriptor = snapshot.read_descriptor(storage, earlier)
+                except (MissingFileError, DamagedFileError) as error:
+                    log.warning("All of %s is uploaded, for an earlier snapshot is no help: %s", directory, error)
+            with ThreadPoolExecutor(context.conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
+                return snapshot.upload(
+                    storage,
+                    directory,
+                    context.backend,
+                    local,
+                    state,
+                    earlier=descriptor,
+                    digests=self._digests,
+                    pool=pool,
+                    is_cancelled=lambda: self._versions.is_closed,
+                )
+
+    def close(self) -> None:
+        """Wait for an upload under way, which ends with the file that it is at, and remove the local files."""
+        with self._uploading:
+            self._context.scratch.clear()

@@ -1,0 +1,266 @@
+"""Which versions of a partition can be read, and how reads stay exact while versions advance."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from backends.conf import StateStoreConf
+from backends.engines.engine import StateEngine
+from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
+from backends.formats.changelog import ChangelogMeta, Changes
+from backends.partition.layers import Delta, Layer, Undo, View
+from backends.partition.pending_changes import PendingChanges
+
+
+class Versions:
+    """The completed version, the pending changes above it, and the before-images of the versions just below it.
+
+    How reads stay exact while versions advance: every read notes which layers it lays over the engine. ``applying``
+    first makes the delta a layer of all new reads, then waits for the reads that do not have it, and only then lets the
+    engine be written: a read that is still under way takes the changed keys from the delta itself.
+
+    Locks: ``changed`` guards everything here, ``pending`` included. It is held for moments only, except to wait on it.
+    The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at a
+    time, by a lock of the partition that is always taken first; only they write ``version``, ``head`` and the undos.
+    """
+
+    def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._conf = conf
+        self.changed = threading.Condition()
+        self.pending = PendingChanges()
+        self.is_loading = False
+        self.is_closed = False
+        self.readers: dict[object, tuple[Layer, ...]] = {}
+        """The reads under way, and the layers of each."""
+        self._num_waiting = 0
+        self._undos: list[Undo] = []
+        self._applying: Delta | None = None
+        self._completed: View | None
+        self.version: int
+        """The last completed version here."""
+        self.head: str | None
+        """The path of the changelog that made the version; None for the empty version 0."""
+        self._show(engine.state.version, engine.state.head)
+
+    def check_open(self) -> None:
+        """Raise ``StoreClosedError`` if the partition is closed."""
+        if self.is_closed:
+            raise StoreClosedError(f"The state of {self._directory} is closed here: open it again.")
+
+    # -- the completed version -----------------------------------------------------------------
+
+    def begin_loading(self) -> None:
+        """Let the reads under way end, and have new ones wait until ``end_loading``."""
+        with self.changed:
+            self.is_loading = True
+            self._completed = None
+            self._wait_for_readers(lambda _: False)
+
+    def end_loading(self, version: int, head: str | None) -> None:
+        """Show the version that was loaded. Pending changes that do not follow from it are dropped."""
+        with self.changed:
+            self._undos = []
+            self.pending.drop_unrelated(version, head)
+            self.is_loading = False
+            self._show(version, head)
+            self.changed.notify_all()
+
+    @contextmanager
+    def applying(self, delta: Delta, before: Changes | None) -> Iterator[None]:
+        """Show the version that ``delta`` makes; within the block the engine is written, with no read in the way.
+
+        ``before`` are the before-images of ``delta``, by which the version below can still be read; None: it cannot.
+        If the block raises, the version below is shown again.
+        """
+        held = self.version, self.head, self._undos
+        undos = self._with_undo(before)
+        with self.changed:
+            self._applying = delta
+            self._undos = undos
+            self._show(delta.meta.version, delta.file.path)
+            self._wait_for_readers(lambda layers: delta in layers)
+        try:
+            yield
+        except BaseException:
+            with self.changed:
+                self.version, self.head, self._undos = held
+            raise
+        finally:
+            with self.changed:
+                self._applying = None
+                self._show(self.version, self.head)
+
+    def _with_undo(self, before: Changes | None) -> list[Undo]:
+        """The undos to keep once the version above has before-images: the newest ones, within the limits."""
+        if before is None:
+            return []
+        newest = Undo(self.version, self.head, before, self._engine.column_families, self._engine.state.num_keys)
+        kept: list[Undo] = []
+        nbytes = 0
+        for undo in (newest, *reversed(self._undos)):
+            nbytes += undo.nbytes
+            if len(kept) == self._conf.max_versions_in_memory or nbytes > self._conf.versions_in_memory_bytes:
+                break
+            kept.insert(0, undo)
+        return kept
+
+    def _show(self, version: int, head: str | None) -> None:
+        """Show this version from now on.
+
+        The view comes first: a read that follows a look at ``version`` must not show an earlier one.
+        """
+        layers = () if self._applying is None else (self._applying,)
+        families = self._engine.column_families.union(*(delta.changes.families for delta in layers))
+        self._completed = View(version, layers, head, families)
+        self.version, self.head = version, head
+
+    def close(self) -> None:
+        """Refuse new reads, wait for those under way, and drop all that lies over the engine."""
+        with self.changed:
+            self.is_closed = True
+            self._completed = None
+            self._wait_for_readers(lambda _: False)
+            self.pending.clear()
+            self._undos = []
+
+    # -- pending changes -----------------------------------------------------------------------
+
+    def check_base(self, meta: ChangelogMeta) -> None:
+        """Raise ``LineageMismatchError`` if ``meta.base`` is not held here as the version below the commit."""
+        with self.changed:
+            self.check_open()
+            is_completed = (meta.version - 1, meta.base) == (self.version, self.head)
+            is_accepted = meta.base is not None and self.pending.accepted_head(meta.version - 1) == meta.base
+            if not is_completed and not is_accepted:
+                raise LineageMismatchError(
+                    f"Changes to version {meta.version} of {self._directory} apply to {meta.base}, but held here is "
+                    f"version {self.version} ({self.head}). Open the store again."
+                )
+
+    def steps_to(self, version: int, head: str) -> list[Delta]:
+        """Return the pending changes that lead from the completed version to the one that ``head`` made, at least one.
+
+        Raises ``LineageMismatchError`` if they are not held here.
+        """
+        with self.changed:
+            steps = self.pending.steps(self.head, version, head)
+        if steps is None:
+            raise LineageMismatchError(
+                f"Version {version} ({head}) of {self._directory} does not follow from what is held here, version "
+                f"{self.version} ({self.head}). Load it from storage."
+            )
+        if not steps:
+            raise LineageMismatchError(
+                f"{head} made version {self.version} of {self._directory}, not version {version}. Load it from storage."
+            )
+        return steps
+
+    def drop_unrelated(self) -> None:
+        """Drop the pending changes that do not lead on from the completed version."""
+        with self.changed:
+            self.pending.drop_unrelated(self.version, self.head)
+
+    def newest(self) -> tuple[int, str | None]:
+        """Return the version with all that was accepted, and its head."""
+        with self.changed:
+            steps = self.pending.accepted_above(self.version, self.head)
+            return (steps[-1].meta.version, steps[-1].file.path) if steps else (self.version, self.head)
+
+    def nbytes(self) -> int:
+        """Return the memory of all that lies over the engine."""
+        with self.changed:
+            return sum(layer.changes.nbytes for layer in (*self.pending, *self._undos))
+
+    # -- reads ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def reading(self, version: int | None, head: str | None = None) -> Iterator[View]:
+        """Keep a version as it is within the block. ``head``, if given, must have made the version."""
+        reader = object()
+        view = self.begin_read(reader, version, head)
+        try:
+            yield view
+        finally:
+            self.end_read(reader)
+
+    def begin_read(self, reader: object, version: int | None, head: str | None) -> View:
+        """Return a view that stays as it is until ``end_read(reader)``. ``version`` None is the completed one.
+
+        The completed version is read without the lock. A writer of what it is made of sets ``_completed`` first, and
+        looks at the readers then; a reader signs on first, and then looks whether ``_completed`` is still the same. So
+        one of the two sees the other. Raises ``VersionNotFoundError``, ``StoreClosedError``.
+        """
+        view = self._completed
+        if view is not None and version in (None, view.version) and head in (None, view.head):
+            self.readers[reader] = view.layers
+            if self._completed is view:
+                return view
+            self.end_read(reader)
+        with self.changed:
+            self.changed.wait_for(lambda: not self.is_loading)
+            self.check_open()
+            view = self._view(self.version if version is None else version, head)
+            self.readers[reader] = view.layers
+            return view
+
+    def end_read(self, reader: object) -> None:
+        """Let the version that was read change."""
+        del self.readers[reader]
+        if self._num_waiting:  # a writer that begins to wait later looks at the readers after that
+            with self.changed:
+                self.changed.notify_all()
+
+    def _wait_for_readers(self, may_stay: Callable[[tuple[Layer, ...]], bool]) -> None:
+        """Wait, with the lock, until the layers of all reads under way are such that they may stay."""
+        self._num_waiting += 1
+        try:
+            self.changed.wait_for(lambda: all(may_stay(layers) for layers in list(self.readers.values())))
+        finally:
+            self._num_waiting -= 1
+
+    def _view(self, version: int, head: str | None) -> View:
+        layers: list[Layer] = [] if self._applying is None else [self._applying]
+        families = self._engine.column_families.union(*(d.changes.families for d in layers))
+        if version < self.version:
+            for undo in reversed(self._undos):
+                layers.append(undo)
+                if (undo.version, undo.head) == (version, head if head is not None else undo.head):
+                    return View(version, tuple(layers), undo.head, undo.families)
+            raise self._not_held(version, head)
+        at = self.head
+        for delta in self._steps_above(version, head):
+            layers.append(delta)
+            families = families.union(delta.changes.families)
+            at = delta.file.path
+        if head is not None and head != at:
+            raise self._not_held(version, head)
+        return View(version, tuple(layers), at, families)
+
+    def _steps_above(self, version: int, head: str | None) -> list[Delta]:
+        """Return what leads from the completed version to a later one: what was accepted, or else what ends in ``head``.
+
+        Of a repeated attempt the coordinator may have said already that it counts, while its acknowledgement is still
+        on its way.
+        """
+        wanted = version - self.version
+        steps = self.pending.accepted_above(self.version, self.head)[:wanted]
+        at = steps[-1].file.path if steps else self.head
+        if len(steps) == wanted and head in (None, at):
+            return steps
+        if head is None:
+            raise self._not_held(version, head)
+        try:
+            return self.steps_to(version, head)
+        except LineageMismatchError as error:
+            raise self._not_held(version, head) from error
+
+    def _not_held(self, version: int, head: str | None) -> VersionNotFoundError:
+        held = sorted({*(u.version for u in self._undos), self.version, *self.pending.accepted_versions()})
+        return VersionNotFoundError(
+            f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
+            f"held: {', '.join(map(str, held))} ({self.head})."
+        )

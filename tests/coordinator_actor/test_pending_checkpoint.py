@@ -1,0 +1,40 @@
+"""A pending checkpoint by itself, and the messages about it."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
+from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
+from coordinator_actor.checkpoints.tasks import Tasks
+from coordinator_actor.exceptions import InvalidRequestError
+
+
+def test_messages_travel_as_json() -> None:
+    message = AcknowledgeCheckpoint("job", ("op", 3), 7, {"path": "x"}, 12, 0.5)
+    assert msgspec.json.decode(msgspec.json.encode(message), type=AcknowledgeCheckpoint) == message
+    refusal = DeclineCheckpoint("job", ("op", 3), 7, "why")
+    assert msgspec.json.decode(msgspec.json.encode(refusal), type=DeclineCheckpoint) == refusal
+
+
+def test_a_pending_checkpoint_by_itself() -> None:
+    pending = PendingCheckpoint("job", 1, 50.0, Tasks([("op", p) for p in range(10)]), started=10.0)
+    with pytest.raises(InvalidRequestError, match=r"10 of 10 tasks have not acknowledged it: op/0, .*, \.\.\."):
+        pending.to_completed(11)
+    missing = pending.not_yet_acknowledged
+    missing.clear()
+    assert pending.num_not_yet_acknowledged == 10, "what is handed out is a copy"
+    for p in range(10):
+        pending.acknowledge(("op", p), p or None, size=2**62, duration=p, at=20 + p)
+    assert repr(pending) == "PendingCheckpoint(id=1, acknowledged=10/10)"
+    completed = pending.to_completed(9)
+    assert completed.duration == 0 and completed.size == 10 * 2**62, "clocks go back; sums go beyond 64 bits"
+    assert completed.states == {("op", p): p for p in range(1, 10)}
+    figures = pending.figures()
+    assert (figures.first, figures.last) == (20, 29) and math.isclose(float(figures.durations.sum()), 45)
+    pending.completed = completed
+    with pytest.raises(InvalidRequestError, match="is over"):
+        pending.acknowledge(("op", 1), "x", at=30)
