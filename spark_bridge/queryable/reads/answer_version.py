@@ -17,7 +17,8 @@ from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.partition.partition_state import PartitionState
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host.completed_versions import CompletedVersion
-from spark_bridge.host.host import Host, Instance
+from spark_bridge.host.host import Host
+from spark_bridge.host.instance import Instance
 from spark_bridge.queryable.protocol.messages import At
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.queryable.reads.partition_loading import PartitionLoader
@@ -103,9 +104,9 @@ class VersionedReader:
         Raises ``HostUnavailableError`` and ``StateVersionError`` as ``read`` does.
         """
         begun = time.monotonic()
-        completed = self._host.completed_version(plan.run_id, at_least, self.wait_seconds)
+        completed = self._host.version_requests.completed_version(plan.run_id, at_least, self.wait_seconds)
         if completed is None or completed.version < at_least:
-            if completed is None or not self._host.has_asked_since(plan.run_id, begun):
+            if completed is None or not self._host.version_requests.has_asked_since(plan.run_id, begun):
                 there = (
                     "none is known"
                     if completed is None
@@ -123,7 +124,7 @@ class VersionedReader:
         return completed
 
     def _view(self, plan: OperatorPlan, partition: int, completed: CompletedVersion) -> PartitionView:
-        instance = self._host.instance(plan.run_id, plan.operator, partition)
+        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
         head = completed.head(plan.operator, partition)
         if instance is None or (head is None and completed.version > 0):
             instance = self.loader.load(plan, partition)
@@ -136,11 +137,11 @@ class VersionedReader:
 
     def _settle(self, plan: OperatorPlan, partition: int, completed: CompletedVersion, failure: Exception) -> None:
         """Do what may help a partition that does not have the last completed version."""
-        instance = self._host.instance(plan.run_id, plan.operator, partition)
+        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
         if instance is None or isinstance(failure, StoreClosedError):
             time.sleep(_PAUSE_SECONDS)  # the partition is being unloaded
         elif instance.state.version > completed.version:
-            self._host.completed_version(plan.run_id, completed.version + 1, _PAUSE_SECONDS)
+            self._host.version_requests.completed_version(plan.run_id, completed.version + 1, _PAUSE_SECONDS)
         else:
             # Another host has made the version: this partition has other changes than those that count, or lacks some.
             self.loader.load(plan, partition, again=True)

@@ -44,8 +44,8 @@ class ChangeFeed:
         self._wait_seconds = wait_seconds
         self._manifests = RunManifests(host, clock)
         self._copies = FollowerCopies(host, clock, self._manifests.is_known)
-        host.on_run_ended(self._drop)
-        host.on_maintenance(self.release_idle)
+        host.held.on_run_ended(self._drop)
+        host.maintenance.on_maintenance(self.release_idle)
 
     def read(
         self,
@@ -64,7 +64,7 @@ class ChangeFeed:
         """
         if after > until:
             raise RequestError(f"Changes behind version {after} up to version {until}: there can be none.")
-        completed = self._host.completed_version(plan.run_id, until, self._wait_seconds)
+        completed = self._host.version_requests.completed_version(plan.run_id, until, self._wait_seconds)
         if completed is None or completed.version < until:
             there = "none is known" if completed is None else f"version {completed.version} is the last one that is"
             raise StateVersionError(f"Version {until} of operator {plan.operator!r} is not completed; {there}.")
@@ -112,7 +112,7 @@ class ChangeFeed:
     ) -> Iterator[VersionChanges]:
         """Yield what each version has written to the variable's families in one partition, versions ascending."""
         place = plan.place
-        storage = self._host.open_storage(place.state_location, place.options)
+        storage = self._host.files.open_storage(place.state_location, place.options)
         since = piece.since if piece.since is not None else piece.lineage.version
         before = PreviousValues(self._host, self._copies, plan, piece, keep)
         for ref in piece.lineage.changelogs:

@@ -36,7 +36,7 @@ class CompletionWait:
         deadline = time.monotonic() + seconds
         newest = self._host.completed.newest(run_id)
         if newest is None:
-            newest = self._host.completed_version(run_id, 0, self._wait_seconds)
+            newest = self._host.version_requests.completed_version(run_id, 0, self._wait_seconds)
         while newest is None or newest.version <= after:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -57,7 +57,7 @@ class CompletionWait:
         with self._lock:
             self._asked_at[run_id] = now
         try:
-            return self._host.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)
+            return self._host.version_requests.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)
         except CoordinatorError:
             self._host.completed.forget(run_id)  # so that the other waiting threads find out, too
             self._on_ended(run_id)

@@ -51,8 +51,8 @@ class FollowerCopies:
                 chosen = max(fitting, key=lambda f: f.state.version)
                 idle.remove(chosen)
                 return chosen
-        local = self._host.scratch / uuid.uuid4().hex
-        state = self._host.open_copy(plan.registration, piece.directory, piece.backend, local)
+        local = self._host.files.copies / uuid.uuid4().hex
+        state = self._host.files.open_copy(plan.registration, piece.directory, piece.backend, local)
         return Follower(state, self._clock())
 
     def give_back(self, plan: OperatorPlan, piece: Piece, follower: Follower) -> None:

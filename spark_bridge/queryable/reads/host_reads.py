@@ -63,7 +63,7 @@ class HostReads:
         self._plans: BoundedDict[tuple[str, str], OperatorPlan] = BoundedDict(MAX_PLANS)
         self._plans_lock = threading.Lock()
         self._locating = threading.Semaphore(LOCATES_AT_ONCE)
-        host.on_run_ended(self._directory.forget)
+        host.held.on_run_ended(self._directory.forget)
 
     # -- operators and versions ----------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class HostReads:
         at = request.at
         if at.isolation == "completed":
             completed = self._host.completed.newest(plan.run_id)
-            instance = self._host.instance(plan.run_id, plan.operator, partition)
+            instance = self._host.held.instance(plan.run_id, plan.operator, partition)
             is_loaded = instance is not None and not instance.state.is_loading
             if completed is not None and instance is not None and is_loaded and completed.version >= at.version:
                 head = completed.head(plan.operator, partition)
@@ -130,7 +130,7 @@ class HostReads:
                 keep,
             )
         values = joined(found)
-        self._host.count_keys_read(len(keys))
+        self._host.counters.add("keys_read", len(keys))
         return version, values if order is None else placed([values], [order])
 
     # -- rows ----------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class HostReads:
         def read(found: Sequence[FoundPairs]) -> Iterator[pa.RecordBatch]:
             return rows_of_keys(plan, rows, found, by_window=window is not None)
 
-        self._host.count_keys_read(len(keys))
+        self._host.counters.add("keys_read", len(keys))
         return self._answer(plan, partitions, request, find, read, selection)
 
     def scan(self, request: Scan) -> StateAnswer:
@@ -247,12 +247,14 @@ class HostReads:
         known = self._plans.get((run_id, operator))
         if known is not None:
             return known
-        registration = self._host.registration(run_id)
+        registration = self._host.held.registration(run_id)
         if registration is None:
-            self._host.completed_version(run_id, 0, self._reader.wait_seconds)  # raises if there is no such run
+            self._host.version_requests.completed_version(
+                run_id, 0, self._reader.wait_seconds
+            )  # raises if there is no such run
             registration = self._reader.loader.loads.result(
                 (run_id, operator),
-                lambda: self._host.open_for_read(run_id, operator, 0).registration,
+                lambda: self._host.grants.for_read(run_id, operator, 0).registration,
                 f"What operator {operator!r} (run {run_id}) is like",
             )
         plan = OperatorPlan.of(registration, operator)
@@ -266,7 +268,7 @@ class HostReads:
     def _own_partitions(self, plan: OperatorPlan) -> list[int]:
         """Return the partitions that the coordinator has given to this host."""
         with self._locating:  # not from the directory: rows of a partition that has just come would be missing
-            owners = self._host.locate(plan.operator, plan.run_id).owners
+            owners = self._host.coordinator.locate(plan.operator, plan.run_id).owners
         ours = (self._host.info.host_id, self._host.info.incarnation)
         return [p for p, owner in enumerate(owners) if (owner.host_id, owner.incarnation) == ours]
 

@@ -33,7 +33,7 @@ class OperatorDirectory:
         key, now = (operator, query), time.monotonic()
         until, location = self._locations.get(key, (-math.inf, None))
         if location is None or now >= until:
-            location = self._host.locate(operator, query)
+            location = self._host.coordinator.locate(operator, query)
             with self._lock:
                 self._locations[key] = (now + KEPT_SECONDS, location)
         return location
@@ -46,7 +46,7 @@ class OperatorDirectory:
         until, operators = self._operators
         now = time.monotonic()
         if now >= until:
-            operators = self._host.operators()
+            operators = self._host.coordinator.operators()
             self._operators = (now + KEPT_SECONDS, operators)
         return operators
 
@@ -55,7 +55,9 @@ class OperatorDirectory:
         info = self._host.info
         wanted = [o for o in self._running() if _is_wanted(o, operator, query)]
         if operator is not None and not wanted:
-            self._host.locate(operator, query)  # raises which operators there are, or that the query has ended
+            self._host.coordinator.locate(
+                operator, query
+            )  # raises which operators there are, or that the query has ended
         described = []
         for found in wanted:
             completed = self._host.completed.newest(found.run_id)
@@ -63,7 +65,7 @@ class OperatorDirectory:
                 {
                     **operator_summary(found),
                     "completed_version_here": None if completed is None else completed.version,
-                    "held": self._host.partitions(found.run_id, found.operator.name),
+                    "held": self._host.reads.partitions(found.run_id, found.operator.name),
                 }
             )
         return {

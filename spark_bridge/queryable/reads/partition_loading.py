@@ -7,7 +7,8 @@ import time
 
 from backends.bounded_dict import BoundedDict
 from spark_bridge.exceptions import NotOwnerError
-from spark_bridge.host.host import Host, Instance, RunKey
+from spark_bridge.host.host import Host
+from spark_bridge.host.instance import Instance, RunKey
 from spark_bridge.queryable.reads.background_loads import BackgroundLoads
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 
@@ -27,7 +28,7 @@ class PartitionLoader:
 
     def held(self, plan: OperatorPlan, partition: int) -> Instance:
         """Return a partition of this host; load it if it is not loaded. Raises as ``load`` does."""
-        held = self._host.instance(plan.run_id, plan.operator, partition)
+        held = self._host.held.instance(plan.run_id, plan.operator, partition)
         return self.load(plan, partition) if held is None else held
 
     def load(self, plan: OperatorPlan, partition: int, *, again: bool = False) -> Instance:
@@ -42,7 +43,7 @@ class PartitionLoader:
         try:
             return self.loads.result(
                 (*key, again),
-                lambda: self._host.load_for_read(*key, again=again),
+                lambda: self._host.reads.load(*key, again=again),
                 _name(plan.run_id, plan.operator, partition),
             )
         except NotOwnerError as error:

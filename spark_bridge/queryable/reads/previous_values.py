@@ -36,7 +36,7 @@ class PreviousValues:
         if version == 0 and 0 not in self._heads and not self._piece.lineage.snapshots:
             return pa.nulls(len(keys), pa.binary())
         head = self._heads.get(version)
-        instance = self._host.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
+        instance = self._host.held.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
         if head is not None and instance is not None and self._follower is None:
             # A partition in memory does not know the heads of earlier layouts, and old versions are gone.
             with suppress(VersionNotFoundError, StoreClosedError):
@@ -49,7 +49,7 @@ class PreviousValues:
             self._keep.callback(self._copies.give_back, self._plan, self._piece, follower)
         state = self._follower.state
         try:
-            state_reader.load(self._plan.place, state, self._piece, version, open_storage=self._host.open_storage)
+            state_reader.load(self._plan.place, state, self._piece, version, open_storage=self._host.files.open_storage)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
         return state

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backends.exceptions import MissingFileError
+from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError
-from coordinator_actor.manifests import ManifestLog
 from coordinator_actor.state_reader import LOOKS, StateVersions
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.host.host import Host
@@ -52,7 +52,7 @@ class RunManifests:
         with self._lock:
             held = self._runs.get(plan.run_id)
             if held is None:
-                log = ManifestLog(self._host.open_storage(place.state_location, place.options), "reader")
+                log = ManifestLog(self._host.files.open_storage(place.state_location, place.options), "reader")
                 held = self._runs[plan.run_id] = _Manifests(log, self._clock())
             held.used_at = self._clock()
         with held.lock:
@@ -66,7 +66,7 @@ class RunManifests:
                     if look + 1 == LOOKS:
                         raise
             held.log.forget({m.id for m in chain.values()})
-            newest = held.log.newest_epoch()
+            newest = held.log.epochs.newest()
         # A run claims its epoch before it writes manifests: without a later claim, no manifest is another run's.
         if newest is not None and newest.run_id != plan.run_id:
             self.drop(plan.run_id)
@@ -80,7 +80,7 @@ class RunManifests:
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
             for run in [r for r, m in self._runs.items() if m.used_at <= until]:
-                if self._host.registration(run) is None:
+                if self._host.held.registration(run) is None:
                     del self._runs[run]
 
     def drop(self, run_id: str | None) -> None:
@@ -95,7 +95,7 @@ def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int
     made = versions.chain.get(after)
     if made is None or made.run_id == previous_run:
         return  # the empty version is every run's, and a version that is not kept is refused anyway
-    runs = list(versions.log.runs())  # the newest run first
+    runs = list(versions.log.epochs.runs())  # the newest run first
     if previous_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
