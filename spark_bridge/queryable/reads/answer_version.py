@@ -1,8 +1,8 @@
 """The version of a host's answer: which version a request reads, and each partition at that version.
 
-A completed version is read from a partition's base, from accepted changes over the base, or from what is kept of the past.
-``PartitionState`` finds out which of these, by the version and its head. Nothing here waits for a commit, and no commit waits
-for a read.
+A completed version is read from a partition's base, from accepted changes over the base, or from what is kept of the
+past. ``PartitionState`` finds out which of these, by the version and its head. Nothing here waits for a commit, and no
+commit waits for a read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from spark_bridge.queryable.reads.version_copies import VersionCopies
 T = TypeVar("T")
 
 WAIT_SECONDS = 2.0
-"""A host waits so long for a version that others say is completed, or for partitions that are being loaded or unloaded."""
+"""A host waits so long for a version that others say is completed, or for partitions that are being loaded or unloaded.
+"""
 _PAUSE_SECONDS = 0.005
 
 
@@ -62,14 +63,15 @@ class VersionedReader:
         read: Callable[[PartitionView], T],
         keep: ExitStack,
     ) -> tuple[int, list[T]]:
-        """Return the version, and what ``read`` gives for each partition: all at that version, but with ``latest`` the lowest one.
+        """Return the version, and what ``read`` gives for each partition: all at that version, but with ``latest`` the
+        lowest one.
 
-        ``read`` may be called again if the version has gone meanwhile; what it has opened before must not matter then. What is
-        read later, as iterators, may be read until ``keep`` is closed.
+        ``read`` may be called again if the version has gone meanwhile; what it has opened before must not matter then.
+        What is read later, as iterators, may be read until ``keep`` is closed.
 
         Raises ``StateVersionError``, ``NotOwnerError``, ``RequestError``, what the coordinator raises, and
-        ``HostUnavailableError`` if the coordinator does not say whether the version is completed, or a partition is being
-        loaded for longer than ``wait_seconds``.
+        ``HostUnavailableError`` if the coordinator does not say whether the version is completed, or a partition is
+        being loaded for longer than ``wait_seconds``.
         """
         if at.isolation == "completed":
             return self._completed(plan, partitions, at.version, read)
@@ -113,7 +115,8 @@ class VersionedReader:
                     else f"version {completed.version} is the last one that is known"
                 )
                 raise HostUnavailableError(
-                    f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether version "
+                    f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether "
+                    "version "
                     f"{at_least} of operator {plan.operator!r} (run {plan.run_id}) is completed; {there} here. The "
                     "coordinator does not answer."
                 )
@@ -209,7 +212,8 @@ class VersionedReader:
                 if head is None and at.version > instance.state.version:
                     # The changes that were accepted for the version need not be those that the manifest names.
                     raise VersionNotFoundError(
-                        f"Version {at.version} of partition {partition} of operator {plan.operator!r} is not held here; "
+                        f"Version {at.version} of partition {partition} of operator {plan.operator!r} is not held "
+                        "here; "
                         f"version {instance.state.version} is."
                     )
                 return read(PartitionView(partition, instance.state, at.version, head, instance))

@@ -1,8 +1,8 @@
 """``ChangeFeed``: what versions have changed, read from the changelogs of every layout.
 
-The feed also tells the values that changed keys had before. A host knows these of its own partitions as long as the version is in
-memory. So a client that watches a running query costs no more than reading the changelogs. Else a copy from storage has them,
-which goes on from version to version (``FollowerCopies``).
+The feed also tells the values that changed keys had before. A host knows these of its own partitions as long as the
+version is in memory. So a client that watches a running query costs no more than reading the changelogs. Else a copy
+from storage has them, which goes on from version to version (``FollowerCopies``).
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ class ChangeFeed:
         keys: pa.BinaryArray | None,
         previous_run: str = "",
     ) -> StateAnswer:
-        """Return what the versions after ``after`` up to ``until`` changed, of the rows of some grouping keys or of all.
+        """Return what the versions after ``after`` up to ``until`` changed, of the rows of some grouping keys or of
+        all.
 
-        ``previous_run`` is the earlier run that gave the changes before. Raises ``StateVersionError`` if versions are missing, or
-        do not follow from what that run gave, ``RequestError`` if there can be none, ``RetiredRunError`` if a newer run has
-        begun.
+        ``previous_run`` is the earlier run that gave the changes before. Raises ``StateVersionError`` if versions are
+        missing, or do not follow from what that run gave, ``RequestError`` if there can be none, ``RetiredRunError`` if
+        a newer run has begun.
         """
         if after > until:
             raise RequestError(f"Changes behind version {after} up to version {until}: there can be none.")

@@ -20,8 +20,8 @@ MAX_RUNS = 1000
 class CompletionWait:
     """Waits for completed versions. Thread-safe; the lock guards the times when the coordinator was asked.
 
-    ``wait_seconds``: how long the coordinator may take for its first answer about a run. ``on_ended`` is called with a run that
-    proves to be over.
+    ``wait_seconds``: how long the coordinator may take for its first answer about a run. ``on_ended`` is called with a
+    run that proves to be over.
     """
 
     def __init__(self, host: Host, wait_seconds: float, on_ended: Callable[[str], None]) -> None:

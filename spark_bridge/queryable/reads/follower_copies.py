@@ -1,4 +1,6 @@
-"""Copies of partitions that follow a query: loaded from storage once, then brought from version to version for each reader."""
+"""Copies of partitions that follow a query: loaded from storage once, then brought from version to version for each
+reader.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class FollowerCopies:
         self._host = host
         self._clock = clock
         self._is_active = is_active
-        # An RLock: garbage collection may release an abandoned stream at any allocation, also in a thread that has the lock.
+        # An RLock: garbage collection may release an abandoned stream at any allocation, also in a thread that has the
+        # lock.
         self._lock = threading.RLock()
         self._idle: dict[FollowerKey, list[Follower]] = {}
 

@@ -49,8 +49,8 @@ def _now_ms() -> int:
 class HostReads:
     """``StateReads`` of one host. Thread-safe; ``_plans_lock`` guards changes of the kept plans.
 
-    ``now_ms`` is the time at which rows with a TTL have expired. A version that other hosts say is completed is waited for
-    ``wait_seconds`` at most.
+    ``now_ms`` is the time at which rows with a TTL have expired. A version that other hosts say is completed is waited
+    for ``wait_seconds`` at most.
     """
 
     def __init__(self, host: Host, *, now_ms: Callable[[], int] = _now_ms, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -170,7 +170,8 @@ class HostReads:
         if request.previous_run not in ("", plan.run_id):
             if request.at.isolation != "version":
                 raise RequestError(
-                    "The rest of a scan that another run began needs isolation version; previous_run= is for nothing else."
+                    "The rest of a scan that another run began needs isolation version; previous_run= is for nothing "
+                    "else."
                 )
             completed = self._reader.completed(plan, request.at.version).version
             self._changes.require_same_history(plan, completed, request.at.version, request.previous_run)
@@ -300,5 +301,6 @@ def _not_owner_if_unloaded(plan: OperatorPlan, batches: Iterator[pa.RecordBatch]
         yield from batches
     except StoreClosedError as error:
         raise NotOwnerError(
-            f"A partition of operator {plan.operator!r} (run {plan.run_id}) left this host while it was read; begin again."
+            f"A partition of operator {plan.operator!r} (run {plan.run_id}) left this host while it was read; begin "
+            "again."
         ) from error

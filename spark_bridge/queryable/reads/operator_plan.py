@@ -112,7 +112,8 @@ class OperatorPlan:
         """Raise ``UnknownKvStateIdError`` unless the column family is that of a variable in use."""
         if family not in self.families:
             raise UnknownKvStateIdError(
-                f"Operator {self.operator!r} keeps no column family {family!r}; its state variables: {self._variable_names()}."
+                f"Operator {self.operator!r} keeps no column family {family!r}; its state variables: "
+                f"{self._variable_names()}."
             )
 
     def _variable_names(self) -> str:
@@ -162,7 +163,8 @@ class OperatorPlan:
         group = int.from_bytes(key[:GROUP_BYTES], "big")
         if len(key) < GROUP_BYTES or group >= self.registration.key_groups:
             raise RequestError(
-                f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key groups."
+                f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key "
+                "groups."
             )
         return group * self.spec.num_partitions // self.registration.key_groups
 

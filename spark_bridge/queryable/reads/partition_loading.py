@@ -1,4 +1,6 @@
-"""Loading of partitions that requests read: in the background, waited for briefly, and not tried for other hosts' partitions."""
+"""Loading of partitions that requests read: in the background, waited for briefly, and not tried for other hosts'
+partitions.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,9 @@ def pairs_of(view: PartitionView, rows: VariableRows, groups: range, bounds: Key
 
 
 def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the pairs as long as the request is wanted. The check is here because many pairs may make no row for long."""
+    """Yield the pairs as long as the request is wanted. The check is here because many pairs may make no row for
+    long.
+    """
     for batch in pairs:
         raise_if_cancelled()
         yield batch

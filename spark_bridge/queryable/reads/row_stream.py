@@ -62,7 +62,9 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
 
 
 def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``; larger batches stay as they are."""
+    """Yield the same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``; larger batches stay as they
+    are.
+    """
     held: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:

@@ -62,7 +62,8 @@ class RunManifests:
                     chain = held.log.chain()
                     break
                 except MissingFileError:
-                    # Removed since the manifests were listed; the newer manifest that made it superfluous is there by now.
+                    # Removed since the manifests were listed; the newer manifest that made it superfluous is there by
+                    # now.
                     if look + 1 == LOOKS:
                         raise
             held.log.forget({m.id for m in chain.values()})
@@ -71,12 +72,15 @@ class RunManifests:
         if newest is not None and newest.run_id != plan.run_id:
             self.drop(plan.run_id)
             raise RetiredRunError(
-                f"Run {plan.run_id} of operator {plan.operator!r} has been replaced by run {newest.run_id}: locate it again."
+                f"Run {plan.run_id} of operator {plan.operator!r} has been replaced by run {newest.run_id}: locate "
+                "it again."
             )
         return StateVersions(place, held.log, chain, completed, plan.registration.key_groups)
 
     def release_idle(self) -> None:
-        """Forget runs that were not read for a while and are not registered here: nobody would tell this host of their end."""
+        """Forget runs that were not read for a while and are not registered here: nobody would tell this host of their
+        end.
+        """
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:
             for run in [r for r, m in self._runs.items() if m.used_at <= until]:
@@ -99,6 +103,7 @@ def require_same_history(plan: OperatorPlan, versions: StateVersions, after: int
     if previous_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
-        f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run {made.run_id}, but what "
+        f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run "
+        f"{made.run_id}, but what "
         f"run {previous_run} has given of it already no longer holds. Read the state anew, and watch it from there."
     )

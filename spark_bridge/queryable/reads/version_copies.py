@@ -1,4 +1,6 @@
-"""Copies from storage of partitions at retained versions that a host no longer has in memory, shared by their readers."""
+"""Copies from storage of partitions at retained versions that a host no longer has in memory, shared by their
+readers.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ class VersionCopies:
         self._host = host
         self._wait = wait_seconds
         self._clock = clock
-        # An RLock: garbage collection may release an abandoned stream at any allocation, also in a thread that has the lock.
+        # An RLock: garbage collection may release an abandoned stream at any allocation, also in a thread that has the
+        # lock.
         self._lock = threading.RLock()
         self._loads = ThreadPoolExecutor(COPY_LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
         self._held: dict[CopyKey, _Copies] = {}
@@ -89,7 +92,8 @@ class VersionCopies:
         try:
             if not wait([loaded], self._wait).done:
                 raise HostUnavailableError(
-                    f"Version {version} of partition {partition} of operator {spec.name!r} (run {registration.run_id}) is being "
+                    f"Version {version} of partition {partition} of operator {spec.name!r} (run "
+                    f"{registration.run_id}) is being "
                     "loaded from storage, which takes longer; ask again in a moment."
                 )
             yield loaded.result()
@@ -111,7 +115,8 @@ class VersionCopies:
             if not idle:
                 raise TooManyRequestsError(
                     f"This host reads {MAX_VERSIONS} older versions from storage already: "
-                    f"{', '.join(f'{v} of {o!r}' for _, o, v in self._held)}. Try again later, or ask for a newer version."
+                    f"{', '.join(f'{v} of {o!r}' for _, o, v in self._held)}. Try again later, or ask for a newer "
+                    "version."
                 )
             self._held.pop(min(idle, key=lambda k: self._held[k].used)).destroy()
         made = self._held[key] = _Copies(used=self._clock())
