@@ -1,4 +1,4 @@
-"""Queries whose hosts are read from, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``."""
+"""Queries whose hosts are read, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``."""
 
 from __future__ import annotations
 
