@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from backends.decoders import json_decoder
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 
-PREFIX = "ssr1"
+TOKEN_PREFIX = "ssr1"
 NEVER = "never"
 MAX_NAME = 100
 MAX_SECONDS = 36525 * 86400.0
@@ -152,7 +152,7 @@ class AccessTokens:
 
 def is_read_only(token: str) -> bool:
     """Whether this is, or pretends to be, a read-only token."""
-    return token.startswith(f"{PREFIX}.")
+    return token.startswith(f"{TOKEN_PREFIX}.")
 
 
 def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -> str:
@@ -162,7 +162,7 @@ def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -
     """
     signed, _, signature = token.rpartition(".")
     prefix, *parts = signed.split(".")
-    if prefix != PREFIX or len(parts) != 2:
+    if prefix != TOKEN_PREFIX or len(parts) != 2:
         raise InvalidTokenError(
             "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short when it was copied?"
         )
@@ -181,7 +181,7 @@ def _revoked(tokens: Iterable[IssuedToken]) -> tuple[str, ...]:
 
 
 def _signed(token_id: str, expires: int | None, secret: str) -> str:
-    signed = f"{PREFIX}.{token_id}.{NEVER if expires is None else expires}"
+    signed = f"{TOKEN_PREFIX}.{token_id}.{NEVER if expires is None else expires}"
     return f"{signed}.{_signature(signed, secret)}"
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.exceptions import StorageError
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import CoordinatorError
@@ -29,7 +30,6 @@ from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.savepoints.run_savepoints import InBackground
-from coordinator_actor.savepoints.savepoint_format import OpenStorage
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,14 @@
-"""The settings of a coordinator."""
+"""The settings of a coordinator, and where it is found in a Ray cluster."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
+
+NAMESPACE = "statestore"
+COORDINATOR_NAME = "StateStoreCoordinator"
+"""The default Ray namespace, and the default name of the coordinator's actor in it."""
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,12 @@ from coordinator_actor.messages import (
     SnapshotUploaded,
 )
 
-Declaration = TypeVar("Declaration", bound=Callable[..., Any])
+MessageMethod = TypeVar("MessageMethod", bound=Callable[..., Any])
 MESSAGES: list[str] = []
 """The names of all messages."""
 
 
-def message(declared: Declaration) -> Declaration:
+def message(declared: MessageMethod) -> MessageMethod:
     """Make a method of ``CoordinatorPort`` send itself: the name and the arguments go to ``call``."""
     MESSAGES.append(declared.__name__)
 
@@ -49,7 +49,7 @@ def message(declared: Declaration) -> Declaration:
     def send(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
         return self.call(declared.__name__, *args, **kwargs)
 
-    return cast(Declaration, send)
+    return cast(MessageMethod, send)
 
 
 class CoordinatorPort:

@@ -8,7 +8,7 @@ does not know of readers, so a version may be removed before it has been read; t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +26,9 @@ from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Layout
 from backends.partition.partition_state import PartitionState, open_partition
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.spark_commits import SparkCommits
-
-OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
 STATE_DIRECTORY = "statestore"
 LOOKS = 5

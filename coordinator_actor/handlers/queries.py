@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -20,7 +21,6 @@ from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from coordinator_actor.query.compatibility import evolved_operators, refusal_of
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
-from coordinator_actor.savepoints.savepoint_format import OpenStorage
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from backends.formats.manifest import Manifest
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.query_versions import tasks_of
 from coordinator_actor.query.recovery import incomplete_message
-from coordinator_actor.query.versions import tasks_of
 
 
 def refusal_of(run: QueryState) -> str | None:

@@ -22,9 +22,9 @@ from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, Quer
 from coordinator_actor.query.assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.manifest_writer import ManifestWriter
+from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
 from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
-from coordinator_actor.query.versions import Versions, tasks_of
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class QueryState:
         self.counter = CheckpointIDCounter()
         operators = registration.operators
         layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
-        self.versions = Versions(layouts, registration.key_groups)
+        self.versions = QueryVersions(layouts, registration.key_groups)
         self.registration = registration
         self.adopt(operators)
         self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)

@@ -16,7 +16,7 @@ from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks
 from coordinator_actor.durable.manifests import ManifestLog
-from coordinator_actor.query.versions import Versions, tasks_of
+from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 
 
 class StoredChanges(NamedTuple):
@@ -33,7 +33,7 @@ class StoredChanges(NamedTuple):
 
 
 def stored_changes(
-    log: ManifestLog, versions: Versions, run_id: str, version: int, acknowledged: Mapping[TaskKey, PartitionEntry]
+    log: ManifestLog, versions: QueryVersions, run_id: str, version: int, acknowledged: Mapping[TaskKey, PartitionEntry]
 ) -> StoredChanges:
     """Return the changes of a version: those that were ``acknowledged``, or else those in storage.
 
@@ -60,7 +60,7 @@ def stored_changes(
 
 
 def _stored_changelog(
-    log: ManifestLog, versions: Versions, layout: Layout, partition: int, version: int, run_id: str
+    log: ManifestLog, versions: QueryVersions, layout: Layout, partition: int, version: int, run_id: str
 ) -> PartitionEntry | None:
     base = versions.head_in(layout, partition, version - 1)
     for path, size in reversed(log.storage.list(f"{layout.directory(partition)}/")):

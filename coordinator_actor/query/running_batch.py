@@ -12,7 +12,7 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.query.versions import changes_of
+from coordinator_actor.query.query_versions import changes_in
 
 NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
 
@@ -104,7 +104,7 @@ class RunningBatch:
             manifest.id,
             manifest.created_ms / 1000,
             0.0,
-            dict(changes_of(manifest)),
+            dict(changes_in(manifest)),
             properties={"version": manifest.version},
         )
 

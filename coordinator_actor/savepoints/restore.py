@@ -40,7 +40,7 @@ from backends.exceptions import DamagedFileError, FileExistsInStorageError, Inva
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.formats.sealed import seal
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
@@ -49,14 +49,8 @@ from coordinator_actor.messages import ExportedFile, OperatorSpec
 from coordinator_actor.savepoints.differences import differences
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
-from coordinator_actor.savepoints.savepoint_format import (
-    OpenStorage,
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    check_files,
-    read_metadata,
-)
+from coordinator_actor.savepoints.savepoint_catalog import check_files, read_metadata
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 log = logging.getLogger(__name__)
 _SPARKS_OWN = ("offsets", "commits", "sources", "state", "statestore")

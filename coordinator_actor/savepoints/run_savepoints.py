@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StorageError
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
@@ -26,14 +26,9 @@ from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported,
 from coordinator_actor.query.assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
+from coordinator_actor.savepoints.savepoint_catalog import write_metadata
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
-from coordinator_actor.savepoints.savepoint_format import (
-    OpenStorage,
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    write_metadata,
-)
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 log = logging.getLogger(__name__)
 

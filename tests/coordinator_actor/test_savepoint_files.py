@@ -38,17 +38,19 @@ from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition, file_schema
 from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
-from coordinator_actor.savepoints.savepoint_format import (
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    column_names,
+from coordinator_actor.savepoints.savepoint_catalog import (
     delete_savepoint,
     describe_savepoint,
     list_savepoints,
     read_metadata,
     verify_savepoint,
     write_metadata,
+)
+from coordinator_actor.savepoints.savepoint_format import (
+    SavepointMetadata,
+    SavepointOperator,
+    SavepointVariable,
+    column_names,
 )
 
 G = 32

@@ -38,7 +38,7 @@ from coordinator_actor.messages import (
     SavepointStatus,
 )
 from coordinator_actor.savepoints.restore import restore_savepoint
-from coordinator_actor.savepoints.savepoint_format import (
+from coordinator_actor.savepoints.savepoint_catalog import (
     describe_savepoint,
     list_savepoints,
     read_metadata,

@@ -17,7 +17,7 @@ from coordinator_actor.checkpoints.tasks import TaskKey
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
 
 
-class Versions:
+class QueryVersions:
     """The versions of one run along the chain of manifests. The lock of the run guards everything here.
 
     ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed; the
@@ -199,7 +199,7 @@ def tasks_of(layouts: Mapping[str, Layout]) -> list[TaskKey]:
     return [(name, p) for name, layout in layouts.items() for p in range(layout.num_partitions)]
 
 
-def changes_of(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
+def changes_in(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
     """Return the changes that the partitions contributed to a version, without snapshots."""
     return {
         (name, p): PartitionEntry(e.attempt, e.changelog)
