@@ -1,8 +1,9 @@
 """Read-only tokens for query clients outside the cluster: issued, listed, revoked, verified.
 
-A token is ``ssr1.<id>.<expiry>.<signature>``: the expiry in seconds since 1970, or ``never``; the signature is HMAC-SHA256 by the
-cluster's secret token. So whoever has the secret, as every host does, verifies one alone, and needs from the coordinator no more
-than the ids of those that were revoked. The registry has no tokens: one that was lost cannot be shown again.
+A token is ``ssr1.<id>.<expiry>.<signature>``: the expiry in seconds since 1970, or ``never``; the signature is
+HMAC-SHA256 by the cluster's secret token. So whoever has the secret, as every host does, verifies one alone, and needs
+from the coordinator no more than the ids of those that were revoked. The registry has no tokens: one that was lost
+cannot be shown again.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class IssuedToken(Struct, frozen=True):
 
 
 class AccessTokens:
-    """The read-only tokens of a cluster. Safe from any thread; what was issued or revoked is saved before it is answered.
+    """The read-only tokens of a cluster. Safe from any thread; what was issued or revoked is saved before it is
+    answered.
 
     ``secret`` signs them; ``clock`` gives seconds since 1970.
     """
@@ -164,7 +166,8 @@ def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -
     prefix, *parts = signed.split(".")
     if prefix != TOKEN_PREFIX or len(parts) != 2:
         raise InvalidTokenError(
-            "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short when it was copied?"
+            "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short "
+            "when it was copied?"
         )
     if not hmac.compare_digest(signature.encode(), _signature(signed, secret).encode()):
         raise InvalidTokenError("The token is unknown: it was issued by another cluster, or altered.")

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Queries:
     """Registers runs, completes their versions and ends them.
 
-    ``coordinator_id`` stands in the epochs that are claimed. ``_registering`` has a lock per state location, held while a
-    run claims the state there; the registries' lock guards the dict.
+    ``coordinator_id`` stands in the epochs that are claimed. ``_registering`` has a lock per state location, held while
+    a run claims the state there; the registries' lock guards the dict.
     """
 
     def __init__(

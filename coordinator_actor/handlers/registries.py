@@ -14,8 +14,8 @@ from coordinator_actor.handlers.run_registry import REMEMBERED_ENTRIES, RunRegis
 class Registries:
     """The hosts, runs and instances of one coordinator.
 
-    ``lock`` guards all of them, ``started`` and ``last_needed`` included. Whoever needs the lock of a run, too, takes the
-    lock of the run first. Nothing waits for storage while it holds ``lock``.
+    ``lock`` guards all of them, ``started`` and ``last_needed`` included. Whoever needs the lock of a run, too, takes
+    the lock of the run first. Nothing waits for storage while it holds ``lock``.
 
     ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is when hosts or drivers were heard of last.
     """

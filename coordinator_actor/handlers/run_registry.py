@@ -35,9 +35,9 @@ class EndedQuery:
 class RunRegistry:
     """The runs that a coordinator knows.
 
-    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: for good, or (``LEASE_OVER``) until its driver
-    registers it again. The last ``REMEMBERED_ENTRIES`` such runs are remembered, and as many savepoint requests of ended runs.
-    ``lock`` guards everything here; see ``Registries``.
+    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: for good, or (``LEASE_OVER``) until its
+    driver registers it again. The last ``REMEMBERED_ENTRIES`` such runs are remembered, and as many savepoint requests
+    of ended runs. ``lock`` guards everything here; see ``Registries``.
     """
 
     def __init__(self, lock: threading.RLock, instances: InstanceRegistry, clock: Callable[[], float]) -> None:
@@ -78,7 +78,9 @@ class RunRegistry:
             return [run for run in self.by_id.values() if run.registration.session_id == session_id]
 
     def running(self, query: str) -> QueryState:
-        """Return the running query of that name, query id or run id. Raises ``UnknownQueryError`` unless there is one."""
+        """Return the running query of that name, query id or run id. Raises ``UnknownQueryError`` unless there is
+        one.
+        """
         running = self.current()
         found = [run for run in running if run.is_named(query)]
         if len(found) != 1:

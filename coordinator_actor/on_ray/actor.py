@@ -27,11 +27,15 @@ log = logging.getLogger(__name__)
 
 MAX_CONCURRENCY = 64
 WATCH_SECONDS = 1.0
-"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood still."""
+"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood
+still.
+"""
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that never goes back: leases must not depend on a clock that somebody sets."""
+    """Return a clock of seconds since 1970 that never goes back: leases must not depend on a clock that somebody
+    sets.
+    """
     start = time.time() - time.monotonic()
     return lambda: start + time.monotonic()
 
@@ -39,8 +43,8 @@ def steady_clock() -> Callable[[], float]:
 class StateStoreCoordinator(CoordinatorPort):
     """The coordinator of one namespace as a Ray actor. Its methods are the messages of ``CoordinatorPort``.
 
-    Ray restarts the actor. Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster, unless
-    an earlier coordinator of that name has left one.
+    Ray restarts the actor. Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster,
+    unless an earlier coordinator of that name has left one.
     """
 
     def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:

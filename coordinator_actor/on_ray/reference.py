@@ -83,7 +83,8 @@ class StateStoreCoordinatorRef:
                 return ray.get_actor(name, namespace=namespace)
             except ValueError as error:
                 raise CoordinatorStoppedError(
-                    f"There is no StateStoreCoordinator {name!r} in the Ray namespace {namespace!r}: it was stopped or never "
+                    f"There is no StateStoreCoordinator {name!r} in the Ray namespace {namespace!r}: it was stopped or "
+                    "never "
                     "started. init_spark, attach or StateStoreCoordinatorRef.for_driver() start one."
                 ) from error
 

@@ -42,7 +42,8 @@ def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> F
     absent = [file.path for file in metadata.files() if there.get(file.path) != file.size]
     if absent:
         raise SavepointError(
-            f"{len(absent)} files of the savepoint at {storage.location} are missing or not of the size they were written "
+            f"{len(absent)} files of the savepoint at {storage.location} are missing or not of the size they were "
+            "written "
             f"with: {_some(absent)}. Somebody else has written there or removed them; take another savepoint."
         )
     return storage.put_new(METADATA_FILE, seal(metadata))
@@ -57,8 +58,10 @@ def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
         data = storage.get(METADATA_FILE)
     except MissingFileError as error:
         raise SavepointError(
-            f"{storage.location} is no savepoint: there is no {METADATA_FILE} in it. It is not the directory of a savepoint "
-            "(<base>/savepoint-<query>-<checkpoint>), or of one that was never finished, or was deleted in part; remove "
+            f"{storage.location} is no savepoint: there is no {METADATA_FILE} in it. It is not the directory of a "
+            "savepoint "
+            "(<base>/savepoint-<query>-<checkpoint>), or of one that was never finished, or was deleted in part; "
+            "remove "
             "such a directory by hand."
         ) from error
     name = storage.full_location(METADATA_FILE)
@@ -189,7 +192,8 @@ def _checked(storage: CheckpointStorage, ref: FileRef) -> Path:
     size, digest = path.stat().st_size, file_digest(path)
     if (size, digest) != (ref.size, ref.digest):
         raise DamagedFileError(
-            f"{path} is damaged: {size} bytes with digest {digest}, written were {ref.size} bytes with digest {ref.digest}."
+            f"{path} is damaged: {size} bytes with digest {digest}, written were {ref.size} bytes with digest "
+            f"{ref.digest}."
         )
     return path
 

@@ -56,8 +56,8 @@ class SavepointVariable(Struct, frozen=True):
 class SavepointOperator(Struct, frozen=True):
     """One operator as it was: backend and number of partitions are what a restore takes if nothing else is asked for.
 
-    ``operator_schema`` is the JSON of its ``OperatorSchema``; older releases, which had no other operators than those with
-    rows of their own, did not write it.
+    ``operator_schema`` is the JSON of its ``OperatorSchema``; older releases, which had no other operators than those
+    with rows of their own, did not write it.
     """
 
     name: str
@@ -76,9 +76,11 @@ class SavepointOperator(Struct, frozen=True):
 
 
 class SavepointMetadata(Struct, frozen=True):
-    """``_metadata.json``. ``batch_id`` is the batch that Spark committed last, ``version`` the state behind it (one more).
+    """``_metadata.json``. ``batch_id`` is the batch that Spark committed last, ``version`` the state behind it (one
+    more).
 
-    ``created_ms`` is in ms since 1970, ``checkpoint_location`` where the query ran. ``spark_files`` lie below ``spark/``.
+    ``created_ms`` is in ms since 1970, ``checkpoint_location`` where the query ran. ``spark_files`` lie below
+    ``spark/``.
     """
 
     checkpoint_id: int
@@ -120,8 +122,8 @@ class SavepointInfo(Struct, frozen=True):
 def column_names(schema: StateSchema) -> tuple[list[str], list[str]]:
     """The names of a file's key and value columns, which follow the key group in this order.
 
-    They are the schema's own. A value column named as a key column, or as one before it, gets ``__value`` appended until
-    it is the only one; upper and lower case count as equal, as they do in SQL.
+    They are the schema's own. A value column named as a key column, or as one before it, gets ``__value`` appended
+    until it is the only one; upper and lower case count as equal, as they do in SQL.
     """
     keys = list(schema.key.names)
     return keys, distinct_names(schema.value.names, taken=keys)

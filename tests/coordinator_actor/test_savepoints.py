@@ -1,4 +1,6 @@
-"""Savepoints of a running query: the real coordinator and the real hosts, without Ray and Spark; a clock that tests turn."""
+"""Savepoints of a running query: the real coordinator and the real hosts, without Ray and Spark; a clock that tests
+turn.
+"""
 
 from __future__ import annotations
 
