@@ -1,8 +1,9 @@
 """Read-only tokens for query clients outside the cluster: issued, listed, revoked, verified.
 
-A token is ``ssr1.<id>.<expiry>.<signature>``: the expiry in seconds since 1970, or ``never``; the signature is HMAC-SHA256 by the
-cluster's secret token. So whoever has the secret, as every host does, verifies one alone, and needs from the coordinator no more
-than the ids of those that were revoked. The registry has no tokens: one that was lost cannot be shown again.
+A token is ``ssr1.<id>.<expiry>.<signature>``: the expiry in seconds since 1970, or ``never``; the signature is
+HMAC-SHA256 by the cluster's secret token. So whoever has the secret, as every host does, verifies one alone, and needs
+from the coordinator no more than the ids of those that were revoked. The registry has no tokens: one that was lost
+cannot be shown again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 from backends.decoders import json_decoder
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 
-PREFIX = "ssr1"
+TOKEN_PREFIX = "ssr1"
 NEVER = "never"
 MAX_NAME = 100
 MAX_SECONDS = 36525 * 86400.0
@@ -70,7 +71,8 @@ class IssuedToken(Struct, frozen=True):
 
 
 class AccessTokens:
-    """The read-only tokens of a cluster. Safe from any thread; what was issued or revoked is saved before it is answered.
+    """The read-only tokens of a cluster. Safe from any thread; what was issued or revoked is saved before it is
+    answered.
 
     ``secret`` signs them; ``clock`` gives seconds since 1970.
     """
@@ -152,7 +154,7 @@ class AccessTokens:
 
 def is_read_only(token: str) -> bool:
     """Whether this is, or pretends to be, a read-only token."""
-    return token.startswith(f"{PREFIX}.")
+    return token.startswith(f"{TOKEN_PREFIX}.")
 
 
 def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -> str:
@@ -162,9 +164,10 @@ def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -
     """
     signed, _, signature = token.rpartition(".")
     prefix, *parts = signed.split(".")
-    if prefix != PREFIX or len(parts) != 2:
+    if prefix != TOKEN_PREFIX or len(parts) != 2:
         raise InvalidTokenError(
-            "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short when it was copied?"
+            "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short "
+            "when it was copied?"
         )
     if not hmac.compare_digest(signature.encode(), _signature(signed, secret).encode()):
         raise InvalidTokenError("The token is unknown: it was issued by another cluster, or altered.")
@@ -181,7 +184,7 @@ def _revoked(tokens: Iterable[IssuedToken]) -> tuple[str, ...]:
 
 
 def _signed(token_id: str, expires: int | None, secret: str) -> str:
-    signed = f"{PREFIX}.{token_id}.{NEVER if expires is None else expires}"
+    signed = f"{TOKEN_PREFIX}.{token_id}.{NEVER if expires is None else expires}"
     return f"{signed}.{_signature(signed, secret)}"
 
 

@@ -10,7 +10,8 @@ class CoordinatorError(Exception):
 class SparkBridgeError(Exception):
     """Base of all errors of ``spark_bridge``, which has this name, too.
 
-    It stands here with those of its subclasses that the coordinator or its port raises, so that each error has one class.
+    It stands here with those of its subclasses that the coordinator or its port raises, so that each error has one
+    class.
     """
 
 

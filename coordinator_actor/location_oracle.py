@@ -44,7 +44,8 @@ class KvStateLocationOracle(Struct, frozen=True):
         for operator in self.operators:
             if not 1 <= operator.num_partitions <= self.key_groups:
                 raise InvalidRequestError(
-                    f"Operator {operator.name!r} has {operator.num_partitions} partitions; there must be at least 1 and at most "
+                    f"Operator {operator.name!r} has {operator.num_partitions} partitions; there must be at least 1 "
+                    "and at most "
                     f"as many as key groups ({self.key_groups})."
                 )
             if min(operator.owners) < 0 or max(operator.owners) >= len(self.hosts):
@@ -82,7 +83,8 @@ class KvStateLocationOracle(Struct, frozen=True):
         n = self._operator(operator).num_partitions
         if not 0 <= key_group < self.key_groups:
             raise InvalidRequestError(
-                f"There is no key group {key_group} of operator {operator!r}: query {self.query_id} has {self.key_groups}, "
+                f"There is no key group {key_group} of operator {operator!r}: query {self.query_id} has "
+                f"{self.key_groups}, "
                 f"numbered from 0."
             )
         return key_group * n // self.key_groups
@@ -105,6 +107,7 @@ class KvStateLocationOracle(Struct, frozen=True):
                 return operator
         exist = ", ".join(repr(o.name) for o in self.operators) or "none"
         raise UnknownOperatorError(
-            f"Query {self.name or 'unnamed'} ({self.query_id}, run {self.run_id}) has no operator {name!r}; operators that "
+            f"Query {self.name or 'unnamed'} ({self.query_id}, run {self.run_id}) has no operator {name!r}; operators "
+            "that "
             f"exist: {exist}."
         )

@@ -121,9 +121,9 @@ class BatchGrant(Struct, frozen=True):
 
     ``heads`` maps operator and partition to the path of the changelog that made ``version`` (left out for the empty
     version 0); since files are unique and never overwritten, it identifies the whole lineage. ``owners`` has an index
-    into ``hosts`` for each partition of each operator; both are empty if the assignment that the host knows still holds.
-    ``epoch`` tells a grant of an older run from one of a newer. ``registration`` lets the host report the query again to a
-    coordinator that has lost it. ``times`` are there if an operator of the query uses them.
+    into ``hosts`` for each partition of each operator; both are empty if the assignment that the host knows still
+    holds. ``epoch`` tells a grant of an older run from one of a newer. ``registration`` lets the host report the query
+    again to a coordinator that has lost it. ``times`` are there if an operator of the query uses them.
     """
 
     version: int
@@ -192,7 +192,9 @@ class SnapshotUploaded(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """Version ``version`` of a run is completed; ``heads`` maps operator to the changelog path per partition of one host."""
+    """Version ``version`` of a run is completed; ``heads`` maps operator to the changelog path per partition of one
+    host.
+    """
 
     run_id: str
     version: int
@@ -215,8 +217,8 @@ class HostReport(Struct, frozen=True):
 class SavepointOrder(Struct, frozen=True):
     """A host is to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``.
 
-    ``registration`` is that of the run, which the host may not have heard of. If the query ``is_held`` until the savepoint is
-    done, to be stopped with it, there are no batches that it could slow down.
+    ``registration`` is that of the run, which the host may not have heard of. If the query ``is_held`` until the
+    savepoint is done, to be stopped with it, there are no batches that it could slow down.
     """
 
     registration: QueryRegistration
@@ -282,8 +284,8 @@ class SavepointStatus(Struct, frozen=True):
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat: ``known`` False asks it to register again with its report.
 
-    ``savepoints`` come again until the partitions are acknowledged; what is not ``pending`` (checkpoint ids by run) any more
-    is given up. ``revoked_tokens`` are the ids of all read-only tokens that count no more.
+    ``savepoints`` come again until the partitions are acknowledged; what is not ``pending`` (checkpoint ids by run) any
+    more is given up. ``revoked_tokens`` are the ids of all read-only tokens that count no more.
     """
 
     known: bool

@@ -135,7 +135,8 @@ class CheckpointStatsTracker:
             return list(self._failures)
 
     def task_stats(self, checkpoint_id: int | None = None) -> dict[str, dict[str, list[float]]] | None:
-        """Per operator ``{"duration": [...], "size": [...]}`` by partition: of the latest completed checkpoint, or of that id.
+        """Per operator ``{"duration": [...], "size": [...]}`` by partition: of the latest completed checkpoint, or of
+        that id.
 
         None if that one is not remembered. A partition that is no task has the duration and size 0.
         """
@@ -152,7 +153,9 @@ class CheckpointStatsTracker:
         return found
 
     def task_summary(self, checkpoint_id: int | None = None) -> dict[str, Any] | None:
-        """Percentiles over the tasks of one checkpoint, the latest by default, and its slowest tasks; None if not known."""
+        """Percentiles over the tasks of one checkpoint, the latest by default, and its slowest tasks; None if not
+        known.
+        """
         figures = self._figures_of(checkpoint_id)
         if figures is None or not figures.tasks.keys:
             return None

@@ -24,11 +24,13 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class SnapshotLagConf:
-    """When a partition lags: names and defaults of the first five are those of Spark's ``spark.sql.streaming.stateStore.*``.
+    """When a partition lags: names and defaults of the first five are those of Spark's
+    ``spark.sql.streaming.stateStore.*``.
 
-    A partition lags if its newest snapshot is more than ``multiplier_for_min_version_diff_to_log * deltas_per_snapshot``
-    versions behind, and more than ``multiplier_for_min_time_diff_to_log * maintenance_interval`` seconds old. At most
-    ``max_lagging_stores_to_report`` are named, at most every ``snapshot_lag_report_interval`` seconds.
+    A partition lags if its newest snapshot is more than ``multiplier_for_min_version_diff_to_log *
+    deltas_per_snapshot`` versions behind, and more than ``multiplier_for_min_time_diff_to_log * maintenance_interval``
+    seconds old. At most ``max_lagging_stores_to_report`` are named, at most every ``snapshot_lag_report_interval``
+    seconds.
     """
 
     coordinator_report_snapshot_upload_lag: bool = True
@@ -76,8 +78,9 @@ class LaggingSnapshot:
 class SnapshotLag:
     """The snapshots of one run. Not thread-safe: the run's lock guards it. Moments are seconds, handed in.
 
-    A partition of which no snapshot is known counts as if it had one of ``base_version``, the version that the run began
-    with, made at ``started``. (Spark takes version 0 at time 0, and so warns of every store right after a restart.)
+    A partition of which no snapshot is known counts as if it had one of ``base_version``, the version that the run
+    began with, made at ``started``. (Spark takes version 0 at time 0, and so warns of every store right after a
+    restart.)
     """
 
     def __init__(
@@ -114,8 +117,8 @@ class SnapshotLag:
     def lagging(self, latest_version: int, now: float, *, is_terminating: bool = False) -> list[LaggingSnapshot]:
         """The partitions that lag behind ``latest_version``, those furthest behind first.
 
-        With ``is_terminating`` (a trigger that ends by itself, such as ``availableNow``, whose batches follow one another
-        faster than maintenance) the versions alone decide, as in Spark.
+        With ``is_terminating`` (a trigger that ends by itself, such as ``availableNow``, whose batches follow one
+        another faster than maintenance) the versions alone decide, as in Spark.
         """
         if not self.conf.coordinator_report_snapshot_upload_lag:
             return []
@@ -141,7 +144,9 @@ class SnapshotLag:
         more = len(lagging) - len(named)
         listed = ", ".join(named) + (f"{', and ' if named else ''}{more} more" if more else "")
         return (
-            f"StateStoreCoordinator Snapshot Lag Report for queryRunId={self._run_id} - Number of state stores falling behind: "
-            f"{len(lagging)} of {len(self._uploaded)} at version {latest_version}: {listed}. Loading them after a failure takes "
+            f"StateStoreCoordinator Snapshot Lag Report for queryRunId={self._run_id} - Number of state stores falling "
+            "behind: "
+            f"{len(lagging)} of {len(self._uploaded)} at version {latest_version}: {listed}. Loading them after a "
+            "failure takes "
             "long; look at the logs of their hosts for uploads that fail or maintenance that does not keep up."
         )

@@ -1,4 +1,6 @@
-"""Spark's own logs of a query, ``commits/`` and ``offsets/``: which batches are committed or planned, and their times."""
+"""Spark's own logs of a query, ``commits/`` and ``offsets/``: which batches are committed or planned, and their
+times.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ class SparkCommits:
         self._storage = storage
 
     def next_batch(self) -> int:
-        """The batch that Spark begins with when it starts: the last planned one, or the one behind it if it is committed.
+        """The batch that Spark begins with when it starts: the last planned one, or the one behind it if it is
+        committed.
 
-        As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever has been removed from either directory.
+        As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever has been removed from either
+        directory.
         """
         begun, done = self.last_begun(), self._last("commits")
         if begun is None:

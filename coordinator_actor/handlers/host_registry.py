@@ -23,7 +23,8 @@ class HostLease:
 
 
 class HostLeases(UserDict[str, HostLease]):
-    """Leases by host id, which counts in ``generation`` how often the set of hosts, or what one says of itself, changed.
+    """Leases by host id, which counts in ``generation`` how often the set of hosts, or what one says of itself,
+    changed.
 
     A host that registers again as the same incarnation at the same address changes nothing.
     """

@@ -57,7 +57,9 @@ class InstanceRegistry:
         return self.locations((provider_id,))[0]
 
     def locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        """``executor_<host>_<executor id>`` of the active instance of each, in the order asked; None where there is none."""
+        """``executor_<host>_<executor id>`` of the active instance of each, in the order asked; None where there is
+        none.
+        """
         found = [None if (held := self._held(p)) is None else f"executor_{held[0]}_{held[1]}" for p in provider_ids]
         if log.isEnabledFor(logging.DEBUG):
             for provider_id, location in zip(provider_ids, found, strict=True):

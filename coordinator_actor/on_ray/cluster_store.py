@@ -1,7 +1,7 @@
 """What a namespace of a Ray cluster keeps in Ray's own key-value store: its secret, and the registry of its tokens.
 
-It lives as long as the cluster, so that the tokens of clients outlive coordinators, streams and drivers. Every process attached to
-the cluster can read it, as it can ask the coordinator.
+It lives as long as the cluster, so that the tokens of clients outlive coordinators, streams and drivers. Every process
+attached to the cluster can read it, as it can ask the coordinator.
 """
 
 from __future__ import annotations

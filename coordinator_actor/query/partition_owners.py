@@ -1,9 +1,9 @@
 """Who owns which partition: equal shares by rendezvous hashing, and few moves.
 
 A partition stays where it is while its host lives. A free one goes to the host with the highest score for it among
-those that have room (Thaler and Ravishankar's rendezvous hashing; Mirrokni et al. for the bound). Room is counted twice:
-with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions and each host of a node an equal part
-of those, both rounded down or up. So every host also has ``P / H``, rounded down or up.
+those that have room (Thaler and Ravishankar's rendezvous hashing; Mirrokni et al. for the bound). Room is counted
+twice: with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions and each host of a node an
+equal part of those, both rounded down or up. So every host also has ``P / H``, rounded down or up.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def assign(
     """Host per partition. ``current`` owners are kept if they are among ``hosts``.
 
     ``hosts`` maps host id to node id; given as a sequence, they count as hosts of one node. With ``rebalance`` a host
-    keeps no more than its share, so that a new one gets its own, and no more partitions move than that takes. ``salt``, a
-    query id for instance, keeps queries with the same operators and fewer partitions than hosts from the same hosts.
+    keeps no more than its share, so that a new one gets its own, and no more partitions move than that takes. ``salt``,
+    a query id for instance, keeps queries with the same operators and fewer partitions than hosts from the same hosts.
     The order of partitions and hosts does not matter. Raises ``UnknownHostError`` if there are no hosts.
     """
     nodes = hosts if isinstance(hosts, Mapping) else dict.fromkeys(hosts, "")
@@ -73,8 +73,9 @@ def assign(
 def shares(total: int, loads: Counts, nodes: Sequence[str], *, keep: bool = False) -> Counts:
     """How many of ``total`` partitions each host should own; the hosts that own most now get what cannot be divided.
 
-    ``loads`` is what each host owns now, ``nodes`` its node. Of all shares that are as equal as the head of this file says,
-    these are reached with the fewest moves. With ``keep`` no host's is less than its load; they may then exceed ``total``.
+    ``loads`` is what each host owns now, ``nodes`` its node. Of all shares that are as equal as the head of this file
+    says, these are reached with the fewest moves. With ``keep`` no host's is less than its load; they may then exceed
+    ``total``.
     """
     members: defaultdict[str, list[int]] = defaultdict(list)
     for host, node in enumerate(nodes):
@@ -125,10 +126,11 @@ def _surplus(loads: Counts, share: int) -> int:
 
 
 def place(partitions: Hashes, hosts: Hashes, room: Counts) -> Counts:
-    """Host (its index) per partition, by hashes of both: no host gets more than its ``room``, which must be enough in all.
+    """Host (its index) per partition, by hashes of both: no host gets more than its ``room``, which must be enough in
+    all.
 
-    In rounds: each partition asks the host with its highest score among those with room; a host with more askers
-    than room takes those that score highest with it. So the order of neither side matters.
+    In rounds: each partition asks the host with its highest score among those with room; a host with more askers than
+    room takes those that score highest with it. So the order of neither side matters.
     """
     result = np.full(len(partitions), -1, np.int64)
     left = room.copy()

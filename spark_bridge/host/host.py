@@ -15,6 +15,7 @@ from pathlib import Path
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.messages import (
     Acknowledged,
     HostInfo,
@@ -27,7 +28,7 @@ from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.maintenance import Maintenance
-from spark_bridge.host.partition_files import OpenStorage, PartitionFiles
+from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.partition_loading import PartitionLoading
 from spark_bridge.host.reads import PartitionReads
 from spark_bridge.host.registration import HostRegistration

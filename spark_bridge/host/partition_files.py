@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace as with_changes
 from pathlib import Path
 
@@ -11,10 +11,9 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState, open_partition
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
-OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 """Opens the durable files of a query, from their location and the options of their storage."""
 
 

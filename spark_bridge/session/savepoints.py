@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from coordinator_actor.exceptions import CoordinatorError, SavepointFailedError
 from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoints import restore as savepoint_restore
-from coordinator_actor.savepoints import savepoint_format
+from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.session.current import current_cluster, current_spark
@@ -149,21 +149,26 @@ def _options(spark: SparkSession | None) -> dict[str, str]:
 
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
     """The savepoints directly below a directory, the oldest first."""
-    return savepoint_format.list_savepoints(
+    return savepoint_catalog.list_savepoints(
         _absolute(base_path), {**_options(current_spark()), **(storage_options or {})}
     )
 
 
-def describe_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> SavepointInfo:
-    """What is in a savepoint: query, version, operators with their schemas and rows. Raises ``SavepointError``."""
-    return savepoint_format.describe_savepoint(
-        _absolute(path), {**_options(current_spark()), **(storage_options or {})}
-    )
+def describe_savepoint(
+    path: str, storage_options: Mapping[str, str] | None = None, *, check_files: bool = False
+) -> SavepointInfo:
+    """What is in a savepoint: query, version, operators with their schemas and rows.
+
+    With ``check_files`` every file is read and compared with what was written. Raises ``SavepointError``, and
+    ``DamagedFileError`` naming all files that are missing or damaged.
+    """
+    describe = savepoint_catalog.verify_savepoint if check_files else savepoint_catalog.describe_savepoint
+    return describe(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
     """Remove a savepoint. Raises ``SavepointError`` for a path that is none."""
-    savepoint_format.delete_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
+    savepoint_catalog.delete_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
 
 
 def rebalance(query: str | None = None) -> dict[str, int]:

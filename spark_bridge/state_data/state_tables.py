@@ -17,8 +17,8 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
-from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.state_reader import OpenStorage, Piece, Reading, StatePlace, StateVersions, find_state, opened
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.state_reader import Piece, Reading, StatePlace, StateVersions, find_state, opened
 from spark_bridge.aggregates.aggregator import is_aggregate_state
 from spark_bridge.state_format.layouts import MAP, ROWS, SESSIONS, TIMERS
 from spark_bridge.state_format.partition_rows import scan_partition

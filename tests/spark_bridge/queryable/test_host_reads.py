@@ -335,10 +335,10 @@ def test_a_version_without_a_head_of_a_loaded_partition_is_another_hosts(make):
     w.write(filled(2))  # what this host has made of version 2 is not what counts
     # Version 2 is another host's; this one still has version 1 loaded.
     w.hosts[0].completed.note(Completed(w.run, 2, {"op": {p: h for p, h in heads.items() if p != gone}}))
-    run = w.c.registries.runs.get(w.run)
-    before = run.assignment.current
-    owners_now = dict.fromkeys(run.tasks(), "h1")
-    run.assignment.change(type(before).of(99, before.generation, before.hosts, owners_now), is_balanced=True)
+    run = w.c.registries.runs.by_id[w.run]
+    current = run.assignment.current
+    owners = dict.fromkeys(run.tasks(), "h1")
+    run.assignment.change(type(current).of(99, current.generation, current.hosts, owners), is_balanced=True)
     for read in (lambda: w.one(key), lambda: w.lookup([key])):
         with pytest.raises(NotOwnerError, match="belongs to host h1"):
             read()
