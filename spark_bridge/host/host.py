@@ -153,7 +153,7 @@ class Host:
 
     @property
     def revoked_tokens(self) -> frozenset[str] | None:
-        """Return the ids of the revoked read-only tokens; None if the coordinator has not named them yet, or for long."""
+        """Return the ids of revoked read-only tokens; None if the coordinator has not named them yet, or for long."""
         return self._revoked_tokens if self._clock() < self._revoked_until else None
 
     # -- life ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The maintenance of a host: unload the partitions that are another host's by now, and upload snapshots that are due."""
+"""The maintenance of a host: unload partitions that are another host's by now, and upload snapshots that are due."""
 
 from __future__ import annotations
 

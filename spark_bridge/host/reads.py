@@ -1,4 +1,4 @@
-"""Reading a host's partitions: the bulk reads of tasks, and the loading for queries (``spark_bridge.queryable.reads``)."""
+"""Reading a host's partitions: bulk reads for tasks, and loading for queries (``spark_bridge.queryable.reads``)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PartitionReads:
     # -- queries -------------------------------------------------------------------------------
 
     def load(self, run_id: str, operator: str, partition: int, *, again: bool = False) -> Instance:
-        """Note the last completed version of a partition as the coordinator knows it now, and load it if it is not loaded.
+        """Note the last completed version of a partition, as the coordinator knows it now, and return it loaded.
 
         ``again``: even if it is loaded, for it does not have that version. Raises ``NotOwnerError`` if the partition is
         another host's, and what the coordinator raises.

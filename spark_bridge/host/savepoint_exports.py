@@ -157,7 +157,7 @@ class SavepointExports:
             close()
 
     def give_up_others(self, pending: Mapping[str, Collection[int]]) -> None:
-        """Give up all exports but those of ``pending``: by run id, the checkpoint ids of savepoints still being made."""
+        """Give up all exports but those of ``pending``: by run id, the checkpoint ids of unfinished savepoints."""
         with self._lock:
             self._states = {k: m for k, m in self._states.items() if k[1] in pending.get(k[0], ())}
 

@@ -56,7 +56,7 @@ class VersionRequests:
         self._asking: BoundedDict[str, _Asking] = BoundedDict(MOST_ASKED)
 
     def completed_version(self, run_id: str, at_least: int, seconds: float) -> CompletedVersion | None:
-        """Return the last completed version of a run that this host knows of; ask first if it is lower than ``at_least``.
+        """Return the last completed version of a run that this host knows of; ask first if that is below ``at_least``.
 
         Asks again until ``seconds`` are over, and then returns what is known, None if nothing is. Raises what the
         coordinator raises, as ``RetiredRunError`` if the run is over.

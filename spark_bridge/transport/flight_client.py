@@ -43,7 +43,7 @@ REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
 
 def _error_of(error: flight.FlightError) -> Exception:
-    """Return the error that the host raised, rebuilt by class name and message; else one of ours for the Flight error."""
+    """Return the error that the host raised, rebuilt by name and message; else one of ours for the Flight error."""
     extra = getattr(error, "extra_info", None)
     if extra:
         info = json_decoder(ErrorInfo).decode(bytes(extra))

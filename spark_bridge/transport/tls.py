@@ -23,7 +23,7 @@ NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 
 @dataclass(frozen=True)
 class TlsConf:
-    """Where the certificates (PEM) are. Hosts, tasks and the driver need all files, at the same paths on every node.
+    """The paths of the certificates (PEM). Hosts, tasks and the driver need all files, at the same paths on every node.
 
     ``ca`` has the authorities that certificates must be signed by. Hosts show ``certificate``, whose private key is in
     ``key``; it must name their IP addresses, or else the ``server_name`` that clients are to check it against. With
@@ -49,7 +49,7 @@ class TlsConf:
 
     @classmethod
     def from_ray_environment(cls, server_name: str | None = None) -> TlsConf:
-        """Return the files that Ray itself is set to use (``RAY_USE_TLS=1``); clients need a certificate, as Ray's clients do.
+        """Return the files that Ray itself is set to use (``RAY_USE_TLS=1``); clients need a certificate, as in Ray.
 
         Raises ``TlsError`` naming the variables that are not set.
         """
@@ -206,8 +206,8 @@ def refusal(address: str, error: ssl.SSLError) -> TlsError | None:
     reason = (error.reason or "").upper()
     if "CERTIFICATE" in reason or "HANDSHAKE_FAILURE" in reason or "UNKNOWN_CA" in reason:
         return TlsError(
-            f"{said} The host does not accept this client: with client_auth it needs a certificate= and key= signed by an "
-            "authority that the host knows."
+            f"{said} The host does not accept this client: with client_auth it needs a certificate= and key= signed by "
+            "an authority that the host knows."
         )
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return None
