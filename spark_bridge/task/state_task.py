@@ -39,7 +39,7 @@ class Logic(Protocol):
 
 @dataclass(frozen=True)
 class StateTask:
-    """The function for ``mapInArrow`` of one operator, which has ``num_partitions`` partitions and ``num_key_groups`` key groups.
+    """The function for ``mapInArrow`` of one operator: ``num_partitions`` partitions of ``num_key_groups`` key groups.
 
     ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for
     the times of the batch, as the operator's ``OperatorSpec`` says.

@@ -59,7 +59,7 @@ class TaskStore:
 
     @property
     def knows_owner(self) -> bool:
-        """Return whether an earlier task of this worker found the owner: then the first ``get_many`` may open the store."""
+        """Return whether an earlier task of this worker found the owner: then the first ``get_many`` may open it."""
         return self._key in _owners
 
     def open(self) -> None:

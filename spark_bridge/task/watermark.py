@@ -52,8 +52,9 @@ class EventTime:
         return not self.is_window or self.window_us > 0
 
     def done_ranges(self, key_groups: tuple[int, int], watermark_ms: int) -> list[KeyRange]:
-        """Return the ranges in which all done keys lie, if this column is their first; other keys, too, unless ``is_exact``.
+        """Return the ranges in which all done keys lie, if this column is their first.
 
+        Unless ``is_exact``, other keys lie there, too.
         Windows are stored by their start: a window that begins behind the watermark cannot have ended.
         """
         behind = np.array([min(watermark_ms * 1000 - self.window_us + 1, _MAX_TIME)])
