@@ -6,6 +6,7 @@ VENV42 := .venv42
 STAMP   := $(VENV)/.installed
 STAMP42 := $(VENV42)/.installed
 BENCH_STAMP := $(VENV)/.bench-installed
+DOCS_STAMP  := $(VENV)/.docs-installed
 BIN    := $(VENV)/bin
 BIN42  := $(VENV42)/bin
 
@@ -69,6 +70,15 @@ format: $(STAMP) ## Rewrite the sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: docs
+docs: $(DOCS_STAMP) ## Build the site from docs/ into docs/_build/html; a warning is an error
+	$(BIN)/python -m sphinx -b html -W --keep-going -q -j auto docs docs/_build/html
+	@echo "The site is docs/_build/html/index.html"
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
+	@touch $@
+
 .PHONY: bench bench-smoke bench-list
 bench: $(BENCH_STAMP) ## Measure every comparison and write benchmarks/RESULTS.md, hours; ARGS="throughput --keys 100000" for one
 	$(BIN)/python benchmarks/bench.py $(ARGS)
@@ -85,5 +95,5 @@ $(BENCH_STAMP): $(STAMP)
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build products
-	rm -rf $(VENV) $(VENV42) .venv-quix build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV42) .venv-quix docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

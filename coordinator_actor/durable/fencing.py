@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct, field
 
 from backends.exceptions import FileExistsInStorageError
-from backends.formats.chain import Layout
+from backends.formats.manifest_chain import Layout
 from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 from coordinator_actor.exceptions import FencedError
 

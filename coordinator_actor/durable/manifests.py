@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Struct
 
 from backends.exceptions import FileExistsInStorageError
-from backends.formats import chain
-from backends.formats.chain import Layout
-from backends.formats.manifest import FORMAT_VERSION, Manifest
+from backends.formats import manifest_chain as chain
+from backends.formats.manifest import STATE_FORMAT_VERSION, Manifest
+from backends.formats.manifest_chain import Layout
 from backends.formats.sealed import seal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
@@ -27,7 +27,7 @@ class QueryFile(Struct, frozen=True):
 
     query_id: str
     key_groups: int
-    format_version: int = FORMAT_VERSION
+    format_version: int = STATE_FORMAT_VERSION
 
 
 def manifest_path(manifest_id: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backends.formats.chain import Layout
+from backends.formats.manifest_chain import Layout
 from coordinator_actor.checkpoints.tasks import TaskKey
 
 BUSY_SECONDS = 900.0

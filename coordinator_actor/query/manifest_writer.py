@@ -7,8 +7,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from backends.formats.chain import Layout, Retention
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.manifest_chain import Layout
+from backends.formats.retention import Retention
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.manifests import ManifestLog

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.formats.chain import Layout
 from backends.formats.manifest import PartitionEntry
+from backends.formats.manifest_chain import Layout
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from backends.formats.chain import Layout
 from backends.formats.changelog import read_changelog_meta
 from backends.formats.manifest import PartitionEntry
+from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from backends.exceptions import DamagedFileError, MissingFileError
-from backends.formats import chain as chains
-from backends.formats import snapshot
+from backends.formats import manifest_chain as chains
+from backends.formats import retention, snapshot
 from backends.formats.manifest import SnapshotRef
 from coordinator_actor.query.query_state import QueryState
 
@@ -46,7 +46,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     # Without the lock, since there may be a million files.
     try:
         files = [*sizes, *storage.unfinished("operators")]
-        found = chains.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
+        found = retention.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
         # Which files belong to that snapshot is not known. It will be known when the snapshot is no longer kept.
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)

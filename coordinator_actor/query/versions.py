@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from backends.formats import chain as chains
-from backends.formats.chain import Layout, Retention
+from backends.formats import manifest_chain as chains
+from backends.formats import retention
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
-from backends.formats.snapshot import Snapshot
+from backends.formats.manifest_chain import Layout
+from backends.formats.retention import Retention
+from backends.formats.snapshot import SnapshotDescriptor
 from coordinator_actor.checkpoints.tasks import TaskKey
 
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
@@ -31,7 +33,7 @@ class Versions:
         self.unnamed: Snapshots = {}
         self.planned: Retention | None = None
         self.recorded: Retention | None = None
-        self.descriptors: dict[str, Snapshot] = {}
+        self.descriptors: dict[str, SnapshotDescriptor] = {}
         self._key_groups = key_groups
         self._pinned: dict[int, int] = {}
 
@@ -159,9 +161,9 @@ class Versions:
         """Decide which versions the next manifest keeps. ``is_sound`` says whether a snapshot can be loaded."""
         target = max(0, self.completed - min_versions_to_retain - 1)
         target = min((target, *self._pinned.values()))
-        self.planned = chains.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
+        self.planned = retention.retain(self.completed_chain, self.layouts, target, self.oldest, is_sound)
 
-    def keep_descriptors(self, descriptors: dict[str, Snapshot]) -> None:
+    def keep_descriptors(self, descriptors: dict[str, SnapshotDescriptor]) -> None:
         """Keep the contents of these snapshots, by path, and of no others."""
         self.descriptors = descriptors
 

@@ -35,7 +35,7 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines.choice import backend_of
+from backends.engines.backend import backend_of
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry

@@ -29,9 +29,9 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration
 from spark_bridge.exceptions import SparkBridgeError
-from spark_bridge.operators.aggregate.operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
-from spark_bridge.operators.declared import duplicate_names, operators_in_plan
-from spark_bridge.operators.initial_state import ENTRIES, InitialState, make_initial_states
+from spark_bridge.operators.conf import configured_key_groups
+from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
+from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.session.settings import unsafe_settings
 from spark_bridge.session.state_cluster import StateCluster
@@ -113,7 +113,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 msgspec.structs.replace(o, backend=self._cluster.conf.provider)
                 for o in sorted(operators, key=lambda o: o.name)
             ),
-            key_groups=int(self._spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS),
+            key_groups=configured_key_groups(self._spark),
             storage_options=options,
             # Whatever Spark lets a user go back to must be there.
             min_versions_to_retain=max(
@@ -139,7 +139,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         )
         return None
 
-    def _initial_states(self, registration: QueryRegistration, states: Mapping[str, InitialState]) -> ENTRIES | None:
+    def _initial_states(
+        self, registration: QueryRegistration, states: Mapping[str, InitialState]
+    ) -> InitialEntries | None:
         """Make version 0 of a query that has no state yet; None if there is nothing to be made, or there is state."""
         storage = CheckpointStorage.open(registration.state_location, registration.storage_options)
         if not states or next(iter(storage.list("manifests/")), None) is not None:

@@ -15,7 +15,7 @@ from nexmark.generator import AUCTION, BID, NexmarkConf, batches, bids_of, closi
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge import StatefulProcessor
-from spark_bridge.stateful.arrow_processor import ArrowLogic, Declaring
+from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.process_task import ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState

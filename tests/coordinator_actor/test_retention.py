@@ -12,7 +12,7 @@ import pytest
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal
-from backends.formats.snapshot import Snapshot, SnapshotFile
+from backends.formats.snapshot import SnapshotDescriptor, SnapshotFile
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import UnknownHostError
@@ -75,7 +75,7 @@ def upload(
             files.append(SnapshotFile("old.sst", file=FileRef(old, 1, data.digest)))
     path = f"{directory}/{version}-{uuid.uuid4().hex}.snapshot"
     state = LocalState(version, lineage.head, 1)
-    ref = storage.put_new(path, seal(Snapshot(path, "rocksdb", state, tuple(files))))
+    ref = storage.put_new(path, seal(SnapshotDescriptor(path, "rocksdb", state, tuple(files))))
     assert lineage.head is not None
     made = SnapshotRef(version, head or lineage.head, ref)
     owner = world.open_owner(c, partition, run)

@@ -28,7 +28,7 @@ from backends.exceptions import (
     SchemaMismatchError,
     StoreClosedError,
 )
-from backends.formats import chain as chains
+from backends.formats import manifest_chain as chains
 from backends.formats.sealed import seal
 from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage

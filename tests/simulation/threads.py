@@ -414,7 +414,8 @@ TIME = types.SimpleNamespace(
 MODULES = (
     "backends.partition.",
     "backends.formats.snapshot",
-    "backends.formats.chain",
+    "backends.formats.manifest_chain",
+    "backends.formats.retention",
     "coordinator_actor.",
     "spark_bridge.host.",
     "spark_bridge.task.task_store",

@@ -21,13 +21,12 @@ from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
 from spark_bridge.stateful.arrow_processor import (
     ArrowBatch,
-    ArrowLogic,
     ArrowResult,
     ArrowStatefulProcessor,
     ArrowStatefulProcessorHandle,
-    Declaring,
     arrow_processor,
 )
+from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState

@@ -37,14 +37,14 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.discovery import CoordinatorEntry, addresses_of
+from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.routing.retries import GONE, Attempts
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import HANG, PATIENCE
@@ -180,7 +180,7 @@ def test_what_was_answered_before_a_limit_is_not_asked_for_again(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And columns are in chunks, as all of one may be more than an Arrow array can have."""
-    monkeypatch.setattr("spark_bridge.queryable.client.key_answers.KEYS_PER_REQUEST", 80)
+    monkeypatch.setattr("spark_bridge.queryable.client.key_lookups.KEYS_PER_REQUEST", 80)
     client = filled.client(direct=True)
     asked: list[int] = []
     lookup = client._router.lookup
@@ -395,8 +395,8 @@ def test_a_replaced_coordinator_is_not_noticed(cluster: Callable[..., Cluster]) 
 def test_a_restarted_query_is_found_again_with_other_partitions(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("client.locations", "client.client"):  # it is not by chance that the location is looked up again
-        monkeypatch.setattr(f"spark_bridge.queryable.{module}.REFRESH_SECONDS", 1000.0)
+    for module in ("known_operators", "client"):  # it is not by chance that the location is looked up again
+        monkeypatch.setattr(f"spark_bridge.queryable.client.{module}.REFRESH_SECONDS", 1000.0)
     c = cluster()
     c.batch(NAMES)
     client = c.client(direct=True)
@@ -419,7 +419,7 @@ def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: py
         h.host.heartbeat()
     # One that has had answers waits for the query to be started again.
     with monkeypatch.context() as patched, pytest.raises(QueryEndedError, match="'totals', ended"):
-        patched.setattr("spark_bridge.queryable.client.client.Attempts", UntilGone)
+        patched.setattr("spark_bridge.queryable.client.cluster_access.Attempts", UntilGone)
         client.get("totals", 3)
     with c.client() as another, pytest.raises(QueryEndedError, match="ended"):
         another.get("totals", 3)
@@ -455,11 +455,11 @@ def test_locations_are_refreshed_behind_the_back_of_lookups(
     c.batch(NAMES)
     client = c.client(direct=True)
     client.get("totals", 3)
-    first = client.known(("totals", None), time.monotonic() + PATIENCE)
-    monkeypatch.setattr("spark_bridge.queryable.client.locations.REFRESH_SECONDS", 0.01)
+    first = client._access.known(("totals", None), time.monotonic() + PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.client.known_operators.REFRESH_SECONDS", 0.01)
     monkeypatch.setattr("spark_bridge.queryable.client.client.REFRESH_SECONDS", 0.01)
     deadline = time.monotonic() + PATIENCE
-    while client.known(("totals", None), time.monotonic() + PATIENCE).location is first.location:
+    while client._access.known(("totals", None), time.monotonic() + PATIENCE).location is first.location:
         assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -470,7 +470,7 @@ def test_locations_are_refreshed_behind_the_back_of_lookups(
 
 def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> None:
     connections = KvConnections(TOKEN)
-    entry = CoordinatorEntry(filled.c)
+    entry = CoordinatorDiscovery(filled.c)
     with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:
         assert client.operators()[0]["operator"] == "totals"
         assert client.get("totals", 5) == {"n": 5, "name": "user 5"}
@@ -489,7 +489,7 @@ def test_who_has_little_time_waits_for_the_coordinator_no_longer(
         given.append(seconds)
         return filled.c
 
-    entry = CoordinatorEntry(filled.c, within)
+    entry = CoordinatorDiscovery(filled.c, within)
     assert entry.proxy()
     entry.locate("totals", None, time.monotonic() + 3 * PATIENCE)
     assert given == []
@@ -501,7 +501,7 @@ def test_who_has_little_time_waits_for_the_coordinator_no_longer(
 
 def test_without_queries_there_are_no_operators(tmp_path: Path) -> None:
     connections = KvConnections(TOKEN)
-    entry = CoordinatorEntry(World(tmp_path).coordinator())
+    entry = CoordinatorDiscovery(World(tmp_path).coordinator())
     with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:
         assert client.operators() == []
 

@@ -20,7 +20,7 @@ from spark_bridge.exceptions import (
     StateVersionError,
 )
 from spark_bridge.host.version_requests import VersionRequests
-from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At, Scan
 from spark_bridge.queryable.reads.host_reads import HostReads
@@ -138,10 +138,10 @@ def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monk
     monkeypatch.setattr(VersionRequests, "has_asked_since", lambda *_: False)
     for r in reads:
         with pytest.raises(HostUnavailableError, match="The coordinator does not answer"):
-            r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], behind_run="run1"))
+            r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], previous_run="run1"))
 
 
 def test_only_the_rest_of_a_version_is_behind_another_run(cluster: Cluster) -> None:
     with KvConnections(TOKEN) as connections, pytest.raises(RequestError, match="isolation version"):
-        request = Scan(cluster.run, "totals", at=At("completed"), behind_run="run0")
+        request = Scan(cluster.run, "totals", at=At("completed"), previous_run="run0")
         list(connections.stream(cluster.hosts[0].address, request))

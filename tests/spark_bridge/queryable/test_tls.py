@@ -21,7 +21,7 @@ from coordinator_actor.messages import HostInfo, OperatorFigures
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, TlsError
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.queryable.protocol.connections import KvConnection
+from spark_bridge.queryable.protocol.client_connection import ClientConnection
 from spark_bridge.queryable.protocol.messages import Describe
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
@@ -95,7 +95,7 @@ def flight_server(tls: TlsConf | None, root: Path) -> Iterator[str]:
 
 def ask_query(address: str, tls: TlsConf | None, token: str = SECRET) -> Any:
     deadline = time.monotonic() + PATIENCE
-    connection = KvConnection(address, token, None if tls is None else tls.client_context(), deadline)
+    connection = ClientConnection(address, token, None if tls is None else tls.client_context(), deadline)
     connection.send(Describe(), b"", deadline)
     answer, _ = connection.receive(deadline)
     connection.close()

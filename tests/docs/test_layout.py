@@ -1,0 +1,89 @@
+"""The drawing of packages in docs/explanation/layout.md is true: every package is in it, and no import runs upwards."""
+
+from __future__ import annotations
+
+import re
+
+import grimp
+import pytest
+
+from tests.docs.pages import ROOT
+
+PAGE = ROOT / "docs" / "explanation" / "layout.md"
+ROOTS = ("spark_bridge", "coordinator_actor", "backends")
+
+
+def drawn() -> dict[str, list[list[str]]]:
+    """The lines of each root package from top to bottom, each a list of packages or modules by their dotted names."""
+    (block,) = re.findall(r"<!-- layout: .*? -->\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    lines: dict[str, list[list[str]]] = {}
+    root = ""
+    for line in block.splitlines():
+        if not line.strip():
+            continue
+        left, _, right = line.partition("|")
+        root = left.strip() or root
+        names = re.split(r"\s{2,}", right.strip())[0]
+        lines.setdefault(root, []).append([f"{root}.{name.strip()}" for name in names.split(",")])
+    return lines
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph(*ROOTS, exclude_type_checking_imports=True)
+
+
+def place_of(module: str, places: dict[str, int]) -> str | None:
+    """The package or module of the drawing that a module belongs to: the one with the longest name."""
+    parts = module.split(".")
+    return next((name for i in range(len(parts), 1, -1) if (name := ".".join(parts[:i])) in places), None)
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_module_is_drawn(graph: grimp.ImportGraph, root: str) -> None:
+    places = {name: i for i, line in enumerate(drawn()[root]) for name in line}
+    modules = {m for m in graph.modules if m.startswith(f"{root}.")}
+    packages_of_subpackages = {f"{root}.queryable"}
+    assert {m for m in modules if place_of(m, places) is None} <= packages_of_subpackages
+    assert [name for name in places if name not in graph.modules] == []
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_no_import_runs_upwards(graph: grimp.ImportGraph, root: str) -> None:
+    places = {name: i for i, line in enumerate(drawn()[root]) for name in line}
+    upwards = set()
+    for module in graph.modules:
+        importer = place_of(module, places)
+        for imported in graph.find_modules_directly_imported_by(module):
+            place = place_of(imported, places)
+            if importer and place and importer != place and places[place] <= places[importer]:
+                upwards.add(f"{importer} imports {place}")
+    assert sorted(upwards) == []
+
+
+def test_roots_stand_over_one_another(graph: grimp.ImportGraph) -> None:
+    assert list(drawn()) == list(ROOTS)
+    for i, upper in enumerate(ROOTS):
+        for module in (m for m in graph.modules if m.split(".")[0] == upper):
+            imported = {m.split(".")[0] for m in graph.find_modules_directly_imported_by(module)}
+            assert imported <= set(ROOTS[i:]), module
+
+
+def test_ray_and_spark_are_imported_where_the_page_says() -> None:
+    def importers(package: str, of: str) -> set[str]:
+        pattern = re.compile(rf"^\s*(?:import {package}\b|from {package}\b)", re.MULTILINE)
+        return {str(p.relative_to(ROOT)) for p in sorted((ROOT / of).rglob("*.py")) if pattern.search(p.read_text())}
+
+    assert importers("ray", "backends") == importers("pyspark", "backends") == set()
+    assert importers("pyspark", "coordinator_actor") == set()
+    page = PAGE.read_text()
+    named = {
+        f"coordinator_actor/{name}"
+        for name in re.findall(r"`(\w+\.py)`", page.split("imports Ray in")[1].split(".\n")[0])
+    }
+    assert importers("ray", "coordinator_actor") == named
+    within = {"/".join(p.split("/")[:2]) for p in importers("ray", "spark_bridge")} - {"spark_bridge/queryable"}
+    assert within == {f"spark_bridge/{name}" for name in ("host_actor", "session", "cli", "demo")}
+    assert set(importers("ray", "spark_bridge/queryable")) == {"spark_bridge/queryable/client/discovery.py"}
+    spark_free = ("host", "host_actor", "queryable", "transport", "aggregates", "state_format")
+    assert {of: importers("pyspark", f"spark_bridge/{of}") for of in spark_free} == {of: set() for of in spark_free}

@@ -1,0 +1,51 @@
+"""The code of the pages that needs no cluster, and the marks of all code. What needs Spark is in tests/spark_bridge/test_pages.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import SHELL, Page, pages, run, unknown_commands
+
+LOCAL = [p for p in pages() if p.run_blocks() and not p.needs_spark]
+
+
+@pytest.mark.parametrize("page", LOCAL, ids=lambda p: p.name)
+def test_runs(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(page)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda p: p.name)
+def test_every_command_is_checked_or_says_why_not(page: Page) -> None:
+    for block in page.blocks():
+        if block.language == SHELL and block.shown_only is None:
+            assert unknown_commands(block) == [], (
+                f"{page.name}:{block.line}: run these lines, or mark the block shown only"
+            )
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda p: p.name)
+def test_languages_are_those_that_the_runner_knows(page: Page) -> None:
+    known = {"python", "sh", "text", "json", "yaml", "toml", "sql", ""}
+    for block in page.blocks():
+        is_directive = block.language.startswith("{")
+        assert block.language in known or is_directive, f"{page.name}:{block.line}: {block.language}"
+
+
+def test_a_failing_block_names_the_line_of_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.docs.pages.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(
+        "# Page\n\n```python\nx = 1\n```\n<!-- check\nassert x == 1\nassert x == 2\n-->\n"
+    )
+    with pytest.raises(AssertionError) as caught:
+        run(Page("page.md"))
+    assert caught.traceback[-1].lineno == 7  # counted from 0: the second line of the check
+
+
+def test_a_mark_without_a_block_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.docs.pages.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text("<!-- shown only: because -->\n\nProse.\n\n```python\n1 / 0\n```\n")
+    with pytest.raises(ValueError, match="right before a block"):
+        Page("page.md").blocks()
