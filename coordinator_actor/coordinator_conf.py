@@ -1,10 +1,15 @@
-"""The settings of a coordinator."""
+"""The settings of a coordinator, and the names by which it is found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
+
+NAMESPACE = "statestore"
+"""The Ray namespace of a coordinator, unless another one is given."""
+COORDINATOR_NAME = "StateStoreCoordinator"
+"""The name of a coordinator's actor, unless another one is given."""
 
 
 @dataclass(frozen=True)

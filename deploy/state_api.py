@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
 from deploy.state_http.coordinator_tokens import CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
@@ -33,8 +34,8 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    namespace: str = "statestore"
-    coordinator_name: str = "StateStoreCoordinator"
+    namespace: str = NAMESPACE
+    coordinator_name: str = COORDINATOR_NAME
     limits: HttpLimits = HttpLimits()
     tls_ca: Annotated[
         str | None, Field(description="The authorities of the hosts' certificates (PEM), if hosts use TLS.")

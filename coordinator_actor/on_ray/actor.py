@@ -17,7 +17,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.port import CoordinatorPort
@@ -25,8 +25,6 @@ from coordinator_actor.priority import take_ordinary_priority
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "statestore"
-NAME = "StateStoreCoordinator"
 MAX_CONCURRENCY = 64
 WATCH_SECONDS = 1.0
 """The seconds between two looks at the leases. A look that comes later by as much shows that the process stood still."""
@@ -124,7 +122,9 @@ class StateStoreCoordinator(CoordinatorPort):
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"
 
 
-def get_or_create_coordinator(namespace: str = NAMESPACE, name: str = NAME, conf: CoordinatorConf | None = None) -> Any:
+def get_or_create_coordinator(
+    namespace: str = NAMESPACE, name: str = COORDINATOR_NAME, conf: CoordinatorConf | None = None
+) -> Any:
     """Return the coordinator actor of a namespace. Start it if there is none; it outlives the driver that starts it."""
     return (
         ray.remote(StateStoreCoordinator)

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from backends.ids import StateStoreProviderId
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.exceptions import CoordinatorStoppedError
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class StateStoreCoordinatorRef:
         self._stop = stop
 
     @classmethod
-    def for_driver(cls, namespace: str = "statestore", name: str = "StateStoreCoordinator") -> StateStoreCoordinatorRef:
+    def for_driver(cls, namespace: str = NAMESPACE, name: str = COORDINATOR_NAME) -> StateStoreCoordinatorRef:
         """A reference for a process in the Ray cluster; the coordinator is started if there is none."""
         from coordinator_actor.on_ray.actor import get_or_create_coordinator
 
@@ -54,9 +55,7 @@ class StateStoreCoordinatorRef:
         return cls._over_ray(namespace, name)
 
     @classmethod
-    def for_executor(
-        cls, namespace: str = "statestore", name: str = "StateStoreCoordinator"
-    ) -> StateStoreCoordinatorRef:
+    def for_executor(cls, namespace: str = NAMESPACE, name: str = COORDINATOR_NAME) -> StateStoreCoordinatorRef:
         """A reference for an executor: in a PySpark task through a host, else through Ray.
 
         Raises ``CoordinatorStoppedError`` if there is no coordinator.

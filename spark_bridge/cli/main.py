@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
 
@@ -82,7 +83,7 @@ def status(
     address: Annotated[
         str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
     ] = None,
-    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = "statestore",
+    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = NAMESPACE,
 ) -> None:
     """Show the coordinator, the queries and the hosts of a Ray cluster, and what they hold."""
     from spark_bridge.cli.status import gather, render

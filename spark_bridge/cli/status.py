@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host_actor.session_options import COORDINATOR_NAME, NAMESPACE
 
 HOST_NAME_PREFIX = "StateStoreHost-"
 ANSWER_SECONDS = 10.0

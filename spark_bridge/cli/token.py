@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator_actor.access_tokens import IssuedToken
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 
-COORDINATOR_NAME = "StateStoreCoordinator"
 ANSWER_SECONDS = 10.0
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(\d+)([smhdw])")
@@ -45,7 +45,7 @@ def issue(
         str | None, typer.Option("--expires", help="When it ends by itself, such as 12h, 30d, 2w; by default never.")
     ] = None,
     address: Address = None,
-    namespace: Namespace = "statestore",
+    namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
 ) -> None:
     """Issue a read-only token. It is printed alone, and cannot be shown again."""
@@ -61,7 +61,7 @@ def issue(
 
 @app.command("list")
 def list_command(
-    address: Address = None, namespace: Namespace = "statestore", coordinator: CoordinatorName = COORDINATOR_NAME
+    address: Address = None, namespace: Namespace = NAMESPACE, coordinator: CoordinatorName = COORDINATOR_NAME
 ) -> None:
     """The read-only tokens that were issued, without the tokens themselves."""
     tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
@@ -72,7 +72,7 @@ def list_command(
 def revoke(
     name_or_id: str,
     address: Address = None,
-    namespace: Namespace = "statestore",
+    namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
 ) -> None:
     """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds."""

@@ -15,12 +15,12 @@ import pandas as pd
 import ray
 
 from backends.decoders import json_decoder
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient
 from spark_bridge.demo.events import EventPipe, Failed, Lookup, LookupOptions
 from spark_bridge.demo.expected import KEY
 from spark_bridge.demo.flights import OPERATOR, find_flights_csv
 from spark_bridge.demo.processes import end_with_parent
-from spark_bridge.host_actor.session_options import NAMESPACE
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from backends import StateStoreConf
 from backends.decoders import json_decoder
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo.events import (
@@ -46,7 +47,6 @@ from spark_bridge.demo.flights import (
     retract_files,
 )
 from spark_bridge.demo.processes import end_with_parent
-from spark_bridge.host_actor.session_options import NAMESPACE
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.java import ensure_java
 

@@ -9,14 +9,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
-from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host_actor.session_options import (
-    COORDINATOR_NAME,
-    DEFAULT_RECOVERY_TIMEOUT,
-    NAMESPACE,
-    SessionOptions,
-)
+from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.session.current import Session, begin_session, end_session, require_no_session
 from spark_bridge.session.java import ensure_java

@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host_actor.session_options import NAMESPACE
 
 log = logging.getLogger(__name__)
 

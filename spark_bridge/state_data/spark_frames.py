@@ -19,14 +19,8 @@ from backends.encoding.spark_types import to_spark_type
 from coordinator_actor.state_reader import Piece, StatePlace, StateVersions, find_state
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
-from spark_bridge.state_data.state_tables import (
-    ChangesSource,
-    Source,
-    StateSource,
-    changes_source,
-    metadata_of,
-    state_source,
-)
+from spark_bridge.state_data.metadata import metadata_of
+from spark_bridge.state_data.state_sources import ChangesSource, Source, StateSource, changes_source, state_source
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

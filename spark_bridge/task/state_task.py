@@ -56,7 +56,7 @@ class StateTask:
         """Process one partition of one micro-batch: batches of rows in, batches of output out.
 
         Raises ``StateStoreRefusedError`` where the query may not run and ``PartitionMismatchError`` where the rows are
-        not those of one shuffle partition, both before any state is touched.
+        not those of one shuffle partition, both before any state is changed.
         """
         from pyspark import TaskContext
 
