@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 class Backend(str, Enum):
-    """The backends that come along."""
+    """The backends that belong to this project."""
 
     rocksdb = "rocksdb"
     file = "file"
@@ -94,13 +94,13 @@ def status(
     except EnvironmentProblemError as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
-    # a pipe has no width: leave the lines whole
+    # A pipe has no width, so lines must not be folded.
     console = Console() if Console().is_terminal else Console(width=PIPE_WIDTH)
     console.print(render(coordinator, hosts))
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the program: the entry point of the console script."""
     app()
 
 

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def join_or_start_ray(address: str | None, cpus: int) -> bool:
     """Join a Ray cluster or start one here; return whether one was started.
 
-    Joins the cluster that this process is in, else the one at ``address`` or ``RAY_ADDRESS``, else the one that runs on this
-    machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given.
+    Joins the cluster that this process is in, else the one at ``address`` or ``RAY_ADDRESS``, else the one that runs on
+    this machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given.
     """
     import ray
 

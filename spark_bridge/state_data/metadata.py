@@ -33,7 +33,7 @@ METADATA_SCHEMA = pa.schema(
         pa.field("maxBatchId", pa.int64()),
     ]
 )
-"""The columns of ``state_metadata``, named as those of Spark's state metadata source where that has them."""
+"""The columns of ``state_metadata``, with the names of Spark's state metadata source where that source has them."""
 
 
 def state_metadata_table(
@@ -42,17 +42,17 @@ def state_metadata_table(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> pa.Table:
-    """A row per state variable of every operator, as of the last completed version.
+    """Return a row per state variable of every operator, as of the last completed version.
 
-    ``keySchema``, ``userKeySchema`` (of a map) and ``valueSchema`` are in Spark's JSON. Versions ``minVersion`` to ``maxVersion``
-    can be read, the states behind batches ``minBatchId`` to ``maxBatchId`` (-1: no batch is committed). Raises ``VersionNotFoundError``
-    if there is no version, ``MissingFileError``, ``DamagedFileError``.
+    ``keySchema``, ``userKeySchema`` (of a map) and ``valueSchema`` are in Spark's JSON. Versions ``minVersion`` to
+    ``maxVersion`` can be read: the states after batches ``minBatchId`` to ``maxBatchId`` (-1: no batch is committed).
+    Raises ``VersionNotFoundError`` if there is no version, ``MissingFileError``, ``DamagedFileError``.
     """
     return metadata_of(StateVersions.look(find_state(checkpoint_location, state_location, storage_options)))
 
 
 def metadata_of(versions: StateVersions) -> pa.Table:
-    """The table of ``state_metadata_table``."""
+    """Return the table of ``state_metadata_table``."""
     there = versions.readable
     oldest, newest = (there[0], there[-1]) if there else (0, versions.resolve(None))
     rows = []
@@ -85,7 +85,7 @@ def metadata_of(versions: StateVersions) -> pa.Table:
 
 
 def operator_kind(schema: OperatorSchema) -> str:
-    """What makes such state: the kind of the operator's ``OperatorSpec``, as far as its schema tells."""
+    """Return the kind of operator that makes such state, as in ``OperatorSpec``, as far as the schema tells."""
     if any(v.kind != ROWS for v in schema.variables):
         return "transform_with_state"
     (variable,) = schema.variables
@@ -96,5 +96,5 @@ def operator_kind(schema: OperatorSchema) -> str:
 
 
 def _json(fields: Iterable[pa.Field]) -> str:
-    """A struct in Spark's JSON."""
+    """Return a struct of the fields in Spark's JSON."""
     return json.dumps(to_spark_type("the columns", pa.struct(list(fields))), separators=(",", ":"), ensure_ascii=False)

@@ -20,7 +20,7 @@ from spark_bridge.state_format.stored_rows import VariableRows
 
 @dataclass(frozen=True)
 class StateSource:
-    """The rows of one state variable at a version, piece by piece; ``schema`` is that of every batch."""
+    """The rows of one state variable at a version, piece by piece; every batch has ``schema``."""
 
     reading: Reading
     rows: VariableRows
@@ -28,18 +28,18 @@ class StateSource:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns."""
+        """Return the columns."""
         return self.rows.output
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """The rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
+        """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
         with opened(self.reading.place, piece, open_storage=self.open_storage) as state:
             yield from scan_partition(self.rows, state, piece.partition)
 
 
 @dataclass(frozen=True)
 class ChangesSource:
-    """What changed in one state variable between two versions, piece by piece."""
+    """The changes of one state variable between two versions, piece by piece; every batch has ``schema``."""
 
     reading: Reading
     changes: VariableChanges
@@ -47,11 +47,14 @@ class ChangesSource:
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns."""
+        """Return the columns."""
         return self.changes.output
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
-        """The changes of one partition. Raises ``VersionNotFoundError`` if the versions have been removed meanwhile."""
+        """Give the changes of one partition.
+
+        Raises ``VersionNotFoundError`` if versions have been removed meanwhile.
+        """
         return self.changes.changes(self.reading.place, piece, self.open_storage)
 
 
@@ -68,7 +71,7 @@ def state_source(
     raw: bool = False,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> StateSource:
-    """What ``state_batches`` reads; see there."""
+    """Return the source of ``state_batches``; see there."""
     reading = StateVersions.look(place, open_storage=open_storage).reading(operator, version)
     variable = _variable(reading, state)
     return StateSource(reading, VariableRows(reading.schema, variable, collect, raw), open_storage)
@@ -84,7 +87,7 @@ def changes_source(
     raw: bool = False,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> ChangesSource:
-    """What ``state_changes_batches`` reads; see there."""
+    """Return the source of ``state_changes_batches``; see there."""
     versions = StateVersions.look(place, open_storage=open_storage)
     reading = versions.reading_of_changes(operator, from_version, to_version)
     rows = VariableRows(reading.schema, _variable(reading, state), raw=raw)
@@ -92,7 +95,7 @@ def changes_source(
 
 
 def _variable(reading: Reading, name: str | None) -> StateVariable:
-    """The variable of that name; None is the only one, timers apart, or the one of the operator's own rows."""
+    """Return the variable of that name; for None the only one (timers apart), or that of the operator's own rows."""
     if name is not None:
         return reading.schema.variable(name)
     there = [v for v in reading.schema.variables if not v.deleted]
@@ -100,6 +103,6 @@ def _variable(reading: Reading, name: str | None) -> StateVariable:
     if len(own) == 1:
         return own[0]
     raise InvalidStateStoreArgument(
-        f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in there) or 'none'}: name the "
-        "one to read with state=."
+        f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in there) or 'none'}: "
+        "name the one to read with state=."
     )

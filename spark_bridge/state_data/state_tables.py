@@ -1,6 +1,6 @@
-"""State as Arrow tables, for pandas, Polars and the like: needs neither Spark nor Ray, only the storage.
+"""State as Arrow tables, for pandas, Polars and the like, without Spark and Ray: only the storage is read.
 
-The counterparts with Spark are ``read_state``, ``read_state_changes`` and ``state_metadata`` in ``state_data``.
+The counterparts with Spark are ``read_state`` and ``read_state_changes`` in ``spark_frames``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spark_bridge.state_data.state_sources import Source, changes_source, state_
 T = TypeVar("T")
 
 ATTEMPTS = 3
-"""How often the last version is looked up anew if it is gone before it could be read."""
+"""So often the last version is looked up, if it is removed before it can be read."""
 
 
 def state_batches(
@@ -32,20 +32,22 @@ def state_batches(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> pa.RecordBatchReader:
-    """The rows of a state variable at a retained version, a partition after the other, in batches.
+    """Return the rows of a state variable at a retained version, one partition after the other, in batches.
 
-    ``state`` is the variable, by default the only one or the operator's own rows; timers are ``"timers"``. ``version`` is
-    by default the last completed one; version N+1 is the state behind batch N. The columns are those of the key, then: of a
-    value its fields; of a list those of an element, a row per element in their order; of a map those of the user's key and the
-    value, a row per entry; of timers ``expiration_timestamp_ms``; of an aggregate its results, or with ``state_columns``
-    what it keeps. ``ttl_expiration_ms`` if the variable has a TTL (what has expired but was not removed yet is
-    shown), ``key_group`` and ``partition_id`` follow. A name that is there before gets ``__value`` appended. Without ``flatten``
-    a list or map is one row per key, in the column ``list_value`` or ``map_value``.
+    ``state`` is the variable, by default the only one or the operator's own rows; timers are ``"timers"``. ``version``
+    is by default the last completed one; version N+1 is the state after batch N.
 
-    ``state_location`` is what ``spark.statestore.location`` was when the query ran, if it was set, ``storage_options`` how the
-    storage is reached. The query may run meanwhile, and is not touched. Raises ``VersionNotFoundError`` naming the versions that
-    there are, also if the version is removed while it is read; ``MissingFileError``, ``DamagedFileError``,
-    ``InvalidStateStoreArgument`` naming operators and variables.
+    The columns are first the key's. Then come the columns of the variable: of a value its fields; of a list the fields
+    of an element, one row per element in their order; of a map the columns of the user's key and of the value, one row
+    per entry; of timers ``expiration_timestamp_ms``; of an aggregate its results, or with ``state_columns`` the state
+    that it keeps. Then come ``ttl_expiration_ms`` if the variable has a TTL (rows that have expired and are not removed
+    yet are shown), ``key_group`` and ``partition_id``. A column whose name is taken already gets ``__value`` appended.
+    Without ``flatten`` a list or map is one row per key, in the column ``list_value`` or ``map_value``.
+
+    ``state_location`` is the value of ``spark.statestore.location`` when the query ran, if it was set;
+    ``storage_options`` are the settings of the storage. The query may run meanwhile, and is not disturbed. Raises
+    ``VersionNotFoundError`` naming the versions that there are, also if the version is removed while it is read;
+    ``MissingFileError``; ``DamagedFileError``; ``InvalidStateStoreArgument`` naming operators and variables.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
     return _reader(
@@ -65,7 +67,7 @@ def state_table(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> pa.Table:
-    """All that ``state_batches`` gives, as one table."""
+    """Return all rows of ``state_batches`` as one table."""
 
     def read() -> pa.Table:
         return state_batches(
@@ -93,12 +95,14 @@ def state_changes_batches(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> pa.RecordBatchReader:
-    """What changed in a state variable from one version to a later one, by default the last completed one, in batches.
+    """Return the changes of a state variable from one version to a later one, in batches.
 
-    Those are the changes of batches ``from_version`` to ``to_version - 1``. A row per change: ``version`` (that it led to),
-    ``change_type`` ("insert", "update" or "delete"), the columns of the key and of a map's user key, the structs ``before`` and
-    ``after`` of the value columns (null where there is none), ``key_group``, ``partition_id`` (of the layout of that version). Elements
-    of lists are only inserted and deleted. Rows ascend by version within a partition. Everything else as in ``state_batches``.
+    ``to_version`` is by default the last completed one. These are the changes of batches ``from_version`` to
+    ``to_version - 1``. There is a row per change, with the columns ``version`` (the version that the change led to),
+    ``change_type`` ("insert", "update" or "delete"), the columns of the key and of a map's user key, the structs
+    ``before`` and ``after`` of the value columns (null where there is no value), ``key_group``, and ``partition_id``
+    (in the layout of that version). Elements of lists are only inserted and deleted. Rows ascend by version within a
+    partition. Everything else is as in ``state_batches``.
     """
     place = find_state(checkpoint_location, state_location, storage_options)
     return _reader(
@@ -117,7 +121,7 @@ def state_changes_table(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> pa.Table:
-    """All that ``state_changes_batches`` gives, as one table."""
+    """Return all rows of ``state_changes_batches`` as one table."""
     return state_changes_batches(
         checkpoint_location,
         operator,
@@ -131,7 +135,11 @@ def state_changes_table(
 
 
 def _reader(source: Callable[[], Source], *, is_newest: bool) -> pa.RecordBatchReader:
-    """The batches of all pieces. The first one is read at once: what is wrong is raised here, and the newest version found anew."""
+    """Return the batches of all pieces.
+
+    The first batch is read at once, so that errors are raised here, and a newest version that is gone is looked up
+    again.
+    """
 
     def begin() -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         made = source()
@@ -147,6 +155,6 @@ def _again(read: Callable[[], T], *, is_newest: bool) -> T:
         try:
             return read()
         except VersionNotFoundError as error:
-            if error.__cause__ is None:  # not removed meanwhile: there is none
+            if error.__cause__ is None:  # the version was not removed meanwhile: there is none
                 raise
     return read()
