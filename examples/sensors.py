@@ -2,7 +2,7 @@
 
     python examples/sensors.py [directory]
 
-Some sensors stop. Nothing comes in from them any more, and yet the stream tells, some seconds later.
+Some sensors stop sending. The stream reports each of them some seconds later, though no row comes from them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SILENT_AFTER_MS, FAULTS_KEPT_MS = 3_000, 3_600_000
 
 
 class Watch(StatefulProcessor):
-    """Tells when a sensor has given nothing for some time, and what its faults were in the last hour."""
+    """Reports sensors that have sent nothing for some time, and their faults of the last hour."""
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         self.handle = handle
@@ -85,13 +85,13 @@ def write_readings(directory: Path, sensors: range) -> None:
 
 
 def show(batch: DataFrame, number: int) -> None:
-    """Print what a micro-batch has given."""
+    """Print the output of a micro-batch."""
     for row in sorted(batch.collect()):
         print(f"batch {number}: sensor {row.sensor} is silent since {row.last_seen}, its faults: {row.faults}")
 
 
 def main(directory: Path) -> None:
-    """Stream the readings; then let the first sensors fall silent, and a while later the others."""
+    """Stream the readings; let the first sensors fall silent, and a while later the others."""
     write_readings(directory / "readings", range(SENSORS))
     spark = init_spark("sensors", num_executors=2, executor_cores=1, executor_memory="1g")
     try:

@@ -178,8 +178,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             )
         if "Continuous" in kind or "Continuous" in trigger or "RealTime" in trigger:
             return (
-                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version state "
-                "by; use trigger(processingTime=...) or trigger(availableNow=True)."
+                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version "
+                "state by; use trigger(processingTime=...) or trigger(availableNow=True)."
             )
         checkpoint = str(execution.resolvedCheckpointRoot())
         if TEMPORARY_CHECKPOINT.search(checkpoint):

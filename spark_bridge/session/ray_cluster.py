@@ -42,11 +42,14 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
                 "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
                 running,
             )
-    # Executors and their Python workers run as they do without Ray, not with Ray's niceness of 15.
-    config = {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
     num_cpus = max(cpus, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=config, **quiet)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=system_config(), **quiet)
     return True
+
+
+def system_config() -> dict[str, int]:
+    """Return the settings of a Ray cluster that is started: processes run as without Ray, not with Ray's niceness of 15."""
+    return {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
 
 
 def _running_ray() -> str | None:

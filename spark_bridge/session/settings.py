@@ -42,7 +42,7 @@ def apply_settings(spark: SparkSession) -> None:
     """Set on a live session the settings that stateful operators need."""
     spark.conf.set(EXCLUDED_RULES, excluded_rules(spark.conf.get(EXCLUDED_RULES, None)))
     spark.conf.set(STATELESS_AQE, "false")
-    # A rate source makes quiet streams tick. Beside it Spark 4.2 would make one batch of a whole backlog (availableNow).
+    # A rate source makes quiet streams tick. Beside it, availableNow of Spark 4.2 would make one batch of a backlog.
     spark.conf.set(AVAILABLE_NOW_WRAPPER, "true")
 
 

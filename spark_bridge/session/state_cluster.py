@@ -45,7 +45,7 @@ class StateCluster:
         return self._answers("address")
 
     def query_addresses(self) -> list[str]:
-        """Return where these hosts answer query clients, ``ip:port``: for ``QueryableStateClient.connect(address=)``."""
+        """Return where these hosts answer query clients, ``ip:port``: for ``address=`` of ``QueryableStateClient``."""
         return [address for address in self._answers("query_address") if address]
 
     def _answers(self, method: str) -> list[str]:
