@@ -1,4 +1,4 @@
-"""Starting and ending a session: ``init_spark`` or ``attach`` joins Spark and the state store, ``stop_spark`` ends it."""
+"""Starting and ending a session of Spark with the state store: ``init_spark``, ``attach``, ``stop_spark``."""
 
 from __future__ import annotations
 

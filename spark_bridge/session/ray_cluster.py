@@ -48,7 +48,7 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
 
 
 def system_config() -> dict[str, int]:
-    """Return the settings of a Ray cluster that is started: processes run as without Ray, not with Ray's niceness of 15."""
+    """Return settings for a new Ray cluster: processes run as without Ray, not with Ray's niceness of 15."""
     return {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
 
 

@@ -103,11 +103,6 @@ class RowReducer:
         if self._sorter is not None:
             self._sorter.__exit__()
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Return whether there were more rows than the memory limit allows."""
-        return self._sorter is not None
-
     def add(self, part: KeyedRows) -> None:
         """Take rows that have been reduced."""
         self._parts.append(part)
