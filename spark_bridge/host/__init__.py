@@ -1,1 +1,1 @@
-"""The logic of a host, without Ray: grants, loading, commits, completed versions, reads, maintenance, savepoint exports."""
+"""The logic of a host, without Ray: grants, loading, commits, versions, reads, maintenance, savepoint exports."""
