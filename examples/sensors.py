@@ -91,7 +91,7 @@ def show(batch: DataFrame, number: int) -> None:
 
 
 def main(directory: Path) -> None:
-    """Stream the readings; then let the first sensors fall silent, and a while later the others."""
+    """Stream the readings; let the first sensors fall silent, and a while later the others."""
     write_readings(directory / "readings", range(SENSORS))
     spark = init_spark("sensors", num_executors=2, executor_cores=1, executor_memory="1g")
     try:

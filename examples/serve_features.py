@@ -85,7 +85,7 @@ def ask(*purchases: dict[str, float]) -> None:
 
 
 def main(directory: Path) -> None:
-    """Stream the purchases into features per user, and score by them while the stream goes on."""
+    """Stream the purchases into features per user, and score by these features while the stream goes on."""
     write_purchases(directory / "purchases", usual=50)
     spark = init_spark("features", num_executors=2, executor_cores=1, executor_memory="1g")
     try:

@@ -47,7 +47,7 @@ class Unusual(ArrowStatefulProcessor):
             score = (amount - mean[user]) / np.sqrt(squares / (n - 1))[user]
         found = batch.rows.append_column("score", pa.array(score)).filter(pa.array(score > SUSPICIOUS))
 
-        # The mean and squares of these rows, joined with those of all rows before (Chan et al.).
+        # The mean and squares of these rows, joined with those of all earlier rows (Chan et al.).
         rows = np.bincount(user, minlength=batch.num_keys)
         rows_mean = np.bincount(user, amount, batch.num_keys) / np.maximum(rows, 1)
         rows_squares = np.bincount(user, (amount - rows_mean[user]) ** 2, batch.num_keys)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.queryable.client.async_results import AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.conditions import Condition
@@ -51,8 +52,8 @@ class AsyncQueryableStateClient:
     @classmethod
     async def connect(
         cls,
-        namespace: str = "statestore",
-        coordinator_name: str = "StateStoreCoordinator",
+        namespace: str = NAMESPACE,
+        coordinator_name: str = COORDINATOR_NAME,
         address: str | Sequence[str] | None = None,
         token: str | None = None,
         tls: TlsConf | ssl.SSLContext | None = None,

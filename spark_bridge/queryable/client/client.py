@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client.cluster_access import ClusterAccess
 from spark_bridge.queryable.client.conditions import Condition, comparisons
@@ -95,8 +96,8 @@ class QueryableStateClient:
     @classmethod
     def connect(
         cls,
-        namespace: str = "statestore",
-        coordinator_name: str = "StateStoreCoordinator",
+        namespace: str = NAMESPACE,
+        coordinator_name: str = COORDINATOR_NAME,
         address: str | Sequence[str] | None = None,
         token: str | None = None,
         tls: TlsConf | ssl.SSLContext | None = None,
