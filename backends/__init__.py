@@ -1,4 +1,4 @@
-"""State stores: versioned maps of bytes, durable in a checkpoint location. Knows neither Ray nor Spark.
+"""State stores: versioned maps of bytes, durable in a checkpoint location. Imports neither Ray nor PySpark.
 
 Names are loaded when first used: query clients import this package and need neither RocksDB nor object stores.
 """

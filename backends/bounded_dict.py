@@ -11,7 +11,7 @@ V = TypeVar("V")
 class BoundedDict(dict[K, V]):
     """Keep the ``limit`` entries that were set last, and forget the oldest ones.
 
-    Setting a key again makes its entry the newest; reading does not. Not locked: whoever shares the dict locks it.
+    Setting a key again makes its entry the newest; reading does not. Has no lock of its own.
     Only ``d[key] = value`` and ``setdefault`` are bounded. Raises ``ValueError`` for a limit below 1.
     """
 

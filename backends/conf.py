@@ -1,4 +1,4 @@
-"""Options of the state store. Every option here does something; unknown values are refused at once."""
+"""The options of the state store. Unknown values are refused at once."""
 
 from __future__ import annotations
 
@@ -18,44 +18,46 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StateStoreConf:
-    """Options, validated.
+    """The options of a state store, validated when they are given.
 
-    Which, and where:
+    Which backend, and where:
 
     - ``provider``: the backend that keeps the state: "rocksdb" (on local disk, for any size), "file"
-      (in memory, for what fits), or the import path of a ``backends.providers.local_provider.LocalStateStoreProvider``.
+      (in memory, for state that fits), or the import path of a subclass of
+      ``backends.providers.standalone_provider.LocalStateStoreProvider``.
     - ``storage_options``: how the checkpoint location is reached: Spark's ``spark.hadoop.fs.s3a.*``, or obstore's own.
 
-    What is durable, and for how long:
+    Durability and retention:
 
-    - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged.
-      False trades the last commits at a power cut for speed; a killed process loses nothing either way.
+    - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged. False is faster, and
+      loses the last commits at a power cut. A killed process loses nothing either way.
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
-      ``spark.sql.streaming.minBatchesToRetain``); what only older ones need is removed.
-    - ``deltas_per_snapshot``: a snapshot is taken when so many versions have been made since the
-      last one (Spark: ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). Fewer load faster, more write less.
+      ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
+    - ``deltas_per_snapshot``: a snapshot is taken when so many versions have been made since the last one (Spark:
+      ``spark.sql.streaming.stateStore.minDeltasForSnapshot``). A lower number loads faster, a higher one writes less.
     - ``maintenance_interval``: seconds between two rounds of maintenance.
     - ``maintenance_threads``: providers maintained at once.
 
     Memory and work:
 
-    - ``max_versions_in_memory``: versions before the newest that are read as fast as it, by what was
-      replaced since being kept in memory; others are loaded into a copy when they are read (Spark has the same option).
-    - ``versions_in_memory_bytes``: the most memory that takes, per store.
-    - ``track_total_number_of_rows``: count keys exactly, at the price of looking up each written key that
-      the batch has not read (Spark has the same option); False shows the backend's estimate.
-    - ``load_threads``, ``upload_threads``: files of one store fetched, or uploaded, at once.
+    - ``max_versions_in_memory``: how many versions before the newest are read as fast as the newest. The pairs that
+      were replaced since are kept in memory for them. Older versions are loaded into a copy when they are read. (Spark
+      has the same option.)
+    - ``versions_in_memory_bytes``: the most memory for the replaced pairs, per store.
+    - ``track_total_number_of_rows``: count keys exactly. Each written key that the batch has not read must be looked up
+      for that. False shows the backend's estimate. (Spark has the same option.)
+    - ``load_threads``, ``upload_threads``: how many files of one store are fetched, or uploaded, at once.
     - ``file_snapshot_part_bytes``: the file provider cuts its snapshots into files of about this size.
 
     RocksDB:
 
-    - ``rocksdb_row_cache_bytes``: one budget for pairs read, by which bulk reads are many times as fast, shared by all
-      stores of the process; 0 for none.
-    - ``rocksdb_block_cache_bytes``: one cache for blocks read, shared by all stores of the process.
+    - ``rocksdb_row_cache_bytes``: memory for pairs that were read, shared by all stores of the process. With it, bulk
+      reads are many times as fast. 0 for none.
+    - ``rocksdb_block_cache_bytes``: memory for blocks that were read, shared by all stores of the process.
     - ``rocksdb_write_buffer_bytes``: memory for recent writes, shared by all stores of the process.
     - ``rocksdb_memtable_bytes``: recent writes that one column family collects before it writes a file.
-    - ``rocksdb_bloom_filter_bits``: bits per key that spare reads of absent keys; 0 for none.
+    - ``rocksdb_bloom_filter_bits``: bits per key of the filters by which absent keys need not be read; 0 for none.
     - ``rocksdb_compression``: of RocksDB's local files, and so of its snapshots: "none", "lz4" or "zstd".
     """
 
@@ -112,7 +114,7 @@ class StateStoreConf:
         self._check_range("rocksdb_bloom_filter_bits", 0, 64)
 
     def provider_class(self) -> type:
-        """The class that ``provider`` names; raises ``InvalidStateStoreArgument`` if there is none."""
+        """Return the class that ``provider`` names. Raises ``InvalidStateStoreArgument`` if there is none."""
         path = PROVIDERS.get(self.provider, self.provider)
         module, _, name = path.replace(":", ".").rpartition(".")
         try:

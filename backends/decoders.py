@@ -1,8 +1,9 @@
-"""msgspec's decoders; what a type consists of is found out by one thread at a time.
+"""msgspec's decoders, made by one thread at a time.
 
-msgspec (0.22) finds that out when a type is decoded first, and keeps it with the type before all of it is there. Another thread that decodes
-the type meanwhile, or one that contains it, meets half of it, and the process ends with a segmentation fault. So everything that msgspec
-decodes is decoded by what these functions give; ruff refuses msgspec's own.
+msgspec (0.22) describes a type to itself when the type is decoded first, and keeps the description with the type before
+the description is complete. Another thread that decodes the type meanwhile, or a type that contains it, reads half a
+description, and the process ends with a segmentation fault. So the whole project decodes with these functions; ruff
+refuses msgspec's own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def json_decoder(kind: type[T], dec_hook: DecHook | None = None) -> msgspec.json
 @overload
 def json_decoder(kind: Any, dec_hook: DecHook | None = None) -> msgspec.json.Decoder[Any]: ...
 def json_decoder(kind: Any, dec_hook: DecHook | None = None) -> msgspec.json.Decoder[Any]:
-    """The decoder of JSON to ``kind``: a type, or a union of types."""
+    """Return the decoder of JSON to ``kind``: a type, or a union of types."""
     made: msgspec.json.Decoder[Any] = _decoder(msgspec.json.Decoder, kind, dec_hook)
     return made
 
@@ -36,7 +37,7 @@ def msgpack_decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]: ...
 @overload
 def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]: ...
 def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """The decoder of MessagePack to ``kind``: a type, or a union of types."""
+    """Return the decoder of MessagePack to ``kind``: a type, or a union of types."""
     made: msgspec.msgpack.Decoder[Any] = _decoder(msgspec.msgpack.Decoder, kind, None)
     return made
 
@@ -46,7 +47,7 @@ def convert(value: object, kind: type[T], *, str_keys: bool = False) -> T: ...
 @overload
 def convert(value: object, kind: Any, *, str_keys: bool = False) -> Any: ...
 def convert(value: object, kind: Any, *, str_keys: bool = False) -> Any:
-    """``msgspec.convert``: what has been decoded without a type, as ``kind``."""
+    """Convert a value that was decoded without a type to ``kind``, as ``msgspec.convert`` does."""
     msgpack_decoder(kind)
     return msgspec.convert(value, kind, str_keys=str_keys)
 
@@ -61,7 +62,7 @@ def _decoder(decoder: Any, kind: Any, dec_hook: DecHook | None) -> Any:
 
 
 def _after_fork() -> None:
-    """A thread that is not in the new process may have held the lock."""
+    """Make the lock anew: a thread that the forked process does not have may have held it."""
     global _making
     _making = threading.Lock()
 

@@ -1,8 +1,7 @@
 """Every error that the backends raise on purpose.
 
-One base class, so that a caller can tell "the state store says no" from a bug. Messages say what
-was wrong, with which values, and what to do. Each class can be rebuilt from its message alone,
-which is how errors travel between processes.
+All have one base class, so that a caller can tell "the state store says no" from a bug. Messages say what was wrong,
+with which values, and what to do. Each class can be rebuilt from its message alone: so errors travel between processes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class SchemaMismatchError(StateStoreError):
 
 
 class IncompatibleSchemaError(SchemaMismatchError):
-    """Stored state cannot be gone on with as it is declared now; the message names both schemas."""
+    """The program declares a schema by which the stored state cannot be read on; the message names both schemas."""
 
 
 class UnsupportedLocationError(StateStoreError):
@@ -41,7 +40,7 @@ class MissingFileError(StorageError):
 
 
 class FileExistsInStorageError(StorageError):
-    """A file that must be new exists already. Its content is somebody else's."""
+    """A file that must be new exists already, with another writer's content."""
 
 
 class DamagedFileError(StorageError):
@@ -49,20 +48,20 @@ class DamagedFileError(StorageError):
 
 
 class LocalStateDamagedError(StateStoreError):
-    """The working copy on local disk failed. What is durable is elsewhere; the message says what to remove."""
+    """The working copy on local disk failed. The durable files are elsewhere; the message says what to remove."""
 
 
 class VersionNotFoundError(StateStoreError):
-    """A version that does not exist, or is no longer held; the message names what is there."""
+    """A version that does not exist, or is no longer held; the message names the versions that are there."""
 
 
 class LineageMismatchError(StateStoreError):
-    """Changes or files do not follow on from the state that is loaded: reload from storage."""
+    """Changes or files do not follow from the state that is loaded: load it again from storage."""
 
 
 class StoreClosedError(StateStoreError):
-    """Use after ``commit``, ``abort`` or ``close``."""
+    """A store was used after ``commit``, ``abort`` or ``close``."""
 
 
 class ConcurrentCommitError(StateStoreError):
-    """Somebody else writes, or has written, the same state; this commit changed nothing."""
+    """Another writer writes, or has written, the same state; this commit changed nothing."""

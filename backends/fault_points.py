@@ -11,12 +11,12 @@ _hook: Callable[[str], None] | None = None
 
 
 def set_hook(hook: Callable[[str], None] | None) -> None:
-    """Have ``hook`` called with the name of every point that is reached; None for nothing."""
+    """Call ``hook`` with the name of every point that is reached; None calls nothing."""
     global _hook
     _hook = hook
 
 
 def reached(point: str) -> None:
-    """The process is at ``point``."""
+    """Say that the process is at ``point``."""
     if _hook is not None:
         _hook(point)

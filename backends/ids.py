@@ -1,4 +1,7 @@
-"""Names of a state store and of one loaded instance of it (Spark: ``StateStoreId``, ``StateStoreProviderId``)."""
+"""Names: of a state store, of its loaded instances, of operators and column families, and the rules for them.
+
+Spark has ``StateStoreId`` and ``StateStoreProviderId`` as well.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ def is_operator_name(name: object) -> bool:
 
 
 def check_name(kind: str, name: str) -> str:
-    """Return ``name`` if it can be one directory name on every storage; raise otherwise.
+    """Return ``name`` if it can be a directory's name on every storage; raise ``InvalidStateStoreArgument`` otherwise.
 
-    ``kind`` is what the name is of, for the message.
+    ``kind`` says in the message what the name is of, such as "a store".
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidStateStoreArgument(
@@ -35,7 +38,7 @@ def check_name(kind: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class StateStoreId:
-    """One partition of one operator's state, below one checkpoint location."""
+    """A partition of an operator's state, below a checkpoint location."""
 
     checkpoint_location: str
     operator_id: str
@@ -59,7 +62,7 @@ class StateStoreId:
 
 @dataclass(frozen=True)
 class StateStoreProviderId:
-    """A store as loaded for one run of a query: a restarted query never meets its older instances."""
+    """A store as it is loaded for one run of a query. A restarted query never meets its older instances."""
 
     store_id: StateStoreId
     query_run_id: str
@@ -69,3 +72,4 @@ class StateStoreProviderId:
 
 
 DEFAULT_FAMILY = "default"
+"""The column family of a store that has no other."""

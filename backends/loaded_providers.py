@@ -35,7 +35,7 @@ class Provider(Protocol[Store_co]):
         """Take snapshots that are due, and remove what is no longer kept."""
 
     def close(self) -> None:
-        """Let go of memory and local files."""
+        """Release memory and local files."""
 
 
 class Report(Protocol):
@@ -58,11 +58,11 @@ class CoordinatorReference(Protocol):
         """Tell the coordinator that an instance is active here, beside the other ones."""
 
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """Return whether the coordinator takes an instance to be active here."""
+        """Return whether an instance is active here, as far as the coordinator knows."""
 
 
 class LoadedProviders(Generic[Store]):
-    """Loaded providers by their id. Safe to use from many threads.
+    """Loaded providers by their id. Many threads may use one object at once.
 
     ``load`` makes a provider. ``coordinator`` returns the reference to the coordinator, or None where there is none.
     ``_lock`` guards everything here, and is not held while a provider or the coordinator is called, but for ``load``.
@@ -116,8 +116,8 @@ class LoadedProviders(Generic[Store]):
     def _provider(self, provider_id: StateStoreProviderId, conf: StateStoreConf | None) -> Provider[Store]:
         if not isinstance(provider_id, StateStoreProviderId):
             raise InvalidStateStoreArgument(
-                f"{provider_id!r} is no StateStoreProviderId. On the class, StateStore.get(provider_id, version, conf) opens "
-                "a store; get(key) is for a store that is open."
+                f"{provider_id!r} is no StateStoreProviderId. On the class, StateStore.get(provider_id, version, conf) "
+                "opens a store; get(key) is for a store that is open."
             )
         conf = conf or StateStoreConf()
         with self._lock:
@@ -167,7 +167,7 @@ class LoadedProviders(Generic[Store]):
             log.info("Unloaded %s", provider)
 
     def stop(self) -> None:
-        """Close all providers, and end maintenance; what is loaded afterwards starts it again."""
+        """Close all providers, and end maintenance. A provider that is loaded afterwards starts maintenance again."""
         with self._lock:
             ids = list(self._providers)
             stop, thread, pool = self._stop, self._thread, self._pool

@@ -1,4 +1,4 @@
-"""Figures about one store (Spark: ``StateStoreMetrics``)."""
+"""The figures of one store (Spark: ``StateStoreMetrics``)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StateStoreMetrics:
-    """``num_keys`` over all column families, ``memory_bytes`` held by this store alone.
+    """The number of keys of all column families, and the bytes of memory that this store alone holds.
 
-    ``custom`` has the provider's own figures; names end in their unit (``_ms``, ``_bytes``) or are counts.
+    ``custom`` has the provider's own figures. Their names end in their unit (``_ms``, ``_bytes``), or they are counts.
     """
 
     num_keys: int

@@ -1,4 +1,4 @@
-"""The interfaces: a store at one version, and the provider that opens stores (Spark's of the same names)."""
+"""The interfaces of a store at one version and of the provider that opens stores (Spark's of the same names)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backends.metrics import StateStoreMetrics
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-CHANGES_SCHEMA = pa.schema(
+CHANGE_FEED_SCHEMA = pa.schema(
     [
         pa.field("version", pa.int64(), nullable=False),
         pa.field("column_family", pa.string(), nullable=False),
@@ -27,11 +27,11 @@ CHANGES_SCHEMA = pa.schema(
         pa.field("after", pa.binary()),
     ]
 )
-"""The batches of a change feed."""
+"""The columns of a change feed's batches: the value of a key before and after the version (null: there is none)."""
 
 
 class _Get:
-    """``StateStore.get(provider_id, version, conf)`` opens a store; on a store, ``get(key)`` reads a value.
+    """Makes ``StateStore.get(provider_id, version, conf)`` open a store; on a store, ``get(key)`` reads a value.
 
     Spark has the first on its object ``StateStore`` and the second on its trait of the same name.
     """
@@ -45,10 +45,10 @@ class _Get:
 class StateStore(ABC):
     """A map from bytes to bytes at one version, with uncommitted changes on top.
 
-    Reads see the store's own changes. ``commit`` makes the next version of them, ``abort`` drops
-    them; after either, all but ``id``, ``version``, ``has_committed`` and ``metrics`` raises
-    ``StoreClosedError``. Keys and values are ``bytes``, never None (``InvalidStateStoreArgument``).
-    Iteration is in byte order of the keys. One store is for one thread.
+    Reads see the store's own changes. ``commit`` makes the next version of the changes, ``abort`` drops them. After
+    either, everything but ``id``, ``version``, ``has_committed`` and ``metrics`` raises ``StoreClosedError``. Keys and
+    values are ``bytes``, never None (``InvalidStateStoreArgument``). Iteration is in byte order of the keys. A store is
+    for one thread.
 
     ``StateStore.get``, ``get_read_only``, ``unload``, ``stop``, ``is_loaded`` and ``is_maintenance_running``,
     called on the class, are those of ``loaded_providers``, the providers of this process.
@@ -58,7 +58,7 @@ class StateStore(ABC):
     def get_read_only(
         provider_id: StateStoreProviderId, version: int, conf: StateStoreConf | None = None
     ) -> StateStore:
-        """Open a version of a loaded provider, which is loaded if need be, to read."""
+        """Open a version to read. The provider is loaded if need be."""
         return loaded_providers.get_read_only(provider_id, version, conf)
 
     @staticmethod
@@ -73,12 +73,12 @@ class StateStore(ABC):
 
     @staticmethod
     def is_loaded(provider_id: StateStoreProviderId) -> bool:
-        """Whether a provider is loaded in this process."""
+        """Return whether a provider is loaded in this process."""
         return loaded_providers.is_loaded(provider_id)
 
     @staticmethod
     def is_maintenance_running() -> bool:
-        """Whether the maintenance thread runs."""
+        """Return whether the maintenance thread runs."""
         return loaded_providers.is_maintenance_running()
 
     @property
@@ -99,13 +99,13 @@ class StateStore(ABC):
     @property
     @abstractmethod
     def metrics(self) -> StateStoreMetrics:
-        """Figures: at the version opened, and once committed, at the version made."""
+        """The figures at the version that was opened; after a commit, at the version that was made."""
 
     if TYPE_CHECKING:
 
         @abstractmethod
         def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-            """The value of a key, None if it has none. On the class: see ``_Get``."""
+            """Return the value of a key, None if it has none. On the class: see ``_Get``."""
     else:
         get = _Get()
 
@@ -115,25 +115,25 @@ class StateStore(ABC):
 
     @abstractmethod
     def remove(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Remove a key; it is no error if it is not there."""
+        """Remove a key; no error if the key is not there."""
 
     @abstractmethod
     def get_range(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs from ``start`` (included) to ``end`` (not included); None is no limit."""
+        """Return the pairs from ``start`` (included) to ``end`` (not included); None is no limit."""
 
     @abstractmethod
     def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """The pairs whose key begins with ``prefix``."""
+        """Return the pairs whose key begins with ``prefix``."""
 
     @abstractmethod
     def iterator(self, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """All pairs."""
+        """Return all pairs."""
 
     @abstractmethod
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Values in the order of ``keys``, null where there is none. Sorted keys are fastest."""
+        """Return the values in the order of ``keys``, null where a key has none. Sorted keys are fastest."""
 
     @abstractmethod
     def put_many(
@@ -142,7 +142,7 @@ class StateStore(ABC):
         values: pa.Array | pa.ChunkedArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> None:
-        """Set many values; of a key given twice the last counts. Sorted keys are fastest."""
+        """Set many values. Of a key that is given twice the last value counts. Sorted keys are fastest."""
 
     @abstractmethod
     def remove_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> None:
@@ -152,20 +152,20 @@ class StateStore(ABC):
     def scan(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """As ``get_range``, in batches with the binary columns ``key`` and ``value``."""
+        """Return the pairs of ``get_range`` in batches with the binary columns ``key`` and ``value``."""
 
     @abstractmethod
     def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
-        """Make a column family, a map of its own; it is no error if it exists.
+        """Make a column family, a map of its own; no error if the family exists.
 
-        With ``use_multiple_values_per_key`` (Spark's term) its values are lists: ``merge`` appends to them,
-        ``values_iterator`` reads one, iterators and scans give a pair per element, ``put`` replaces a
-        list by one element, and ``remove`` removes it all. ``get`` and ``get_many`` are for other families.
+        With ``use_multiple_values_per_key`` (Spark's term) the values are lists: ``merge`` appends to a list,
+        ``values_iterator`` reads a list, iterators and scans give a pair per element, ``put`` replaces a list by one
+        element, and ``remove`` removes the whole list. ``get`` and ``get_many`` are for other families.
         """
 
     @abstractmethod
     def merge(self, key: bytes, value: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Append to the list of a key, without reading it."""
+        """Append to the list of a key, without reading the list."""
 
     @abstractmethod
     def merge_many(
@@ -174,27 +174,27 @@ class StateStore(ABC):
         values: pa.Array | pa.ChunkedArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> None:
-        """Append many elements, in the order given; a key may come several times."""
+        """Append many elements, in the given order; a key may come several times."""
 
     @abstractmethod
     def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
-        """The elements of a key's list, in the order they were appended; none if there is no list."""
+        """Return the elements of a key's list, in the order in which they were appended; none if there is no list."""
 
     @abstractmethod
     def commit(self) -> int:
-        """Make the changes durable as the next version, which is returned.
+        """Make the changes durable as the next version, and return that version.
 
-        Only changed pairs are written. If it fails, nothing has changed. Raises
-        ``ConcurrentCommitError`` if another store has committed since this one was opened.
+        Only changed pairs are written. If the commit fails, nothing has changed. Raises ``ConcurrentCommitError`` if
+        another store has committed since this one was opened.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop the changes; it is no error to abort twice, or after a commit."""
+        """Drop the changes. No error if the store was aborted or committed before."""
 
 
 class StateStoreProvider(ABC):
-    """Opens the versions of one store. Version 0 is empty. Safe to use from many threads."""
+    """Opens the versions of one store. Version 0 is empty. Many threads may use a provider at once."""
 
     @property
     @abstractmethod
@@ -203,26 +203,26 @@ class StateStoreProvider(ABC):
 
     @abstractmethod
     def get_store(self, version: int) -> StateStore:
-        """Open a version to change it: ``commit`` makes ``version + 1``, in place of any that was there.
+        """Open a version to change it: ``commit`` makes ``version + 1``, in place of one that may be there.
 
         Raises ``VersionNotFoundError`` naming the versions that exist.
         """
 
     @abstractmethod
     def get_read_store(self, version: int) -> StateStore:
-        """Open a version to read: any number at once, while others write; changes are refused."""
+        """Open a version to read, while other stores write. Changes are refused. Any number may be open at once."""
 
     @abstractmethod
     def latest_version(self) -> int:
-        """The newest version, 0 if nothing was ever committed."""
+        """Return the newest version, 0 if nothing was ever committed."""
 
     @abstractmethod
     def change_feed(self, from_version: int, to_version: int) -> Iterator[pa.RecordBatch]:
-        """What leads from ``from_version`` to ``to_version``: batches of ``CHANGES_SCHEMA``.
+        """Return the changes that lead from ``from_version`` to ``to_version``: batches of ``CHANGE_FEED_SCHEMA``.
 
-        The changes of versions ``from_version + 1`` to ``to_version``, ascending, a batch per version and
-        column family, sorted by key: the value before (null: there was none) and after (null: removed).
-        In a family of lists every element is a pair of its own. Raises ``VersionNotFoundError``.
+        The changes of the versions ``from_version + 1`` to ``to_version``, ascending, a batch per version and column
+        family, sorted by key: the value before (null: there was none) and after (null: removed). In a family of lists
+        every element is a pair of its own. Raises ``VersionNotFoundError``.
         """
 
     @abstractmethod
@@ -231,7 +231,7 @@ class StateStoreProvider(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of memory and local files; what was committed stays. Idempotent."""
+        """Release memory and local files. Committed versions stay. No error if the provider is closed already."""
 
     def __enter__(self) -> Self:
         return self
@@ -243,7 +243,10 @@ class StateStoreProvider(ABC):
 
 
 def load_provider(provider_id: StateStoreProviderId, conf: StateStoreConf) -> StateStoreProvider:
-    """Make the provider that ``conf`` names; raises ``InvalidStateStoreArgument`` if that is no ``StateStoreProvider``."""
+    """Make the provider that ``conf`` names.
+
+    Raises ``InvalidStateStoreArgument`` if that is no ``StateStoreProvider``.
+    """
     provider = conf.provider_class()(provider_id.store_id, conf)
     if not isinstance(provider, StateStoreProvider):
         raise InvalidStateStoreArgument(

@@ -1,7 +1,7 @@
-"""Keeping pandas out of a process that has nothing of it, for its import takes about as long as that of all our own modules.
+"""Keep pandas out of a process that does not use it: its import takes about as long as that of all our own modules.
 
-pyarrow imports pandas, if it is installed, the first time that it makes an array or a scalar of anything at all, only to see whether what
-it was given is pandas'.
+pyarrow imports pandas, if pandas is installed, the first time that it makes an array or a scalar, only to see whether
+the given value is of pandas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _NoPandas(MetaPathFinder):
 
 
 def keep_pandas_out() -> None:
-    """From now on pyarrow takes pandas for not installed in this process. Without effect if it has looked for it already."""
+    """Make pyarrow take pandas for not installed in this process; too late if pyarrow has looked for pandas already."""
     finder = _NoPandas()
     sys.meta_path.insert(0, finder)
     try:

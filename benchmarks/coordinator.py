@@ -43,7 +43,7 @@ from backends.formats.file_names import changelog_path
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal
-from backends.formats.snapshot import Snapshot
+from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
@@ -116,7 +116,7 @@ class InActor:
     def __init__(self, namespace: str) -> None:
         import ray
 
-        from coordinator_actor.actor import get_or_create_coordinator
+        from coordinator_actor.on_ray.actor import get_or_create_coordinator
 
         self._get, self._kill = ray.get, ray.kill
         self._actor = get_or_create_coordinator(namespace)
@@ -302,7 +302,7 @@ class Cluster:
     def _upload(self, host: PlayedHost, operator: str, partition: int, version: int) -> SnapshotUploaded:
         head = host.heads[operator, partition]
         path = f"{head.rpartition('/')[0]}/{version}-{self._rng.randbytes(16).hex()}.snapshot"
-        data = seal(Snapshot(path, "rocksdb", LocalState(version, head, 1000), ()))
+        data = seal(SnapshotDescriptor(path, "rocksdb", LocalState(version, head, 1000), ()))
         file = self._root / "statestore" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)

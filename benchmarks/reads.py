@@ -36,7 +36,7 @@ from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateSto
 from backends.encoding.sorted_pairs import to_bytes_list
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.partition.partition_state import PartitionState
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 from backends.storage.checkpoint_storage import CheckpointStorage
 
 KEY_BYTES, VALUE_BYTES = 11, 30

@@ -40,7 +40,7 @@ from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf, StateStoreId
 from backends.engines.rocksdb import LocalRocksDB
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 
 PROVIDERS = {"rocksdb provider": RocksDBStateStoreProvider, "file provider": FileStateStoreProvider}
 SCAN_ROWS = 1 << 14

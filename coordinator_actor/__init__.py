@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coordinator_actor.actor import StateStoreCoordinator
     from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
     from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
     from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
     from coordinator_actor.location_oracle import KvStateLocationOracle
-    from coordinator_actor.reference import StateStoreCoordinatorRef
+    from coordinator_actor.on_ray.actor import StateStoreCoordinator
+    from coordinator_actor.on_ray.reference import StateStoreCoordinatorRef
     from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 
 __all__ = [
@@ -33,8 +33,8 @@ _HOMES = {
     "CheckpointStatsTracker": "coordinator_actor.checkpoints.checkpoint_stats",
     "KvStateLocationOracle": "coordinator_actor.location_oracle",
     "SavepointCoordinator": "coordinator_actor.savepoints.savepoint_coordinator",
-    "StateStoreCoordinator": "coordinator_actor.actor",
-    "StateStoreCoordinatorRef": "coordinator_actor.reference",
+    "StateStoreCoordinator": "coordinator_actor.on_ray.actor",
+    "StateStoreCoordinatorRef": "coordinator_actor.on_ray.reference",
 }
 
 

@@ -85,7 +85,11 @@ class AccessTokens:
         self._tokens = {token.id: token for token in tokens}
         self._revoked = _revoked(tokens)
 
-    def issue(self, name: str, expires_in: float | None = None) -> str:
+    def token(self) -> str:
+        """Return the secret of the cluster."""
+        return self._secret
+
+    def issue_token(self, name: str, expires_in: float | None = None) -> str:
         """A new token, which is shown only now. ``expires_in`` in seconds; None is never.
 
         Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
@@ -112,12 +116,12 @@ class AccessTokens:
             self._save({**{t.id: t for t in kept}, made.id: made})
         return _signed(made.id, made.expires, self._secret)
 
-    def list(self) -> tuple[IssuedToken, ...]:
+    def list_tokens(self) -> tuple[IssuedToken, ...]:
         """All tokens, those that were revoked or have expired too, the oldest first."""
         with self._lock:
             return tuple(sorted(self._tokens.values(), key=lambda token: token.created))
 
-    def revoke(self, id_or_name: str) -> IssuedToken:
+    def revoke_token(self, id_or_name: str) -> IssuedToken:
         """Make a token worthless, for good. Revoking it again changes nothing.
 
         Raises ``InvalidRequestError`` naming the tokens that there are.

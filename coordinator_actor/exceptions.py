@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-import backends.exceptions
-
 
 class CoordinatorError(Exception):
     """Base of all errors that the coordinator raises on purpose."""
+
+
+class SparkBridgeError(Exception):
+    """Base of all errors of ``spark_bridge``, which has this name, too.
+
+    It stands here with those of its subclasses that the coordinator or its port raises, so that each error has one class.
+    """
+
+
+class HostUnavailableError(SparkBridgeError):
+    """No StateStoreHost, or no coordinator, answered within the time allowed."""
+
+
+class QueryableStateError(SparkBridgeError):
+    """A query client's request failed. Its subclasses, most of them named after Flink's, say how."""
+
+
+class UnknownLocationError(QueryableStateError):
+    """Nobody is known to have the state that was asked for (Flink: ``UnknownLocationException``)."""
 
 
 class CoordinatorStoppedError(CoordinatorError):
@@ -45,11 +62,11 @@ class FencedError(CoordinatorError):
     """Another coordinator has taken over the checkpoint."""
 
 
-class UnknownOperatorError(CoordinatorError):
+class UnknownOperatorError(CoordinatorError, UnknownLocationError):
     """No running query has the operator, or several have it."""
 
 
-class QueryEndedError(CoordinatorError):
+class QueryEndedError(CoordinatorError, UnknownLocationError):
     """The query that had the operator has ended, and no newer run of it is running."""
 
 
@@ -95,11 +112,3 @@ class SavepointError(CoordinatorError):
 
 class SavepointMismatchError(CoordinatorError):
     """A savepoint does not fit the program; the message lists the differences."""
-
-
-def error_from(name: str, message: str) -> CoordinatorError | backends.exceptions.StateStoreError:
-    """The error of that class name, the coordinator's or the backends', or a ``CoordinatorError`` naming it."""
-    kind = globals().get(name) or getattr(backends.exceptions, name, None)
-    if isinstance(kind, type) and issubclass(kind, (CoordinatorError, backends.exceptions.StateStoreError)):
-        return kind(message)
-    return CoordinatorError(f"{name}: {message}")

@@ -11,7 +11,6 @@ from msgspec import Struct, field
 
 from backends.formats.manifest import SnapshotRef
 from backends.storage.file_ref import FileRef
-from coordinator_actor.exported_file import ExportedFile
 
 
 class OperatorSpec(Struct, frozen=True):
@@ -231,6 +230,25 @@ class SavepointOrder(Struct, frozen=True):
     def run_id(self) -> str:
         """The run."""
         return self.registration.run_id
+
+
+class ExportedFile(Struct, frozen=True):
+    """A Parquet file below a savepoint: the rows of the key groups ``first_group`` to ``last_group``, both included.
+
+    ``size`` is in bytes, ``digest`` is that of the file's content.
+    """
+
+    path: str
+    size: int
+    digest: str
+    rows: int
+    first_group: int
+    last_group: int
+
+    @property
+    def ref(self) -> FileRef:
+        """Return the file as storage knows it."""
+        return FileRef(self.path, self.size, self.digest)
 
 
 class SavepointExported(Struct, frozen=True):

@@ -21,13 +21,14 @@ from msgspec import Struct, structs
 from backends.conf import StateStoreConf
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
-from backends.formats import chain as chains
-from backends.formats.chain import Layout
+from backends.formats import manifest_chain as chains
 from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry
+from backends.formats.manifest_chain import Layout
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.manifests import ManifestLog, SparkCommits
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.spark_commits import SparkCommits
 
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 

@@ -54,8 +54,8 @@ class Settings(BaseModel):
 
 def build_http(settings: Settings) -> FastAPI:
     """What a replica runs: the application on a client of this Ray cluster."""
+    from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
     from spark_bridge import AsyncQueryableStateClient
-    from spark_bridge.host_actor.actor import RayCoordinatorPort
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(port.call)

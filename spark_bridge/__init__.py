@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.limits import RequestLimits
     from spark_bridge.queryable.server.server import KvStateServer
+    from spark_bridge.session.lifecycle import attach, init_spark, stop_spark
     from spark_bridge.session.operator_progress import (
         StateOperatorListener,
         StateOperatorProgress,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
         restore_savepoint,
         trigger_savepoint,
     )
-    from spark_bridge.session.spark_session import attach, init_spark, stop_spark
     from spark_bridge.state_data.spark_frames import read_state, read_state_changes, state_metadata
     from spark_bridge.state_data.state_tables import (
         state_batches,
@@ -136,11 +136,11 @@ _HOMES = {
     "ValueState": "spark_bridge.stateful.value_state",
     "add_state_operator_listener": "spark_bridge.session.operator_progress",
     "aggregate": "spark_bridge.operators.aggregate.operator",
-    "attach": "spark_bridge.session.spark_session",
+    "attach": "spark_bridge.session.lifecycle",
     "deduplicate": "spark_bridge.operators.deduplicate.operator",
     "delete_savepoint": "spark_bridge.session.savepoints",
     "describe_savepoint": "spark_bridge.session.savepoints",
-    "init_spark": "spark_bridge.session.spark_session",
+    "init_spark": "spark_bridge.session.lifecycle",
     "list_savepoints": "spark_bridge.session.savepoints",
     "read_state": "spark_bridge.state_data.spark_frames",
     "read_state_changes": "spark_bridge.state_data.spark_frames",
@@ -154,7 +154,7 @@ _HOMES = {
     "state_metadata_table": "spark_bridge.state_data.state_tables",
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
-    "stop_spark": "spark_bridge.session.spark_session",
+    "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_pandas": "spark_bridge.stateful.transform_with_state",

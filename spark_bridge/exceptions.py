@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from coordinator_actor import exceptions as coordinator_errors
 
-class SparkBridgeError(Exception):
-    """Base of all errors raised by ``spark_bridge``."""
+# Errors that the coordinator, or its port, raises, too: each has one class.
+SparkBridgeError = coordinator_errors.SparkBridgeError
+HostUnavailableError = coordinator_errors.HostUnavailableError
+QueryableStateError = coordinator_errors.QueryableStateError
+UnknownLocationError = coordinator_errors.UnknownLocationError
+UnknownOperatorError = coordinator_errors.UnknownOperatorError
+QueryEndedError = coordinator_errors.QueryEndedError
 
 
 class EnvironmentProblemError(SparkBridgeError):
@@ -36,32 +42,20 @@ def other_key_groups(operator: str, of_rows: int, of_query: int) -> PartitionMis
     )
 
 
-class HostUnavailableError(SparkBridgeError):
-    """No StateStoreHost answered within the time allowed."""
-
-
 class NotOwnerError(SparkBridgeError):
     """A host was asked for a partition that it does not own or has not opened; ask for the owner again."""
 
 
+def not_open(host_id: str, run_id: str, operator: str, partition: int, version: int | None) -> NotOwnerError:
+    """Return the error for a partition that is not open at a version in the host that was asked."""
+    return NotOwnerError(
+        f"Partition {partition} of operator {operator!r} (run {run_id}) is not open at version {version} in host "
+        f"{host_id}; open it again."
+    )
+
+
 class RequestError(SparkBridgeError, ValueError):
     """A request to a host was malformed."""
-
-
-class QueryableStateError(SparkBridgeError):
-    """A query client's request failed. Its subclasses, most of them named after Flink's, say how."""
-
-
-class UnknownLocationError(QueryableStateError):
-    """Nobody is known to have the state that was asked for (Flink: ``UnknownLocationException``)."""
-
-
-class UnknownOperatorError(UnknownLocationError):
-    """No running query has the operator asked for, or several have it."""
-
-
-class QueryEndedError(UnknownLocationError):
-    """The query whose state was asked for has ended."""
 
 
 class UnknownKvStateKeyGroupLocationError(UnknownLocationError):

@@ -1,10 +1,11 @@
-"""Aggregate functions for ``aggregate``, named after ``pyspark.sql.functions``.
+"""Aggregate functions and windows for ``aggregate``, named after ``pyspark.sql.functions``.
 
-from spark_bridge import functions as S
-aggregate(df, by="user", operator="totals", n=S.count(), last=S.last("page", by="ts"))
+    from spark_bridge import functions as S
+    aggregate(df, by="user", operator="totals", n=S.count(), last=S.last("page", by="ts"))
 
-Every result is independent of the order in which rows come and of how they are split into batches
-and partitions; sums, means and variances of floating point numbers up to rounding.
+No result depends on the order in which rows come, or on how they are split into batches and partitions; sums, means and
+variances of floating point numbers are the same up to rounding. ``aggregate`` raises ``InvalidOperatorError`` for a
+column that does not exist or that has a type that the function does not take.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class UserFunctions:
-    """What ``merge`` was given: types as the user wrote them."""
+    """The arguments of ``merge``; ``state`` and ``result`` are types as the user wrote them."""
 
     state: Any
     partial: Callable[[pa.Table], pa.Table]
@@ -59,9 +60,10 @@ class UserFunctions:
 
 @dataclass(frozen=True)
 class AggregateFunction:
-    """A declared aggregation: its name, input column (None for ``count()``) and ordering column.
+    """A declared aggregate function: its name, input ``column`` (None for ``count()``) and ordering column ``by``.
 
-    ``columns``: several input columns instead of one. ``arguments``: what else its state depends on.
+    ``columns`` are several input columns instead of ``column``. ``arguments`` are further arguments that the state
+    depends on. Make one with the functions of this module.
     """
 
     name: str
@@ -73,37 +75,43 @@ class AggregateFunction:
 
 
 def count(column: str | None = None) -> AggregateFunction:
-    """Rows per key, or rows whose ``column`` is not null. Result: long, never null."""
+    """Count the rows of each key, or those whose ``column`` is not null. Result: long, never null."""
     return AggregateFunction("count", None if column == "*" else column)
 
 
 def count_if(column: str) -> AggregateFunction:
-    """Rows whose boolean ``column`` is true. Result: long, never null."""
+    """Count the rows whose boolean ``column`` is true. Result: long, never null."""
     return AggregateFunction("count_if", column)
 
 
 def sum(column: str) -> AggregateFunction:
-    """Sum of the non-null values; null if there is none. Result: long, double or decimal, as in Spark.
+    """Sum up the non-null values. Result: long, double or decimal, as in Spark; null if there is no value.
 
-    A sum of integers beyond 64 bits fails the batch instead of wrapping around.
+    A sum of integers that leaves 64 bits fails the batch (``SparkBridgeError``) instead of wrapping around.
     """
     return AggregateFunction("sum", column)
 
 
 def min(column: str) -> AggregateFunction:
-    """Least non-null value; NaN counts as greater than every other number, as in Spark."""
+    """Find the least non-null value, of the type of ``column``; null if there is none.
+
+    NaN counts as greater than every other number, as in Spark.
+    """
     return AggregateFunction("min", column)
 
 
 def max(column: str) -> AggregateFunction:
-    """Greatest non-null value; NaN counts as greater than every other number, as in Spark."""
+    """Find the greatest non-null value, of the type of ``column``; null if there is none.
+
+    NaN counts as greater than every other number, as in Spark.
+    """
     return AggregateFunction("max", column)
 
 
 def mean(column: str) -> AggregateFunction:
-    """Arithmetic mean of the non-null values, null if there is none.
+    """Compute the arithmetic mean of the non-null values; null if there is none.
 
-    Result: double; of decimals a decimal with four more digits behind the point, as in Spark.
+    Result: double; of decimals, a decimal with four more digits behind the point, as in Spark.
     """
     return AggregateFunction("mean", column)
 
@@ -112,7 +120,7 @@ avg = mean
 
 
 def stddev_samp(column: str) -> AggregateFunction:
-    """Standard deviation of the values as a sample, as a double; null of less than two values."""
+    """Compute the standard deviation of a sample. Result: double; null for fewer than two values."""
     return AggregateFunction("stddev_samp", column)
 
 
@@ -120,12 +128,12 @@ stddev = stddev_samp
 
 
 def stddev_pop(column: str) -> AggregateFunction:
-    """Standard deviation of the values as a whole population, as a double; null if there is none."""
+    """Compute the standard deviation of a whole population. Result: double; null if there is no value."""
     return AggregateFunction("stddev_pop", column)
 
 
 def var_samp(column: str) -> AggregateFunction:
-    """Variance of the values as a sample, as a double; null of less than two values."""
+    """Compute the variance of a sample. Result: double; null for fewer than two values."""
     return AggregateFunction("var_samp", column)
 
 
@@ -133,49 +141,54 @@ variance = var_samp
 
 
 def var_pop(column: str) -> AggregateFunction:
-    """Variance of the values as a whole population, as a double; null if there is none."""
+    """Compute the variance of a whole population. Result: double; null if there is no value."""
     return AggregateFunction("var_pop", column)
 
 
 def first(column: str, by: str | None = None) -> AggregateFunction:
-    """Value of the row with the least ``by`` (event time); null values count, rows without ``by`` do not.
+    """Find the value of the row with the least ``by``, such as the event time. Null values count.
 
-    ``by`` defaults to the DataFrame's watermark column. Of rows with the same ``by`` the greatest value wins.
+    ``by`` is by default the DataFrame's watermark column; rows without ``by`` do not count. Of rows with the same
+    ``by``, the one with the greatest value is taken.
     """
     return AggregateFunction("first", column, by)
 
 
 def last(column: str, by: str | None = None) -> AggregateFunction:
-    """Value of the row with the greatest ``by`` (event time); null values count, rows without ``by`` do not.
+    """Find the value of the row with the greatest ``by``, such as the event time. Null values count.
 
-    ``by`` defaults to the DataFrame's watermark column. Of rows with the same ``by`` the greatest value wins.
+    ``by`` is by default the DataFrame's watermark column; rows without ``by`` do not count. Of rows with the same
+    ``by``, the one with the greatest value is taken.
     """
     return AggregateFunction("last", column, by)
 
 
 def collect_list(column: str, by: str | None = None, *, limit: int = 1000) -> AggregateFunction:
-    """The non-null values as an array, ordered by ``by`` and then by value; of more than ``limit`` the last ones.
+    """Collect the non-null values into an array, ordered by ``by`` and then by value.
 
-    ``by`` defaults to the DataFrame's watermark column; without one, values are ordered by themselves. The array is empty,
-    not null, if there is no value.
+    ``by`` is by default the DataFrame's watermark column; without one, values are ordered by themselves. Of more than
+    ``limit`` values the last are kept. The array is empty, not null, if there is no value. Raises
+    ``InvalidOperatorError`` unless ``limit`` is a positive integer.
     """
     return AggregateFunction("collect_list", column, by, arguments=(_positive("collect_list", "limit", limit),))
 
 
 def collect_set(column: str, *, limit: int = 1000) -> AggregateFunction:
-    """The distinct non-null values as an array in ascending order; of more than ``limit`` the least ones.
+    """Collect the distinct non-null values into an array, in ascending order.
 
-    The array is empty, not null, if there is no value.
+    Of more than ``limit`` values the least are kept. The array is empty, not null, if there is no value. Raises
+    ``InvalidOperatorError`` unless ``limit`` is a positive integer.
     """
     return AggregateFunction("collect_set", column, arguments=(_positive("collect_set", "limit", limit),))
 
 
 def top_k(column: str | Sequence[str], k: int, by: str | None = None, *, descending: bool = True) -> AggregateFunction:
-    """The ``k`` greatest values (with ``descending=False`` the least) as an array in that order.
+    """Collect the ``k`` greatest values (with ``descending=False`` the least) into an array, in that order.
 
-    With ``by`` the values of the rows with the greatest ``by``: then null values count, and rows without ``by`` do not.
-    Several columns give an array of structs, which without ``by`` are ordered by their fields. Of rows with
-    the same ``by``, those with the greatest value (with ``descending=False`` the least) come first.
+    With ``by``, they are the values of the rows with the greatest ``by``: null values count, and rows without ``by`` do
+    not. Of rows with the same ``by``, those with the greatest value (with ``descending=False`` the least) come first.
+    Several columns give an array of structs; without ``by``, these are ordered by their fields. Raises
+    ``InvalidOperatorError`` unless ``k`` is a positive integer.
     """
     columns = (None, tuple(column)) if not isinstance(column, str) else (column, ())
     arguments = (_positive("top_k", "k", k), *(() if descending else ("ascending",)))
@@ -183,10 +196,11 @@ def top_k(column: str | Sequence[str], k: int, by: str | None = None, *, descend
 
 
 def approx_count_distinct(column: str, rsd: float = 0.05) -> AggregateFunction:
-    """About how many distinct non-null values there are, by HyperLogLog++ as in Spark. Result: long, never null.
+    """Estimate the number of distinct non-null values, by HyperLogLog++ as in Spark. Result: long, never null.
 
-    ``rsd`` is the relative standard deviation allowed, 0.0022 to 0.39. A key's state takes at most 2**p bytes with
-    p = ceil(2 log2(1.106 / rsd)), which are 512 bytes for 0.05, and less as long as the count is small.
+    ``rsd`` is the relative standard deviation that is allowed, 0.0022 to 0.39. The state of a key takes at most 2**p
+    bytes with p = ceil(2 log2(1.106 / rsd)), which are 512 bytes for 0.05, and less while the count is small. Raises
+    ``InvalidOperatorError`` for another ``rsd``. After Heule, Nunkesser and Hall, "HyperLogLog in Practice" (2013).
     """
     precision = precision_of(rsd) if 0 < rsd < 1 else 0
     if not MIN_PRECISION <= precision <= MAX_PRECISION:
@@ -203,15 +217,22 @@ def merge(
     finish: Callable[[pa.Table], pa.Array | pa.ChunkedArray] | None = None,
     result: Any = None,
 ) -> AggregateFunction:
-    """An aggregate of your own, as functions on whole Arrow tables.
+    """Declare an aggregate of your own, made of functions on whole Arrow tables.
 
-    ``state`` declares the columns kept per key (a ``pyarrow.Schema``, a ``StructType``, or DDL such as
-    ``"product double"``). ``partial`` gets the rows as a table of ``columns`` and the int64 column ``group_id``, and gives
-    one row of ``group_id`` and the state columns for each ``group_id`` that it was given. ``merge`` gets and gives such
-    states: all those of a ``group_id`` become one. Both are called once for many keys, and ``merge`` any number of
-    times, so it must not matter in which order and how often. ``finish`` gets the states without ``group_id`` and gives an
-    array of one result per row, of the type ``result`` (an Arrow or Spark type, or DDL such as ``"double"``). Without
-    ``finish`` the result is the state column, or a struct of several; this is also what query clients see.
+    - ``columns``: the input column or columns.
+    - ``state``: the columns that are kept for each key: a ``pyarrow.Schema``, a ``StructType``, or DDL text such as
+      ``"product double"``.
+    - ``partial``: makes states of rows. It is given a table of ``columns`` and the int64 column ``group_id``, and
+      returns one row of ``group_id`` and the state columns for each ``group_id``.
+    - ``merge``: makes one state of several. It is given a table of ``group_id`` and the state columns, and returns one
+      row for each ``group_id``.
+    - ``finish``: makes results of states. It is given a table of the state columns, and returns an array with one
+      result per row. Without ``finish``, the result is the state column, or a struct of several; query clients see this
+      result in any case.
+    - ``result``: the type of the results of ``finish``: an Arrow or Spark type, or DDL text such as ``"double"``.
+
+    Each call is for many keys. ``merge`` is called any number of times, so that the order and the number of calls must
+    not matter. Raises ``InvalidOperatorError`` for arguments that do not fit together.
 
         S.merge("x", state="s double", partial=lambda rows: rows.group_by("group_id").aggregate([("x", "product")])
                 .rename_columns(["group_id", "s"]), merge=...)

@@ -1,9 +1,11 @@
-"""The rule by which columns that stand beside each other get different names."""
+"""Names of columns: the reserved prefix, and the rule by which columns that stand beside each other get other names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+RESERVED_PREFIX = "__statestore_"
+"""Begins the names of columns that the state store adds; no column of a user's may have such a name."""
 VALUE_SUFFIX = "__value"
 """Appended to the name of a column whose name a column before it has, such as a value's column named as a key's."""
 

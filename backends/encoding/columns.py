@@ -40,7 +40,7 @@ _FIXED: dict[pa.DataType, str] = {
 
 
 def fixed_dtype(data_type: pa.DataType) -> np.dtype[Any] | None:
-    """The little-endian numpy type of a fixed-width column; None for any other column."""
+    """Return the little-endian numpy type of a fixed-width column; None for any other column."""
     if pa.types.is_decimal128(data_type):
         return np.dtype("V16")
     code = _FIXED.get(data_type)
@@ -52,8 +52,8 @@ def is_list_like(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_map(data_type))
 
 
-def plain(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """One contiguous array of the column, leaves in their normalised type; raises ``UnsupportedTypeError``.
+def normalized_column(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Return one contiguous array of the column, leaves in their normalised type; raises ``UnsupportedTypeError``.
 
     ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside.
     """
@@ -73,21 +73,21 @@ def plain(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def null_mask(array: pa.Array) -> Mask | None:
-    """True where the array is null; None if it is nowhere."""
+    """Return true where the array is null; None if it is nowhere."""
     if not array.null_count:
         return None
     return np.asarray(array.is_null())
 
 
 def validity(mask: Mask | None) -> pa.Buffer | None:
-    """Arrow's validity bitmap of a null mask."""
+    """Return Arrow's validity bitmap of a null mask."""
     if mask is None or not mask.any():
         return None
     return pa.py_buffer(np.packbits(~mask, bitorder="little"))
 
 
 def fixed_values(array: pa.Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """A fixed-width column's values; nulls are zero, so that equal rows give equal bytes."""
+    """Return a fixed-width column's values; nulls are zero, so that equal rows give equal bytes."""
     n = len(array)
     if pa.types.is_boolean(array.type):
         bits = array.fill_null(False) if array.null_count else array
@@ -104,7 +104,7 @@ def fixed_values(array: pa.Array, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 
 
 def fixed_array(values: npt.NDArray[Any], mask: Mask | None, data_type: pa.DataType) -> pa.Array:
-    """The inverse of ``fixed_values``."""
+    """Return the inverse of ``fixed_values``."""
     n = len(values)
     if pa.types.is_boolean(data_type):
         values = np.packbits(values.astype(np.bool_), bitorder="little")
@@ -112,14 +112,14 @@ def fixed_array(values: npt.NDArray[Any], mask: Mask | None, data_type: pa.DataT
 
 
 def binary_values(array: pa.Array) -> pa.BinaryArray:
-    """A string or binary column as binary without nulls (they are empty)."""
+    """Return a string or binary column as binary without nulls (they are empty)."""
     if pa.types.is_string(array.type):
         array = array.cast(pa.binary())
     return array.fill_null(b"") if array.null_count else array
 
 
 def binary_content(array: pa.BinaryArray) -> tuple[Bytes, Offsets]:
-    """All bytes of a binary array in one, and the n+1 offsets into them, starting at 0."""
+    """Return all bytes of a binary array in one, and the n+1 offsets into them, starting at 0."""
     n = len(array)
     if n == 0:
         return np.zeros(0, np.uint8), np.zeros(1, np.int64)
@@ -132,7 +132,7 @@ def binary_content(array: pa.BinaryArray) -> tuple[Bytes, Offsets]:
 
 
 def content_bytes(array: pa.BinaryArray) -> int:
-    """How many bytes the elements have together."""
+    """Return how many bytes the elements have together."""
     n = len(array)
     if not n:
         return 0
@@ -143,14 +143,14 @@ def content_bytes(array: pa.BinaryArray) -> int:
 def binary_array(
     content: Bytes, offsets: npt.NDArray[Any], mask: Mask | None = None, data_type: pa.DataType | None = None
 ) -> pa.BinaryArray:
-    """A binary (or string) array of bytes and n+1 offsets."""
+    """Return a binary (or string) array of bytes and n+1 offsets."""
     check_size(int(offsets[-1]))
     buffers = [validity(mask), _buffer(offsets.astype(np.int32)), _buffer(content)]
     return pa.Array.from_buffers(data_type or pa.binary(), len(offsets) - 1, buffers)
 
 
 def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
-    """A structured array as a binary array: each record's bytes."""
+    """Return a structured array as a binary array: each record's bytes."""
     return even_array(np.ascontiguousarray(rows))
 
 
@@ -165,12 +165,12 @@ _EVEN_WIDTHS: dict[int, int] = {}
 
 @lru_cache(EVEN_WIDTH)
 def record(width: int) -> np.dtype[np.void]:
-    """The type of records of so many bytes."""
+    """Return the type of records of so many bytes."""
     return np.dtype(f"V{width}")
 
 
 def _even_offsets(n: int, width: int) -> pa.Buffer:
-    """The offsets of n elements of one width, or of more."""
+    """Return the offsets of n elements of one width, or of more."""
     if n > EVEN_ROWS or width > EVEN_WIDTH:
         check_size(n * width)
         return pa.py_buffer(np.arange(0, n * width + 1, width, dtype=np.int32))
@@ -184,7 +184,7 @@ def _even_offsets(n: int, width: int) -> pa.Buffer:
 
 
 def even_rows(array: pa.BinaryArray) -> Records | None:
-    """The elements as records of one width, without a copy; None if widths differ, or there are none, nulls or only empty ones."""
+    """Return the elements as records of one width, without a copy; None if widths differ, or there are none, nulls or only empty ones."""
     n = len(array)
     mask, bounds, content = array.buffers()
     if not n or (mask is not None and array.null_count):
@@ -212,14 +212,14 @@ def even_array(rows: npt.NDArray[Any]) -> pa.BinaryArray:
 
 
 def concatenated(arrays: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
-    """The arrays, one behind the other, as one. Raises ``pa.ArrowInvalid`` if they have more bytes than that can."""
+    """Return the arrays, one behind the other, as one. Raises ``pa.ArrowInvalid`` if they have more bytes than that can."""
     if len(arrays) == 1:
         return arrays[0]
     return pa.concat_arrays(arrays) if arrays else pa.array([], pa.binary())
 
 
 def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
-    """The elements of all arrays as records of one width, if they can be together."""
+    """Return the elements of all arrays as records of one width, if they can be together."""
     rows: list[Records] = []
     for array in arrays:
         even = even_rows(array)
@@ -230,13 +230,13 @@ def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
 
 
 def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
-    """The elements in these rows: Arrow's ``take``, in less time for those of one width. Rows must be ascertained to be there."""
+    """Return the elements in these rows: Arrow's ``take``, in less time for those of one width. Rows must be ascertained to be there."""
     even = even_rows(array)
     return array.take(pa.array(rows)) if even is None else even_array(even.take(rows))
 
 
 def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.BinaryArray:
-    """Each element in the row that is named for it; every row must be named once. The inverse of ``taken``.
+    """Return each element in the row that is named for it; every row must be named once. The inverse of ``taken``.
 
     Raises ``pa.ArrowInvalid`` if the elements have more bytes than an array can.
     """
@@ -253,7 +253,7 @@ def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.Bina
 
 
 def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
-    """The parts of each row, one behind the other."""
+    """Return the parts of each row, one behind the other."""
     if len(parts) == 1:
         return parts[0]
     check_size(sum(int(binary_content(part)[1][-1]) for part in parts))
@@ -261,7 +261,7 @@ def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
 
 
 def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Bytes, Offsets]:
-    """The bytes of many ranges, one behind the other, and their n+1 offsets.
+    """Return the bytes of many ranges, one behind the other, and their n+1 offsets.
 
     Ranges must be ascending and must not overlap.
     """
@@ -278,7 +278,7 @@ def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Byte
 
 
 def gather_fixed(content: Bytes, starts: Offsets, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """One value or record at each position. All must lie within ``content``."""
+    """Return one value or record at each position. All must lie within ``content``."""
     width = dtype.itemsize
     # Every position as the beginning of a value: the view's elements overlap.
     anywhere = np.ndarray((max(len(content) - width + 1, 0),), f"V{width}", content, strides=(1,))
@@ -306,7 +306,7 @@ def check_ranges(ok: npt.NDArray[np.bool_], what: str, schema: object, rows: Off
 
 
 def list_parts(array: pa.Array) -> tuple[pa.Array, Offsets]:
-    """The elements of all rows' arrays or maps (entries as structs), and n+1 offsets; null rows have none."""
+    """Return the elements of all rows' arrays or maps (entries as structs), and n+1 offsets; null rows have none."""
     valid = array.drop_null() if array.null_count else array
     if len(valid) == 0:
         counts = np.zeros(0, np.int64)
@@ -334,13 +334,13 @@ def list_parts(array: pa.Array) -> tuple[pa.Array, Offsets]:
 
 
 def list_array(elements: pa.Array, offsets: Offsets, mask: Mask | None, data_type: pa.DataType) -> pa.Array:
-    """The inverse of ``list_parts`` (``data_type`` with int32 offsets)."""
+    """Return the inverse of ``list_parts`` (``data_type`` with int32 offsets)."""
     buffers = [validity(mask), _buffer(offsets.astype(np.int32))]
     return pa.Array.from_buffers(data_type, len(offsets) - 1, buffers, children=[elements])
 
 
 def struct_array(children: list[pa.Array], n: int, mask: Mask | None, data_type: pa.DataType) -> pa.Array:
-    """A struct of the given children."""
+    """Return a struct of the given children."""
     return pa.Array.from_buffers(data_type, n, [validity(mask)], children=children)
 
 

@@ -20,8 +20,8 @@ from backends.encoding.columns import (
     fixed_values,
     is_list_like,
     list_parts,
+    normalized_column,
     null_mask,
-    plain,
 )
 from backends.encoding.sorted_pairs import to_bytes_list
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
@@ -31,7 +31,7 @@ DEFAULT_KEY_GROUPS = 1024
 _SEED = 42
 _SMALL_DECIMAL = 18
 
-Hashes = npt.NDArray[np.uint64]
+RowHashes = npt.NDArray[np.uint64]
 
 _P1 = np.uint64(0x9E3779B185EBCA87)
 _P2 = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -43,7 +43,7 @@ _SEED_8 = _P5 + np.uint64(8)
 
 
 def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
-    """The key group of each row, 0 to ``num_groups`` - 1; all columns of ``batch`` are key columns.
+    """Return the key group of each row, 0 to ``num_groups`` - 1; all columns of ``batch`` are key columns.
 
     Raises ``UnsupportedTypeError`` naming a column whose type cannot be a key.
     """
@@ -56,7 +56,7 @@ def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
 
 
 def spark_xxhash64(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
-    """Spark's ``xxhash64(*columns)`` of each row."""
+    """Return Spark's ``xxhash64(*columns)`` of each row."""
     hashes = np.full(batch.num_rows, _SEED, np.uint64)
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         hashes = _hash_column(name, column, hashes)
@@ -70,12 +70,12 @@ def check_num_groups(num_groups: int) -> None:
 
 
 def partition_of(group: int, num_groups: int, num_partitions: int) -> int:
-    """The partition that owns a key group."""
+    """Return the partition that owns a key group."""
     return group * num_partitions // num_groups
 
 
 def partition_range(partition: int, num_partitions: int, num_groups: int) -> tuple[int, int]:
-    """The key groups of a partition: the first one, and the one behind the last.
+    """Return the key groups of a partition: the first one, and the one behind the last.
 
     Raises ``InvalidStateStoreArgument`` if there are more partitions than key groups, or no such partition.
     """
@@ -89,8 +89,8 @@ def partition_range(partition: int, num_partitions: int, num_groups: int) -> tup
     return -(-partition * num_groups // num_partitions), -(-(partition + 1) * num_groups // num_partitions)
 
 
-def _hash_column(name: str, column: pa.Array, seeds: Hashes) -> Hashes:
-    array = plain(name, column)
+def _hash_column(name: str, column: pa.Array, seeds: RowHashes) -> RowHashes:
+    array = normalized_column(name, column)
     if pa.types.is_map(array.type):
         raise UnsupportedTypeError(
             f"Column {name!r} has the type {array.type}: a map has no order and cannot be a key."
@@ -100,7 +100,7 @@ def _hash_column(name: str, column: pa.Array, seeds: Hashes) -> Hashes:
     return hashes if mask is None else np.where(mask, seeds, hashes)
 
 
-def _hash_array(name: str, array: pa.Array, seeds: Hashes) -> Hashes:
+def _hash_array(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
     kind = array.type
     if pa.types.is_struct(kind):
         for i, child in enumerate(array.flatten()):
@@ -123,11 +123,11 @@ def _hash_array(name: str, array: pa.Array, seeds: Hashes) -> Hashes:
     return _hash_4(values.astype(np.int32).view(np.uint32), seeds)
 
 
-def _hash_lists(name: str, array: pa.Array, seeds: Hashes) -> Hashes:
+def _hash_lists(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
     """Element after element, each hash the seed of the next: all rows' first elements, then all second ones."""
     elements, offsets = list_parts(array)
     counts = np.diff(offsets)
-    hashes: Hashes = seeds.copy()
+    hashes: RowHashes = seeds.copy()
     for position in range(int(counts.max(initial=0))):
         rows = np.flatnonzero(counts > position)
         chosen = elements.take(pa.array(offsets[rows] + position))
@@ -135,7 +135,7 @@ def _hash_lists(name: str, array: pa.Array, seeds: Hashes) -> Hashes:
     return hashes
 
 
-def _hash_decimals(array: pa.Array, seeds: Hashes) -> Hashes:
+def _hash_decimals(array: pa.Array, seeds: RowHashes) -> RowHashes:
     words = fixed_values(array, np.dtype("V16")).copy().view(np.uint64).reshape(-1, 2)
     if array.type.precision <= _SMALL_DECIMAL:
         return _hash_8(words[:, 0], seeds)
@@ -149,23 +149,23 @@ def _big_integer(value: int) -> bytes:
     return value.to_bytes(magnitude.bit_length() // 8 + 1, "big", signed=True)
 
 
-def _hash_bytes(values: list[bytes | None] | list[bytes], seeds: Hashes) -> Hashes:
+def _hash_bytes(values: list[bytes | None] | list[bytes], seeds: RowHashes) -> RowHashes:
     hash_one = xxhash.xxh64_intdigest
     pairs = zip(cast("list[bytes]", values), seeds.tolist(), strict=True)
-    hashes: Hashes = np.fromiter((hash_one(value, seed) for value, seed in pairs), np.uint64, len(values))
+    hashes: RowHashes = np.fromiter((hash_one(value, seed) for value, seed in pairs), np.uint64, len(values))
     return hashes
 
 
-def _rotate(values: Hashes, bits: int) -> Hashes:
+def _rotate(values: RowHashes, bits: int) -> RowHashes:
     """Of an array that may be changed."""
-    rotated: Hashes = values << np.uint64(bits)
+    rotated: RowHashes = values << np.uint64(bits)
     values >>= np.uint64(64 - bits)
     rotated |= values
     return rotated
 
 
-def _hash_8(values: Hashes, seeds: Hashes) -> Hashes:
-    hashes: Hashes = _rotate(values * _P2, 31)
+def _hash_8(values: RowHashes, seeds: RowHashes) -> RowHashes:
+    hashes: RowHashes = _rotate(values * _P2, 31)
     hashes *= _P1
     hashes ^= seeds + _SEED_8
     hashes = _rotate(hashes, 27)
@@ -174,13 +174,13 @@ def _hash_8(values: Hashes, seeds: Hashes) -> Hashes:
     return _avalanche(hashes)
 
 
-def _hash_4(values: npt.NDArray[np.uint32], seeds: Hashes) -> Hashes:
-    hashes: Hashes = seeds + _SEED_4
+def _hash_4(values: npt.NDArray[np.uint32], seeds: RowHashes) -> RowHashes:
+    hashes: RowHashes = seeds + _SEED_4
     hashes ^= values.astype(np.uint64) * _P1
     return _avalanche(_rotate(hashes, 23) * _P2 + _P3)
 
 
-def _avalanche(hashes: Hashes) -> Hashes:
+def _avalanche(hashes: RowHashes) -> RowHashes:
     hashes ^= hashes >> np.uint64(33)
     hashes *= _P2
     hashes ^= hashes >> np.uint64(29)

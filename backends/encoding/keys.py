@@ -36,8 +36,8 @@ from backends.encoding.columns import (
     join,
     list_array,
     list_parts,
+    normalized_column,
     null_mask,
-    plain,
     rows_as_binary,
     struct_array,
 )
@@ -49,7 +49,7 @@ from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 GROUP_BYTES = 2
 _END = b"\x00\x00"
 
-Piece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
+KeyPiece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
 """A run of bytes per row: all of one width (numpy; numbers get their most significant byte first, and one may be for all rows), or not (Arrow)."""
 
 _PRESENT = np.ones(1, np.uint8)
@@ -58,7 +58,7 @@ _STRING_END = np.zeros(1, np.uint16)
 
 
 def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArray:
-    """The key of each row; ``groups`` are the rows' key groups (any integer type).
+    """Return the key of each row; ``groups`` are the rows' key groups (any integer type).
 
     Raises ``UnsupportedTypeError`` naming column and type, ``InvalidStateStoreArgument`` if the
     groups do not fit the rows.
@@ -70,9 +70,9 @@ def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArr
         raise InvalidStateStoreArgument(
             f"Key groups must be 0 to {MAX_KEY_GROUPS - 1}, not {groups.min()} to {groups.max()}."
         )
-    pieces: list[Piece] = [groups.astype(np.uint16)]
+    pieces: list[KeyPiece] = [groups.astype(np.uint16)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        pieces += _pieces(name, plain(name, column))
+        pieces += _pieces(name, normalized_column(name, column))
     return _assemble(pieces, batch.num_rows)
 
 
@@ -83,7 +83,7 @@ def _are_groups(groups: npt.NDArray[Any]) -> bool:
 
 
 def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.RecordBatch:
-    """The key columns of encoded keys, without the key group.
+    """Return the key columns of encoded keys, without the key group.
 
     Raises ``SchemaMismatchError`` if the bytes are no keys of that schema.
     """
@@ -91,13 +91,13 @@ def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.Recor
     if keys.null_count:
         raise InvalidStateStoreArgument(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
     fields = [f.with_type(normalized_type(f.name, f.type)) for f in schema]
-    reader = _Reader(keys, schema)
+    reader = _KeyReader(keys, schema)
     columns = [reader.next_column(f.type) for f in fields]
     reader.check_end()
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
-def _pieces(name: str, array: pa.Array) -> Iterator[Piece]:
+def _pieces(name: str, array: pa.Array) -> Iterator[KeyPiece]:
     kind = array.type
     mask = null_mask(array)
     yield _PRESENT if mask is None else (~mask).astype(np.uint8)
@@ -110,13 +110,13 @@ def _pieces(name: str, array: pa.Array) -> Iterator[Piece]:
     elif pa.types.is_struct(kind):
         for i, child in enumerate(array.flatten()):
             child_name = f"{name}.{kind.field(i).name}"
-            yield from _pieces(child_name, plain(child_name, child))
+            yield from _pieces(child_name, normalized_column(child_name, child))
     elif pa.types.is_map(kind):
         raise UnsupportedTypeError(f"Column {name!r} has the type {kind}: a map has no order and cannot be a key.")
     elif is_list_like(kind):
         elements, offsets = list_parts(array)
         element_name = f"{name}.element"
-        marked = [_PRESENT, *_pieces(element_name, plain(element_name, elements))]
+        marked = [_PRESENT, *_pieces(element_name, normalized_column(element_name, elements))]
         content, ends = binary_content(_assemble(marked, len(elements)))
         yield binary_array(content, ends[offsets])
         yield _LIST_END
@@ -130,7 +130,7 @@ def _escape(values: pa.BinaryArray) -> pa.BinaryArray:
     return values if content.all() else pc.replace_substring(values, b"\x00", b"\x00\xff")
 
 
-def _assemble(pieces: list[Piece], n: int) -> pa.BinaryArray:
+def _assemble(pieces: list[KeyPiece], n: int) -> pa.BinaryArray:
     """Join pieces; neighbours of fixed width become one structured array first."""
     parts: list[pa.BinaryArray] = []
     run: list[npt.NDArray[Any]] = []
@@ -155,7 +155,7 @@ def _records(dtypes: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
 
 
 def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Values as unsigned numbers (or bytes) that sort as the values do; always a fresh array."""
+    """Return values as unsigned numbers (or bytes) that sort as the values do; always a fresh array."""
     if pa.types.is_decimal(kind):
         swapped = np.ascontiguousarray(values.copy().view(np.uint8).reshape(-1, 16)[:, ::-1])
         swapped[:, 0] ^= 0x80
@@ -176,7 +176,7 @@ def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _unordered(kind: pa.DataType, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The inverse of ``_ordered``."""
+    """Return the inverse of ``_ordered``."""
     dtype = fixed_dtype(kind)
     if pa.types.is_decimal(kind):
         swapped = np.ascontiguousarray(stored).copy().view(np.uint8).reshape(-1, 16)
@@ -201,7 +201,7 @@ def _stored_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
     return np.dtype(f">u{dtype.itemsize}")
 
 
-class _Reader:
+class _KeyReader:
     """Takes columns out of keys, one after the other.
 
     Its methods take the positions where values begin, ascending, and for each the end of the key that it lies in.
@@ -214,7 +214,7 @@ class _Reader:
         self._at = offsets[:-1] + GROUP_BYTES
 
     def next_column(self, kind: pa.DataType) -> pa.Array:
-        """The next column of all keys."""
+        """Return the next column of all keys."""
         column, self._at = self._column(kind, self._at, self._ends)
         return column
 
@@ -227,19 +227,19 @@ class _Reader:
             check_ranges(ok, "keys", self._schema, np.searchsorted(self._ends, ends, "right") - 1)
 
     def _fixed(self, at: Offsets, ends: Offsets, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Offsets]:
-        """Values or records of one width, and the positions behind them."""
+        """Return values or records of one width, and the positions behind them."""
         behind = at + dtype.itemsize
         self._check(behind <= ends, ends)
         return gather_fixed(self._content, at, dtype), behind
 
     def _absent(self, flags: npt.NDArray[np.uint8], ends: Offsets) -> Mask:
-        """Where the bytes, which can only be 0 or 1, are 0."""
+        """Return where the bytes, which can only be 0 or 1, are 0."""
         self._check(flags <= 1, ends)
         absent: Mask = flags == 0
         return absent
 
     def _column(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[pa.Array, Offsets]:
-        """Values and the positions behind them."""
+        """Return values and the positions behind them."""
         stored = _stored_dtype(kind)
         if stored is not None:
             found, at = self._fixed(at, ends, np.dtype([("present", "u1"), ("value", stored)]))
@@ -267,7 +267,7 @@ class _Reader:
         return binary_array(content, offsets, mask, kind), stops + len(_END)
 
     def _skip(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> Offsets:
-        """The positions behind values."""
+        """Return the positions behind values."""
         at = at + 1
         stored = _stored_dtype(kind)
         if stored is not None:
@@ -281,7 +281,7 @@ class _Reader:
         return self._string_ends(at, ends) + len(_END)
 
     def _elements(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[Offsets, Offsets, Offsets]:
-        """Where arrays' elements begin, their n+1 offsets, and the positions behind the arrays.
+        """Return where arrays' elements begin, their n+1 offsets, and the positions behind the arrays.
 
         Takes as many steps as the longest array has elements, each for all arrays that are that long.
         """
@@ -306,7 +306,7 @@ class _Reader:
         return starts, offsets, behind
 
     def _string_ends(self, at: Offsets, ends: Offsets) -> Offsets:
-        """Where strings end: at the first two zero bytes, for inside a string 0xFF follows each zero."""
+        """Return where strings end: at the first two zero bytes, for inside a string 0xFF follows each zero."""
         self._check(at <= ends, ends)
         onwards = binary_array(self._content, np.append(at, len(self._content)))
         lengths = np.asarray(pc.find_substring(onwards, _END)).astype(np.int64)

@@ -24,12 +24,12 @@ def stored_name(column_family: str) -> str:
 
 
 def is_list(stored: str) -> bool:
-    """Whether a stored family is one of lists."""
+    """Return whether a stored family is one of lists."""
     return stored.endswith(_MARK)
 
 
 def user_name(stored: str) -> str:
-    """The name that users know a stored family by."""
+    """Return the name that users know a stored family by."""
     return stored.removesuffix(_MARK)
 
 
@@ -44,7 +44,7 @@ def elements_prefix(key: bytes) -> bytes:
 
 
 def element_keys(keys: pa.BinaryArray, version: int, first: int) -> pa.BinaryArray:
-    """Stored keys of elements that are appended to the lists ``keys``, in this order."""
+    """Return stored keys of elements that are appended to the lists ``keys``, in this order."""
     suffixes = np.empty((len(keys), 2), ">u8")
     suffixes[:, 0] = version
     suffixes[:, 1] = np.arange(first, first + len(keys))
@@ -54,7 +54,7 @@ def element_keys(keys: pa.BinaryArray, version: int, first: int) -> pa.BinaryArr
 
 
 def list_keys(stored: pa.BinaryArray) -> pa.BinaryArray:
-    """The user's keys of stored ones."""
+    """Return the user's keys of stored ones."""
     if not len(stored):
         return stored
     return pc.replace_substring(pc.binary_slice(stored, 0, -_SUFFIX_BYTES - len(_END)), b"\x00\xff", b"\x00")

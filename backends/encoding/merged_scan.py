@@ -10,7 +10,7 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 
 
 def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterator[pa.RecordBatch]:
-    """The pairs of ``base`` with ``changes`` applied, in key order.
+    """Return the pairs of ``base`` with ``changes`` applied, in key order.
 
     ``changes`` must already be cut to the range of the scan. Each changed pair is merged into the
     batch of ``base`` whose keys surround it, so memory does not grow with the range.

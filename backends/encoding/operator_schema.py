@@ -17,7 +17,7 @@ from backends.encoding.schema_evolution import evolved_schema, in_words
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 
-KINDS = ("rows", "value", "list", "map", "timers")
+VARIABLE_KINDS = ("rows", "value", "list", "map", "timers")
 _GENERATION = re.compile(r"(.+)\.-(\d+)")
 """A family of a variable that was deleted and declared again, which must not meet the rows of the earlier one."""
 
@@ -38,13 +38,13 @@ class StateVariable:
     deleted: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in VARIABLE_KINDS:
             raise InvalidStateStoreArgument(
-                f"{self.kind!r} is no kind of state variable; there are {', '.join(KINDS)}."
+                f"{self.kind!r} is no kind of state variable; there are {', '.join(VARIABLE_KINDS)}."
             )
 
     def family(self, declared: str) -> str:
-        """The column family that is used for the one that the program calls ``declared``.
+        """Return the column family that is used for the one that the program calls ``declared``.
 
         It has another name if an earlier variable of this one's name was deleted. Raises ``InvalidStateStoreArgument``.
         """
@@ -52,7 +52,8 @@ class StateVariable:
             if _declared(name) == declared:
                 return name
         raise InvalidStateStoreArgument(
-            f"State variable {self.name!r} has no column family {declared!r}; it has {', '.join(self.families) or 'none'}."
+            f"State variable {self.name!r} has no column family {declared!r}; it has "
+            f"{', '.join(self.families) or 'none'}."
         )
 
 
@@ -79,7 +80,7 @@ class OperatorSchema:
 
     @classmethod
     def of_rows(cls, schema: StateSchema, key_columns: tuple[str, ...] = ()) -> OperatorSchema:
-        """The schema of an operator that keeps one row per key."""
+        """Return the schema of an operator that keeps one row per key."""
         return cls((StateVariable(DEFAULT_FAMILY, "rows", {DEFAULT_FAMILY: schema}),), key_columns)
 
     @property
@@ -88,7 +89,7 @@ class OperatorSchema:
         return {name: schema for v in self.variables for name, schema in v.families.items()}
 
     def variable(self, name: str) -> StateVariable:
-        """A variable that is in use, by name; raises ``InvalidStateStoreArgument`` naming those that there are."""
+        """Return a variable that is in use, by name; raises ``InvalidStateStoreArgument`` naming those that there are."""
         for variable in self.variables:
             if variable.name == name and not variable.deleted:
                 return variable
@@ -96,7 +97,7 @@ class OperatorSchema:
         raise InvalidStateStoreArgument(f"There is no state variable {name!r}; there are {known or 'none'}.")
 
     def compacted(self) -> OperatorSchema:
-        """The schema of this state once every row is written again and deleted variables are gone, as in a savepoint."""
+        """Return the schema of this state once every row is written again and deleted variables are gone, as in a savepoint."""
         variables = (
             replace(v, families={name: replace(schema, history=()) for name, schema in v.families.items()})
             for v in self.variables
@@ -205,7 +206,7 @@ def _same_rows(stored: OperatorSchema | None, declared: OperatorSchema) -> Opera
 
 
 def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:
-    """The schema as it is written if its user names a key's columns in the order in which they are stored, if so it is."""
+    """Return the schema as it is written if its user names a key's columns in the order in which they are stored, if so it is."""
     orders = {tuple(s.key.names) for s in schema.families.values()}
     return replace(schema, key_columns=()) if orders == {schema.key_columns} else schema
 
@@ -215,8 +216,8 @@ def _check_settings(stored: OperatorSchema, declared: OperatorSchema) -> None:
         there, here = stored.settings[name], declared.settings[name]
         if there != here:
             raise IncompatibleSchemaError(
-                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: what is stored "
-                "would mean something else."
+                f"[STATE_STORE_INVALID_CONFIG_AFTER_RESTART] {name} cannot change from {there!r} to {here!r}: what is "
+                "stored would mean something else."
             )
     if stored.key_columns and declared.key_columns and stored.key_columns != declared.key_columns:
         raise IncompatibleSchemaError(
@@ -229,8 +230,8 @@ def _evolved_variable(stored: StateVariable, declared: StateVariable) -> StateVa
     sides = f"Stored: {_variable_in_words(stored)}. Program: {_variable_in_words(declared)}."
     if stored.kind != declared.kind:
         raise IncompatibleSchemaError(
-            f"[STATE_STORE_INVALID_VARIABLE_TYPE_CHANGE] State variable {stored.name!r} was a {stored.kind} and cannot become a "
-            f"{declared.kind}. {sides}"
+            f"[STATE_STORE_INVALID_VARIABLE_TYPE_CHANGE] State variable {stored.name!r} was a {stored.kind} and cannot "
+            f"become a {declared.kind}. {sides}"
         )
     if (stored.ttl_ms is None) != (declared.ttl_ms is None):
         change = "have a TTL from now on" if stored.ttl_ms is None else "be without the TTL that it had"
@@ -249,7 +250,7 @@ def _evolved_variable(stored: StateVariable, declared: StateVariable) -> StateVa
 
 
 def _beginning(declared: StateVariable, earlier: Iterable[StateVariable]) -> StateVariable:
-    """A variable without rows, in families of its own if there have been others of its name."""
+    """Return a variable without rows, in families of its own if there have been others of its name."""
     generation = max((_generation(name) for v in earlier for name in v.families), default=0) + 1
     suffix = f".-{generation}" if generation > 1 else ""
     families = {_declared(name) + suffix: replace(s, history=()) for name, s in declared.families.items()}

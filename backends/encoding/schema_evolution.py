@@ -21,7 +21,7 @@ _WIDENING = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.flo
 
 
 def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
-    """The schema to go on with: the stored one's history, its values' schema at the end, and the declared one.
+    """Return the schema to go on with: the stored one's history, its values' schema at the end, and the declared one.
 
     The history of the declared one counts for nothing. Raises ``IncompatibleSchemaError``.
     """
@@ -37,19 +37,19 @@ def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
             )
     if len(stored.history) == MAX_HISTORY:
         raise IncompatibleSchemaError(
-            f"[STATE_STORE_VALUE_SCHEMA_EVOLUTION_THRESHOLD_EXCEEDED] The schema has changed {MAX_HISTORY} times, which is "
-            f"as often as it can. Stored: {in_words(stored.value)}. Program: {in_words(declared.value)}."
+            f"[STATE_STORE_VALUE_SCHEMA_EVOLUTION_THRESHOLD_EXCEEDED] The schema has changed {MAX_HISTORY} times, "
+            f"which is as often as it can. Stored: {in_words(stored.value)}. Program: {in_words(declared.value)}."
         )
     return StateSchema(key, declared.value, (*stored.history, stored.value))
 
 
 def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
-    """The key's columns, which may hold nulls where either schema lets them: stored keys do not tell."""
+    """Return the key's columns, which may hold nulls where either schema lets them: stored keys do not tell."""
     there, here = ([(f.name, nullable(f.type)) for f in schema.key] for schema in (stored, declared))
     if there != here:
         raise IncompatibleSchemaError(
-            f"[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: {in_words(stored.key)}. "
-            f"Program: {in_words(declared.key)}."
+            "[STATE_STORE_KEY_SCHEMA_NOT_COMPATIBLE] The columns of a key cannot change. Stored: "
+            f"{in_words(stored.key)}. Program: {in_words(declared.key)}."
         )
     return stored.key if stored.key.equals(declared.key) else pa.schema([pa.field(*column) for column in here])
 
@@ -95,7 +95,7 @@ def _is_wider(was: pa.DataType, is_now: pa.DataType) -> bool:
 
 
 def nullable(kind: pa.DataType) -> pa.DataType:
-    """A type that may be null inside, at every depth."""
+    """Return a type that may be null inside, at every depth."""
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(f.name, nullable(f.type)) for f in kind])
     if pa.types.is_map(kind):
@@ -106,7 +106,7 @@ def nullable(kind: pa.DataType) -> pa.DataType:
 
 
 def in_words(schema: pa.Schema) -> str:
-    """The columns of a schema, for messages."""
+    """Return the columns of a schema, for messages."""
     columns = (f"{f.name} {_type(f.type)}{'' if f.nullable else ' not null'}" for f in schema)
     return f"({', '.join(columns)})"
 

@@ -36,7 +36,7 @@ _hash = xxhash.xxh64_intdigest
 
 Column: TypeAlias = Callable[[Any, int], tuple[int, bytes]]
 """One key column: of a value and the hash so far, the hash with it and its bytes."""
-Reading: TypeAlias = Callable[[Any], Any]
+RowReading: TypeAlias = Callable[[Any], Any]
 
 
 class _Unsure(Exception):
@@ -55,7 +55,7 @@ class KeyEncoder:
 
     @classmethod
     def of(cls, schema: pa.Schema, num_groups: int) -> KeyEncoder | None:
-        """The encoder of a ``StateSchema``'s key; None if a column is an array or a struct.
+        """Return the encoder of a ``StateSchema``'s key; None if a column is an array or a struct.
 
         Raises ``InvalidStateStoreArgument`` for a number of key groups that cannot be.
         """
@@ -65,7 +65,7 @@ class KeyEncoder:
         return cls(known, num_groups) if known and len(known) == len(columns) else None
 
     def encode(self, key: Any) -> bytes | None:
-        """The stored key: key group and columns. ``key`` is a tuple, or a plain value for one column.
+        """Return the stored key: key group and columns. ``key`` is a tuple, or a plain value for one column.
 
         None leaves it to the columns: they convert what is not of the column's own Python type, or refuse it.
         """
@@ -244,7 +244,7 @@ class ValueDecoder:
 
     @classmethod
     def of(cls, schema: pa.Schema, history: Sequence[pa.Schema] = ()) -> ValueDecoder | None:
-        """The decoder of a ``StateSchema``'s value; None if a column is an array, a map or a struct."""
+        """Return the decoder of a ``StateSchema``'s value; None if a column is an array, a map or a struct."""
         leaves = all(
             _code(f.type) is not None or pa.types.is_string(f.type) or pa.types.is_binary(f.type) for f in schema
         )
@@ -252,7 +252,7 @@ class ValueDecoder:
         return cls(schema, len(history)) if is_simple else None
 
     def decode(self, value: bytes) -> dict[str, Any] | None:
-        """The columns of a stored value. None leaves it to the columns: it is of an earlier schema, or damaged."""
+        """Return the columns of a stored value. None leaves it to the columns: it is of an earlier schema, or damaged."""
         start, size = self._size, len(value)
         if size < start:
             return None
@@ -283,7 +283,7 @@ class ValueDecoder:
 
 
 def _code(kind: pa.DataType) -> str | None:
-    """How a fixed-width column lies in a row, as ``struct`` spells it."""
+    """Return how a fixed-width column lies in a row, as ``struct`` spells it."""
     if pa.types.is_boolean(kind):
         return "?"
     dtype = fixed_dtype(kind)
@@ -296,8 +296,8 @@ def _code(kind: pa.DataType) -> str | None:
     )
 
 
-def _reading(kind: pa.DataType) -> Reading | None:
-    """How a fixed-width column's value becomes what Arrow gives for it; None if it is that already."""
+def _reading(kind: pa.DataType) -> RowReading | None:
+    """Return how a fixed-width column's value becomes what Arrow gives for it; None if it is that already."""
     if pa.types.is_date32(kind):
         return lambda days: dt.date.fromordinal(days + _EPOCH_DAY)
     if pa.types.is_timestamp(kind):

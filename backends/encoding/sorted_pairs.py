@@ -77,14 +77,14 @@ class SortedPairs:
         return int(self.keys.nbytes + self.values.nbytes)
 
     def find(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
-        """The position of each key here, -1 where it is absent."""
+        """Return the position of each key here, -1 where it is absent."""
         if not len(self):
             return np.full(len(keys), -1, np.int64)
         at, is_here = self._search(keys)
         return np.where(is_here, at, -1)
 
     def _search(self, keys: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Where each key is or would be inserted, and whether it is there. Not for an empty ``self``."""
+        """Return where each key is or would be inserted, and whether it is there. Not for an empty ``self``."""
         if _HAS_SEARCH:
             at = np.asarray(pc.search_sorted(self.keys, keys)).astype(np.int64)
         else:
@@ -111,20 +111,20 @@ class SortedPairs:
         return pa.concat_arrays([found, below]).take(pa.array(rows))
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Whether the key is among these changes, and its new value (None: removed)."""
+        """Return whether the key is among these changes, and its new value (None: removed)."""
         at = self.lower_bound(key)
         if at == len(self) or self.keys[at].as_py() != key:
             return False, None
         return True, self.values[at].as_py()
 
     def between(self, start: bytes | None, end: bytes | None) -> SortedPairs:
-        """The changes of keys from ``start`` (included) to ``end`` (not included)."""
+        """Return the changes of keys from ``start`` (included) to ``end`` (not included)."""
         first = 0 if start is None else self.lower_bound(start)
         last = len(self) if end is None else self.lower_bound(end)
         return self.slice(first, max(0, last - first))
 
     def lower_bound(self, key: bytes) -> int:
-        """The number of keys below ``key``."""
+        """Return the number of keys below ``key``."""
         low, high = 0, len(self)
         while low < high:
             middle = (low + high) // 2
@@ -168,14 +168,14 @@ class SortedPairs:
 
 
 def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
-    """Whether every key is greater, byte by byte, than the one before it."""
+    """Return whether every key is greater, byte by byte, than the one before it."""
     if len(keys) < 2:
         return True
     return bool(pc.all(pc.greater(keys.slice(1), keys.slice(0, len(keys) - 1))).as_py())
 
 
 def as_binary(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
-    """One contiguous ``pa.BinaryArray``; raises ``InvalidStateStoreArgument`` for another type."""
+    """Return one contiguous ``pa.BinaryArray``; raises ``InvalidStateStoreArgument`` for another type."""
     if isinstance(given, pa.ChunkedArray):
         given = given.chunk(0) if given.num_chunks == 1 else given.combine_chunks()
     if isinstance(given, pa.ChunkedArray):  # what combine_chunks gives for no chunks at all, or too many bytes
@@ -190,7 +190,7 @@ def as_binary(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
 
 
 def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
-    """The elements as Python ``bytes``: several times faster than ``to_pylist``."""
+    """Return the elements as Python ``bytes``: several times faster than ``to_pylist``."""
     n = len(array)
     if n == 0:
         return []

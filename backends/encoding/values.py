@@ -38,8 +38,8 @@ from backends.encoding.columns import (
     join,
     list_array,
     list_parts,
+    normalized_column,
     null_mask,
-    plain,
     rows_as_binary,
     struct_array,
 )
@@ -66,11 +66,11 @@ class _Part:
 
 
 def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
-    """The bytes of each row; ``number`` is that of their schema. Raises ``UnsupportedTypeError`` naming column and type."""
+    """Return the bytes of each row; ``number`` is that of their schema. Raises ``UnsupportedTypeError`` naming column and type."""
     parts = [
         part
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
-        for part in _parts(name, plain(name, column))
+        for part in _parts(name, normalized_column(name, column))
     ]
     return _encode_rows(parts, batch.num_rows, number)
 
@@ -78,7 +78,7 @@ def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
 def decode_values(
     values: pa.Array | pa.ChunkedArray, schema: pa.Schema, history: Sequence[pa.Schema] = ()
 ) -> pa.RecordBatch:
-    """Rows of ``schema``; a null in ``values`` gives a row of nulls.
+    """Return rows of ``schema``; a null in ``values`` gives a row of nulls.
 
     Each row may have been written with ``schema`` or one of the ``history``: its number is the place in the two together.
     Raises ``SchemaMismatchError`` if the bytes are of another schema.
@@ -110,15 +110,15 @@ def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
 
 
 def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) -> list[pa.Array]:
-    """The columns of the last of the schemas, of rows each of which is of one of them."""
+    """Return the columns of the last of the schemas, of rows each of which is of one of them."""
     newest = len(schemas) - 1
     check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
     numbers = gather_fixed(content, offsets[:-1], _NUMBER)
     found, counts = np.unique(numbers, return_counts=True)
     if found[-1] > newest:
         raise SchemaMismatchError(
-            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number {newest}: "
-            "they were written with a later schema or by a newer release, or are not values."
+            f"Stored values have the schema number {found[-1]}, and the schema that they are read with has the number "
+            f"{newest}: they were written with a later schema or by a newer release, or are not values."
         )
     by_number = np.argsort(numbers, kind="stable")
     values = binary_array(content, offsets)
@@ -145,7 +145,7 @@ def _parts(name: str, array: pa.Array) -> Iterator[_Part]:
         yield _Part(None, False, mask)
         for i, child in enumerate(array.flatten()):
             child_name = f"{name}.{kind.field(i).name}"
-            yield from _parts(child_name, plain(child_name, child))
+            yield from _parts(child_name, normalized_column(child_name, child))
     elif is_list_like(kind):
         yield _Part(None, True, mask, _encode_lists(name, array))
     else:
@@ -163,7 +163,7 @@ def _layout_of(kind: pa.DataType) -> Iterator[_Part]:
 
 
 def _row_dtype(parts: list[_Part], *, numbered: bool) -> np.dtype[Any]:
-    """The head of a row: everything but the data."""
+    """Return the head of a row: everything but the data."""
     fields: list[tuple[Any, ...]] = [("number", "<u2")] if numbered else []
     fields.append(("nulls", "u1", ((len(parts) + 7) // 8,)))
     fields += [(f"fixed{i}", part.dtype) for i, part in enumerate(parts) if part.dtype is not None]
@@ -211,12 +211,12 @@ class _Layout:
         return cls(kinds, parts, _row_dtype(parts, numbered=numbered), any(part.is_data for part in parts))
 
     def fits(self, offsets: Offsets) -> npt.NDArray[np.bool_]:
-        """Which of the rows may be of this layout, by their lengths."""
+        """Return which of the rows may be of this layout, by their lengths."""
         lengths = np.diff(offsets)
         return lengths >= self.dtype.itemsize if self.has_data else lengths == self.dtype.itemsize
 
     def heads(self, content: Bytes, offsets: Offsets) -> npt.NDArray[Any]:
-        """The heads of the rows, all of which fit."""
+        """Return the heads of the rows, all of which fit."""
         return gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
 
     @cached_property
@@ -225,7 +225,7 @@ class _Layout:
         return all(part.dtype is not None for part in self.parts)
 
     def even_columns(self, values: pa.BinaryArray, number: int) -> list[pa.Array] | None:
-        """The columns of rows with that schema number, none of which is null or has a null: in fewest steps, or None if that is not so."""
+        """Return the columns of rows with that schema number, none of which is null or has a null: in fewest steps, or None if that is not so."""
         even = even_rows(values) if self.is_flat else None
         if even is None or even.dtype.itemsize != self.dtype.itemsize:
             return None
@@ -247,8 +247,8 @@ class _Layout:
         return np.uint64((1 << 8 * length) - 1) if length <= 8 <= self.dtype.itemsize else None
 
     def columns(self, rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object) -> list[pa.Array]:
-        """The columns of rows with these heads."""
-        reader = _Reader(self.parts, rows, content, offsets, schema)
+        """Return the columns of rows with these heads."""
+        reader = _RowReader(self.parts, rows, content, offsets, schema)
         columns = [reader.column(kind) for kind in self.kinds]
         if self.has_data:
             check_ranges(reader.starts == offsets[1:], "values", schema)
@@ -256,7 +256,7 @@ class _Layout:
 
 
 def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) -> pa.BinaryArray:
-    """The values with rows of nulls where there are none."""
+    """Return the values with rows of nulls where there are none."""
     if not values.null_count:
         return values
     row = np.zeros(1, layout.dtype)
@@ -266,7 +266,7 @@ def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) 
     return values.fill_null(row.tobytes())
 
 
-class _Reader:
+class _RowReader:
     """Takes the columns out of rows, in the order of their parts."""
 
     def __init__(self, parts: list[_Part], rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object):
@@ -302,7 +302,7 @@ class _Reader:
 
 def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     elements, offsets = list_parts(array)
-    rows = _encode_rows(list(_parts(name, plain(name, elements))), len(elements), None)
+    rows = _encode_rows(list(_parts(name, normalized_column(name, elements))), len(elements), None)
     content, ends = binary_content(rows)
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])

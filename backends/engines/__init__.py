@@ -1,1 +1,1 @@
-"""Engines that hold one partition on a machine: RocksDB, and sorted maps in memory. The seam is ``engine.py``."""
+"""Engines, each of which holds one partition on a machine: RocksDB, and sorted maps in memory."""

@@ -1,12 +1,13 @@
-"""The rows of a ``RowCache``: pairs one behind the other, and the hash table that says which row a key has.
+"""The rows of a ``RowCache``: pairs in arrays, and the hash table that says which row a key has.
 
-The table is set-associative, as in processors' caches: a hash leads to a bucket of ``WAYS`` entries, each with a tag of 16 more bits and
-the number of a row. At most one entry of a bucket has a given tag, so an entry is replaced without comparing keys; a lookup compares them
-whole, so that colliding hashes push each other out and never give a wrong value.
+The table is set-associative, as processors' caches are: a hash leads to a bucket of ``WAYS`` entries, each with a tag
+of 16 more bits and the number of a row. At most one entry of a bucket has a given tag, so an entry is replaced without
+comparing keys. A look-up compares whole keys, so that colliding hashes push each other out and never give a wrong
+value.
 
-Rows lie in one of two ways. Where all keys have one width and all values another, as those of plain columns have, a row is a record of both
-(``EvenRows``): one look into memory serves a whole lookup, a few calls of numpy all keys. Else they are binary arrays of Arrow
-(``VaryingRows``).
+Rows lie in one of two ways. If all keys have one width and all values another, as those of fixed-width columns have, a
+row is a record of both (``EvenRows``): one access to memory serves the look-up of a key, and a few calls of numpy serve
+all keys. Otherwise keys and values are binary arrays of Arrow (``VaryingRows``).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from backends.encoding.columns import Records, binary_content, content_bytes, ev
 WAYS = 8
 """Entries of a bucket: 64 bytes, a line of a processor's cache."""
 STEP_ROWS = 1 << 13
-"""Keys looked up at once: the temporary arrays of so many stay in a processor's cache."""
+"""Keys that are looked up at once: so few that their temporary arrays stay in a processor's cache."""
 EVEN_BYTES = 1 << 10
-"""The longest rows that are kept as records: ``STEP_ROWS`` of them are no more than an Arrow array can have."""
+"""The longest rows that are kept as records: an Arrow array can hold ``STEP_ROWS`` of them."""
 ROW_BYTES = 44
-"""What a row takes beside its key and value, at most."""
+"""The most bytes that a row takes beside its key and value."""
 
-Hashes = npt.NDArray[np.uint64]
+KeyHashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 Widths: TypeAlias = tuple[int, int | None]
-"""Those of all keys and of all values; None where no key has any value."""
+"""The width of all keys and the width of all values, in bytes; None for the values if no key has one."""
 
 _EMPTY = -1
 TAG_SHIFT = 47
@@ -47,7 +48,7 @@ _ROUNDS = 2 * WAYS
 _HASHED_BYTES = 256
 _SEED = np.uint64(secrets.randbits(64))
 _FACTORS = [np.uint64(secrets.randbits(64) | 1) for _ in range(_HASHED_BYTES // 8 + 2)]
-"""Of the length, and of each word of a key."""
+"""The secret factors of the length, and of each word of a key."""
 _WORD = (1 << 64) - 1
 _WORDS = np.dtype("<u8")
 _STIR = np.uint64(0xBF58476D1CE4E5B9)
@@ -56,11 +57,12 @@ _NONE = np.zeros(0, np.int64)
 _BYTES_MASKS = np.array([(1 << 8 * i) - 1 for i in range(9)], np.uint64)
 
 
-def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
-    """A hash of 64 bits for each key, which depends on the key and on the process; ``even`` is what ``even_rows`` says, if it is known.
+def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
+    """Return a hash of 64 bits for each key, which depends on the key and on the process.
 
-    Of a key longer than 256 bytes, the first 256, the last 8 and the length count. The words of a key are multiplied by secret numbers and
-    added up, which is multilinear hashing, and the sum is stirred, so that every bit of it is good.
+    ``even`` is the result of ``even_rows(keys)``, if it is known. Of a key longer than 256 bytes, the first 256 bytes,
+    the last 8 and the length count. The words of a key are multiplied by secret numbers and added up (multilinear
+    hashing), and the sum is mixed, so that all its bits are good.
     """
     n = len(keys)
     if not n:
@@ -76,7 +78,7 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
     padded[: len(content)] = content
     words: npt.NDArray[np.uint64] = np.ndarray((len(content) + 1,), "<u8", padded, 0, (1,))
     masks = _BYTES_MASKS[np.minimum(widths, 8)]
-    hashes: Hashes = (words[starts] & masks) * _FACTORS[1]
+    hashes: KeyHashes = (words[starts] & masks) * _FACTORS[1]
     hashes += widths.astype(np.uint64) * _FACTORS[0] + _SEED
     hashes += (words[np.maximum(offsets[1:] - 8, starts)] & masks) * _FACTORS[2]
     for i, at in enumerate(range(8, min(int(widths.max()) - 8, _HASHED_BYTES), 8)):
@@ -85,12 +87,12 @@ def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> Hashes:
     return _stirred(hashes)
 
 
-def _hash_even(keys: Records) -> Hashes:
-    """The same for keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns, without a copy."""
+def _hash_even(keys: Records) -> KeyHashes:
+    """Return the hashes of keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns."""
     width = keys.dtype.itemsize
     shape, strides = (len(keys),), (width,)
     added, others = _even_words(width)
-    hashes: Hashes = np.ndarray(shape, _WORDS, keys, 0, strides) * _FACTORS[1]
+    hashes: KeyHashes = np.ndarray(shape, _WORDS, keys, 0, strides) * _FACTORS[1]
     hashes += added
     for at, factor in others:
         hashes += np.ndarray(shape, _WORDS, keys, at, strides) * factor
@@ -98,13 +100,13 @@ def _hash_even(keys: Records) -> Hashes:
 
 
 def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]:
-    """What is added for the width, and where the words behind the first one are, with their factors."""
+    """Return what is added for the width, and the positions and factors of the words after the first one."""
     added = np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)
     places = (width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8))
     return added, zip(places, _FACTORS[2:], strict=False)
 
 
-def _stirred(hashes: Hashes) -> Hashes:
+def _stirred(hashes: KeyHashes) -> KeyHashes:
     hashes ^= hashes >> _HALF
     hashes *= _STIR
     hashes ^= hashes >> _SHIFT
@@ -112,10 +114,11 @@ def _stirred(hashes: Hashes) -> Hashes:
 
 
 class _Table:
-    """The hash table, with room for so many rows, whose ``count`` first ones there are.
+    """The hash table, with room for so many rows, of which the first ``count`` are there.
 
-    Rows below ``count`` never change. ``count`` is raised when a row is complete, and only then does the table refer to it: a reader who takes
-    ``count`` first, and the table's word only for rows below it, never sees half a row.
+    Rows below ``count`` never change. ``count`` is raised when a row is complete, and only then does the table refer to
+    the row. So a reader that takes ``count`` first, and then trusts the table for rows below ``count`` only, never sees
+    half a row.
     """
 
     __slots__ = ("buckets", "count", "number")
@@ -126,29 +129,34 @@ class _Table:
         self.number = np.uint64(number)
         self.count = 0
 
-    def _buckets_of(self, hashes: Hashes) -> tuple[Ints, Ints, Ints]:
-        """For each hash its bucket's number, its tag, and the bucket's entries."""
+    def _buckets_of(self, hashes: KeyHashes) -> tuple[Ints, Ints, Ints]:
+        """Return for each hash its bucket's number, its tag, and the bucket's entries."""
         # The upper half of the hash, as a fraction of 1, times the number of buckets.
         at = (((hashes >> _HALF) * self.number) >> _HALF).view(np.int64)
         return at, (hashes & _TAG).view(np.int64), self.buckets.take(at, axis=0)
 
-    def _match(self, hashes: Hashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """For each hash its bucket's number, its tag, the bucket's entries, the way of the entry with that tag (any, if there is none) and that entry."""
+    def _match(self, hashes: KeyHashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """Return for each hash its bucket's number, its tag, the bucket's entries, and the way and entry that have the
+        tag.
+
+        Any way and its entry, if none has the tag.
+        """
         at, tags, held = self._buckets_of(hashes)
         ways = ((held >> TAG_SHIFT) == tags[:, None]).argmax(axis=1)
         entries = held.reshape(-1).take(ways + np.arange(0, WAYS * len(hashes), WAYS))
         return at, tags, held, ways, entries
 
-    def has_tags(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        """Whether there is an entry that ``place`` would replace by one of this hash."""
+    def has_tags(self, hashes: KeyHashes) -> npt.NDArray[np.bool_]:
+        """Return for each hash whether there is an entry that ``place`` would replace."""
         _, tags, _, _, entries = self._match(hashes)
         has: npt.NDArray[np.bool_] = (entries >> TAG_SHIFT) == tags
         return has
 
-    def place(self, hashes: Hashes, first: int, is_absent: npt.NDArray[np.bool_] | None) -> None:
-        """Refer to the rows from ``first``, which have these hashes, and no more to others with the same tag in the same bucket.
+    def place(self, hashes: KeyHashes, first: int, is_absent: npt.NDArray[np.bool_] | None) -> None:
+        """Enter the rows from ``first`` on, which have these hashes.
 
-        Of rows with the same tag in the same bucket one remains. Some may find no place, if very many go to one bucket.
+        They replace rows with the same tag in the same bucket; of several new ones with the same tag in the same bucket
+        one remains. Some rows may find no place, if very many go to one bucket.
         """
         table = self.buckets.reshape(-1)
         new = first + np.arange(len(hashes))
@@ -158,7 +166,8 @@ class _Table:
             at, tags, held, ways, entries = self._match(hashes)
             is_other = (entries >> TAG_SHIFT) != tags
             if attempt and not is_other.all():
-                # The older entry went in the first round, so what has the tag now is one of these very rows: it stays.
+                # The older entry was replaced in the first round, so the tag is now that of one of these rows: it
+                # stays.
                 hashes, new, at, tags, held = (a[is_other] for a in (hashes, new, at, tags, held))
                 ways = _oldest(held)
             elif is_other.any():
@@ -166,26 +175,26 @@ class _Table:
             slots = at * WAYS + ways
             entries = (tags << TAG_SHIFT) | new
             table[slots] = entries
-            lost = table[slots] != entries  # several rows had the same slot in mind
+            lost = table[slots] != entries  # several rows went to the same slot
             if not lost.any():
                 return
             hashes, new = hashes[lost], new[lost]
 
-    def remove(self, hashes: Hashes) -> None:
-        """Refer to no row with these hashes any more."""
+    def remove(self, hashes: KeyHashes) -> None:
+        """Remove the entries of these hashes."""
         at, tags, _, ways, entries = self._match(hashes)
         has = (entries >> TAG_SHIFT) == tags
         self.buckets[at[has], ways[has]] = _EMPTY
 
     def live(self) -> Ints:
-        """The entries that refer to a row, those of the oldest rows first."""
+        """Return the entries of all rows that have one, those of the oldest rows first."""
         entries = self.buckets[self.buckets >= 0]
         by_row: Ints = np.full(self.count, _EMPTY, np.int64)
         by_row[entries & ROW] = entries
         return by_row[by_row >= 0]
 
     def place_as(self, rows: _Table, numbers: Ints) -> None:
-        """Refer to the first rows as ``rows``, with a table of the same size, refers to those of these numbers."""
+        """Enter the first rows here as ``rows``, whose table has the same size, has entered its rows of these numbers."""
         moved_to: Ints = np.full(rows.count, _EMPTY, np.int64)
         moved_to[numbers] = np.arange(len(numbers))
         table = rows.buckets.reshape(-1)
@@ -197,7 +206,9 @@ class _Table:
 
 
 class EvenRows(_Table):
-    """Rows whose keys and values have the given widths, as records. A key that has no value has any bytes for one."""
+    """Rows whose keys and values have the given widths, as records. The value's bytes of a key without one are
+    arbitrary.
+    """
 
     __slots__ = ("_key_width", "_records", "widths")
 
@@ -211,27 +222,28 @@ class EvenRows(_Table):
 
     @property
     def nbytes(self) -> int:
-        """Memory, used or not."""
+        """The bytes of memory, used or not."""
         return self.buckets.nbytes + self._records.nbytes
 
     def has_room(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> bool:
-        """Whether these rows can be appended."""
+        """Return whether these rows can be appended."""
         if self.count + len(keys) > len(self._records):
             return False
         widths = widths_of(keys, values)
         return widths is not None and common_widths(self.widths, widths) == self.widths
 
-    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
-        """The values of keys, null for keys that have none or are not held here, and the places of the latter. None: no key is held.
+    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
+        """Return the values of keys, and the positions of the keys that are not held here.
 
-        ``asked`` are ``even_rows(keys)``.
+        The value is null for a key that has none or is not held. None for the values if no key is held. ``asked`` is
+        ``even_rows(keys)``.
         """
         count = self.count
         if asked is None or asked.dtype.itemsize != self._key_width:
             return self._get_uneven(keys, hashes)
         _, tags, held = self._buckets_of(hashes)
-        # No bucket has a tag twice: these are the entries in the order of the keys. (What is read while a tag moves within its bucket may
-        # have it twice, or not at all: then whole keys differ below.)
+        # No bucket has a tag twice: these are the entries in the order of the keys. (While a tag moves within its
+        # bucket, a reader may see it twice or not at all: then whole keys differ below.)
         slots = ((held >> TAG_SHIFT) == tags[:, None]).reshape(-1).nonzero()[0]
         entries = held.reshape(-1).take(slots)
         if len(slots) == len(keys):
@@ -242,8 +254,8 @@ class EvenRows(_Table):
                     return even_array(found["value"].copy()), _NONE
         return self._get_some(asked, slots // WAYS, entries, count)
 
-    def _get_uneven(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
-        """``get`` for keys of several widths, or of another one."""
+    def _get_uneven(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
+        """Do ``get`` for keys of several widths, or of another width."""
         own = np.flatnonzero(np.diff(binary_content(keys)[1]) == self._key_width)
         if not len(own):
             return None, np.arange(len(keys))
@@ -259,7 +271,10 @@ class EvenRows(_Table):
         return values.take(pa.array(rows, mask=is_missing)), np.flatnonzero(is_missing)
 
     def _get_some(self, asked: Records, places: Ints, entries: Ints, count: int) -> tuple[pa.BinaryArray | None, Ints]:
-        """``get`` where some keys are not held, or have no value. ``entries`` are those with the tags of the keys at these places."""
+        """Do ``get`` where some keys are not held, or have no value.
+
+        ``entries`` are the entries with the tags of the keys at these ``places``.
+        """
         is_first = np.ones(len(places), np.bool_)
         is_first[1:] = places[1:] != places[:-1]
         if not is_first.all():
@@ -287,7 +302,7 @@ class EvenRows(_Table):
         return self.widths is not None and self.widths[1] is not None
 
     def append(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
-        """Add rows, for which there must be room; the number of the first one."""
+        """Add rows, for which there must be room; return the number of the first one."""
         first, n = self.count, len(keys)
         added = self._records[first : first + n]
         added["key"] = even_rows(keys)
@@ -298,16 +313,16 @@ class EvenRows(_Table):
         return first
 
     def widths_of(self, entries: Ints) -> Widths | None:
-        """The widths of the rows that entries refer to, of which there is one at least; None if they cannot be ``EvenRows``."""
+        """Return the widths of the rows of these entries, at least one; None if the rows cannot be ``EvenRows``."""
         return self.widths
 
     def sizes(self, rows: Ints) -> tuple[Ints, Ints]:
-        """The bytes of the keys of these rows, and of their values at most."""
+        """Return how many bytes the keys of these rows have, and their values at most."""
         key, value = self.widths or (0, None)
         return np.full(len(rows), key), np.full(len(rows), value or 0)
 
     def pairs(self, entries: Ints) -> tuple[pa.BinaryArray, pa.BinaryArray]:
-        """The keys and values of the rows that entries refer to."""
+        """Return the keys and values of the rows of these entries."""
         if not len(entries):
             return pa.array([], pa.binary()), pa.array([], pa.binary())
         found = self._records.take(entries & ROW)
@@ -322,7 +337,7 @@ class EvenRows(_Table):
 
 
 class VaryingRows(_Table):
-    """Rows of any keys and values, with room for so many bytes of them."""
+    """Rows of keys and values of any widths, with room for so many bytes of keys and of values."""
 
     __slots__ = ("key_content", "key_offsets", "keys", "value_content", "value_offsets", "values")
 
@@ -334,13 +349,13 @@ class VaryingRows(_Table):
         self.value_offsets: npt.NDArray[np.int32] = np.zeros(rows + 1, np.int32)
         self.key_content: npt.NDArray[np.uint8] = np.empty(key_bytes, np.uint8)
         self.value_content: npt.NDArray[np.uint8] = np.empty(value_bytes, np.uint8)
-        # Over the same memory: what is appended is in them.
+        # These arrays have the same memory, so that they show what is appended.
         self.keys = _over(self.key_offsets, self.key_content)
         self.values = _over(self.value_offsets, self.value_content)
 
     @property
     def nbytes(self) -> int:
-        """Memory, used or not."""
+        """The bytes of memory, used or not."""
         arrays: tuple[npt.NDArray[Any], ...] = (
             self.buckets,
             self.key_offsets,
@@ -351,7 +366,7 @@ class VaryingRows(_Table):
         return sum(array.nbytes for array in arrays)
 
     def has_room(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> bool:
-        """Whether these rows can be appended."""
+        """Return whether these rows can be appended."""
         count = self.count
         return (
             count + len(keys) < len(self.key_offsets)
@@ -359,7 +374,7 @@ class VaryingRows(_Table):
             and int(self.value_offsets[count]) + content_bytes(values) <= len(self.value_content)
         )
 
-    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: Hashes) -> tuple[pa.BinaryArray | None, Ints]:
+    def get(self, keys: pa.BinaryArray, asked: Records | None, hashes: KeyHashes) -> tuple[pa.BinaryArray | None, Ints]:
         """See ``EvenRows``."""
         entries, is_held = self._find(keys, hashes)
         missing = _NONE if is_held is None else np.flatnonzero(~is_held)
@@ -367,8 +382,10 @@ class VaryingRows(_Table):
             return None, missing
         return self._values_of(entries, is_held if len(missing) else None), missing
 
-    def _find(self, keys: pa.BinaryArray, hashes: Hashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
-        """The table's entry for each key, and whether that is the key's (None: all are). Other entries are of no use."""
+    def _find(self, keys: pa.BinaryArray, hashes: KeyHashes) -> tuple[Ints, npt.NDArray[np.bool_] | None]:
+        """Return the table's entry for each key, and whether it is that key's (None: all are). Other entries are
+        useless.
+        """
         count = self.count
         _, tags, _, _, entries = self._match(hashes)
         rows = entries & ROW
@@ -383,7 +400,7 @@ class VaryingRows(_Table):
         return entries, is_held
 
     def _values_of(self, entries: Ints, is_held: npt.NDArray[np.bool_] | None) -> pa.BinaryArray:
-        """The values of what ``_find`` has found; null for what it has not, and for keys that are known to have none."""
+        """Return the values of the entries that ``_find`` found; null for other keys, and for keys without a value."""
         is_null = (entries & ABSENT) != 0
         if is_held is not None:
             is_null |= ~is_held
@@ -391,7 +408,7 @@ class VaryingRows(_Table):
         return self.values.take(pa.array(rows, mask=is_null) if is_null.any() else pa.array(rows))
 
     def append(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> int:
-        """Add rows, for which there must be room; the number of the first one."""
+        """Add rows, for which there must be room; return the number of the first one."""
         first = self.count
         _append(keys, self.key_content, self.key_offsets, first)
         _append(values, self.value_content, self.value_offsets, first)
@@ -399,7 +416,7 @@ class VaryingRows(_Table):
         return first
 
     def widths_of(self, entries: Ints) -> Widths | None:
-        """See ``EvenRows``: those that were of many widths may be gone."""
+        """See ``EvenRows``. Rows of one width may be left of rows of many widths."""
         keys, values = self.sizes(entries & ROW)
         values = values[(entries & ABSENT) == 0]
         key, value = int(keys[0]), int(values[0]) if len(values) else None
@@ -421,11 +438,11 @@ class VaryingRows(_Table):
         return self.keys.take(pa.array(rows)), self.values.take(pa.array(rows, mask=is_absent))
 
 
-Rows: TypeAlias = EvenRows | VaryingRows
+CachedRows: TypeAlias = EvenRows | VaryingRows
 
 
 def widths_of(keys: pa.BinaryArray, values: pa.BinaryArray) -> Widths | None:
-    """The widths of pairs, if they can be ``EvenRows``."""
+    """Return the widths of pairs; None if the pairs cannot be ``EvenRows``."""
     even = even_rows(keys)
     if even is None:
         return None
@@ -439,7 +456,7 @@ def widths_of(keys: pa.BinaryArray, values: pa.BinaryArray) -> Widths | None:
 
 
 def common_widths(one: Widths | None, other: Widths | None) -> Widths | None:
-    """The widths of the rows of both, if they can be together."""
+    """Return the widths of both kinds of rows together; None if the rows cannot be in one ``EvenRows``."""
     if one is None or other is None or one[0] != other[0]:
         return None
     if one[1] is None or other[1] is None:
@@ -448,14 +465,15 @@ def common_widths(one: Widths | None, other: Widths | None) -> Widths | None:
 
 
 def _bytes_of(rows: Records) -> npt.NDArray[np.uint8]:
-    """A row of bytes for each record."""
+    """Return the bytes of each record: an array of shape (records, bytes of a record)."""
     return np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
 
 
 def _num_buckets(rows: int) -> int:
-    """Enough for the table to be a quarter full at most: half full, one row in 400 would find no place in its bucket.
+    """Return so many buckets that the table is a quarter full at most.
 
-    Rounded up by an eighth at most, so that a cache of a steady size keeps its number.
+    In a table that is half full, one row in 400 would find no place in its bucket. Rounded up by an eighth at most, so
+    that a cache of a steady size keeps its number.
     """
     wanted = max(16, rows * 4 // WAYS)
     step = 1 << max(0, wanted.bit_length() - 4)
@@ -463,7 +481,7 @@ def _num_buckets(rows: int) -> int:
 
 
 def _oldest(held: Ints) -> Ints:
-    """The way of each bucket that is empty, or was filled first."""
+    """Return for each bucket the way that is empty, or was filled first."""
     ways: Ints = np.where(held < 0, _EMPTY, held & ROW).argmin(axis=1)
     return ways
 

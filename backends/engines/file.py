@@ -1,6 +1,6 @@
-"""Files as a backend: the state in memory, changelogs and snapshots in the storage (Spark: ``HDFSBackedStateStore``).
+"""The file backend: the state in memory, changelogs and snapshots in the storage (Spark: ``HDFSBackedStateStore``).
 
-Nothing is kept on local disk: a restart loads the last snapshot and the changelogs behind it.
+Nothing is kept on local disk: a restart loads the last snapshot and the changelogs after it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
 
 FEW_ROWS = 64
-"""So few keys are faster got one by one."""
+"""Up to so many keys are got faster one by one."""
 _INDEX = "index.json"
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """One file of a snapshot: pairs of a column family, which come in the order of the parts."""
+    """One file of a snapshot: pairs of a column family. The parts of a family ascend."""
 
     column_family: str
     name: str
@@ -41,20 +41,20 @@ class _Index(msgspec.Struct, frozen=True):
     parts: tuple[_Part, ...]
 
 
-class Scan(Iterator[pa.RecordBatch]):
-    """Batches of a map, which never changes, until the store is closed."""
+class SortedMapScan(Iterator[pa.RecordBatch]):
+    """The batches of a map, which never changes. Raises ``StoreClosedError`` once the store is closed."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches: Iterator[pa.RecordBatch] | None = batches
 
     def __next__(self) -> pa.RecordBatch:
-        batches = self._batches  # whoever closes the store may be another thread
+        batches = self._batches  # another thread may close the store
         if batches is None:
             raise StoreClosedError("The store was closed while it was scanned.")
         return next(batches)
 
     def close(self) -> None:
-        """Let go of the map."""
+        """Release the map."""
         self._batches = None
 
 
@@ -63,7 +63,7 @@ class SortedMapEngine:
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._conf = conf
-        self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
+        self._scans: weakref.WeakSet[SortedMapScan] = weakref.WeakSet()
         self._closed = False
         self.state = LocalState()
         self._maps: Mapping[str, SortedMap] = {DEFAULT_FAMILY: SortedMap()}
@@ -76,7 +76,7 @@ class SortedMapEngine:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Values in the order of ``keys``; null where there is none."""
+        """Return the values in the order of ``keys``; null where a key has none."""
         self._check_open()
         held = self._maps.get(column_family)
         if held is None:
@@ -91,7 +91,7 @@ class SortedMapEngine:
         return held.get_many(keys.take(pa.array(order))).take(pa.array(back))
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """The value of one key; None if there is none."""
+        """Return the value of one key; None if the key has none."""
         self._check_open()
         held = self._maps.get(column_family)
         return None if held is None else held.get(key)
@@ -99,14 +99,14 @@ class SortedMapEngine:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Pairs of a range in key order, as they are now."""
+        """Return the pairs of a range in key order, as they are now."""
         self._check_open()
-        scan = Scan(self._maps.get(column_family, SortedMap()).scan(start, end))
+        scan = SortedMapScan(self._maps.get(column_family, SortedMap()).scan(start, end))
         self._scans.add(scan)
         return scan
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Nothing to get ready; what is returned goes on to new maps, which share what has not changed."""
+        """Return a function that makes new maps, which share with the old ones what has not changed."""
         return lambda state: self._apply(changes, state)
 
     def _apply(self, changes: Changes, state: LocalState) -> None:
@@ -154,17 +154,17 @@ class SortedMapEngine:
         self.state = index.state
 
     def num_keys(self) -> int:
-        """The number of keys; if they are not counted, removed ones that are still held count too."""
+        """Return the number of keys; if keys are not counted, removed ones that are still held count as well."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         return sum(len(run) for held in self._maps.values() for run in held.runs)
 
     def memory_bytes(self) -> int:
-        """Memory of the maps."""
+        """Return the bytes of memory of the maps."""
         return sum(held.nbytes for held in self._maps.values())
 
     def num_files(self) -> int:
-        """None: all is in memory."""
+        """Return 0: everything is in memory."""
         return 0
 
     def clear(self) -> None:
@@ -173,7 +173,7 @@ class SortedMapEngine:
         self.state = LocalState()
 
     def close(self) -> None:
-        """Let go of the memory; scans under way end with an error."""
+        """Release the memory; scans under way end with an error."""
         self._closed = True
         for scan in list(self._scans):
             scan.close()

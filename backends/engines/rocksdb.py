@@ -1,8 +1,8 @@
-"""RocksDB as a backend: bulk gets, scans and atomic write batches of Arrow columns, on local disk.
+"""The RocksDB backend: bulk gets, scans and atomic write batches of Arrow columns, on local disk.
 
-What lies here can be rebuilt from changelogs at any time, so the write-ahead log is off. Flushes
-are atomic over column families, and every batch carries its version: whatever a killed process
-leaves behind is exactly one version, and says which.
+The database can be rebuilt from changelogs at any time, so the write-ahead log is off. Flushes are atomic over column
+families, and every batch carries its version: so a killed process leaves exactly one version behind, which says its
+number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
-from backends.engines.row_cache import CacheBudget, Hashes, RowCache, hash_keys
+from backends.engines.row_cache import CacheBudget, KeyHashes, RowCache, hash_keys
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -47,13 +47,14 @@ from backends.ids import DEFAULT_FAMILY
 log = logging.getLogger(__name__)
 
 SCAN_ROWS = 1 << 14
-_SCAN_STEP = 1 << 9  # so that a processor's cache holds its Python objects
+_SCAN_STEP = 1 << 9  # so few that a processor's cache holds their Python objects
 _PAIR = pa.struct([("key", pa.binary()), ("value", pa.binary())])
 BULK_ROWS = 1 << 16
+"""Keys of one bulk get."""
 WRITE_ROWS = 1 << 10
-"""Pairs of one write batch: while RocksDB writes it, which takes about a microsecond a pair, no other thread can run."""
+"""Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 FEW_ROWS = 12
-"""So few keys are faster got one by one."""
+"""Up to so many keys are got faster one by one."""
 META_FAMILY = "__statestore__"
 _META_KEY = b"state"
 
@@ -72,7 +73,7 @@ class _Family:
 OnFailure = Callable[[str, Exception], StateStoreError]
 
 
-class Scan(Iterator[pa.RecordBatch]):
+class RocksDBScan(Iterator[pa.RecordBatch]):
     """Sorted pairs of one column family, as they were when the scan began, whatever is written since."""
 
     def __init__(self, db: Rdict, start: bytes | None, end: bytes | None, failure: OnFailure) -> None:
@@ -81,7 +82,7 @@ class Scan(Iterator[pa.RecordBatch]):
         if end is not None:
             self._options.set_iterate_upper_bound(end)
         if start is None and end is None:
-            self._options.fill_cache(False)  # what is read time and again stays there
+            self._options.fill_cache(False)  # blocks that are read time and again stay in the cache
         self._items: Iterator[tuple[bytes, bytes]] | None = db.items(from_key=start, read_opt=self._options)
         self._db = db
         self._last = start
@@ -89,7 +90,7 @@ class Scan(Iterator[pa.RecordBatch]):
         self._reading = threading.Lock()
 
     def __next__(self) -> pa.RecordBatch:
-        with self._reading:  # whoever closes the store may be another thread
+        with self._reading:  # another thread may close the store
             return self._next()
 
     def _next(self) -> pa.RecordBatch:
@@ -111,7 +112,11 @@ class Scan(Iterator[pa.RecordBatch]):
         return pa.RecordBatch.from_arrays([keys, values], schema=PAIRS_SCHEMA)
 
     def _check_end(self) -> None:
-        """rocksdict ends an iteration at a damaged block as if nothing came behind it: go there again and ask."""
+        """Raise if the scan has ended at a damaged block.
+
+        rocksdict ends an iteration there as if nothing came after it. So seek the last key again, and ask for the
+        status.
+        """
         cursor = self._db.iter(self._options)
         try:
             if self._last is None:
@@ -125,7 +130,7 @@ class Scan(Iterator[pa.RecordBatch]):
             raise self._failure("read", error) from error
 
     def close(self) -> None:
-        """Let go of RocksDB, which cannot close while an iterator lives."""
+        """Release the iterator: RocksDB cannot close while one lives."""
         with self._reading:
             self._items = self._db = None
 
@@ -133,14 +138,14 @@ class Scan(Iterator[pa.RecordBatch]):
 class LocalRocksDB:
     """RocksDB in the directory ``path``, opened or made.
 
-    A directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError``
-    if another provider has it open.
+    A directory that cannot be opened is emptied: it is only a copy. Raises ``ConcurrentCommitError`` if another
+    provider has the directory open.
     """
 
     def __init__(self, path: Path, conf: StateStoreConf) -> None:
         self._path = path
         self._conf = conf
-        self._scans: weakref.WeakSet[Scan] = weakref.WeakSet()
+        self._scans: weakref.WeakSet[RocksDBScan] = weakref.WeakSet()
         self._families: dict[str, _Family] = {}
         self._closed = False
         self._damage: str | None = None
@@ -213,7 +218,7 @@ class LocalRocksDB:
     def get_many(
         self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY, *, keep: bool = True
     ) -> pa.BinaryArray:
-        """Values in the order of ``keys``; null where there is none, or no such column family."""
+        """Return the values in the order of ``keys``; null where a key has none, or there is no such column family."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None or not len(keys):
@@ -225,13 +230,13 @@ class LocalRocksDB:
         return family.cache.get_many(keys, lambda missing: self._read(family, missing), keep=keep)
 
     def get_one(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """The value of one key; None if there is none, or no such column family."""
+        """Return the value of one key; None if the key has none, or there is no such column family."""
         self._check_open()
         family = self._families.get(column_family)
         return None if family is None else self._get_one(family, key)
 
     def _get_one(self, family: _Family, key: bytes | None) -> bytes | None:
-        # RocksDB by itself: what the cache costs for one key is ten times as much.
+        # Without the row cache, which costs ten times as much for one key.
         try:
             return family.db.get(key)  # type: ignore[no-any-return]
         except Exception as error:  # rocksdict raises plain Exception
@@ -259,25 +264,27 @@ class LocalRocksDB:
             raise self._failure("read", error) from error
 
     def prepare(self, changes: Changes) -> Callable[[LocalState], None]:
-        """Collect all changes in write batches; what is returned writes them, and what they lead to with the last one.
+        """Collect all changes in write batches; return the function that writes them, and the state with the last
+        batch.
 
-        While several are written, what is held is no version that anybody knows, and so it is after a crash among them.
+        Between several batches, the database is marked as unfinished, which is no version. So it is after a crash
+        there.
         """
         self._check_open()
         opened, families = self._opened, self._families
         batches = _batches(changes, families) if families.keys() >= changes.families.keys() else None
-        hashes: dict[str, Hashes] = {}
+        hashes: dict[str, KeyHashes] = {}
         if self._conf.rocksdb_row_cache_bytes:
             hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
 
         def apply(state: LocalState) -> None:
-            # Handles are those of one opening of the database.
+            # The batches refer to handles of one opening of the database.
             self._apply(changes, hashes, state, batches if opened is self._opened else None)
 
         return apply
 
     def _apply(
-        self, changes: Changes, hashes: Mapping[str, Hashes], state: LocalState, batches: list[WriteBatch] | None
+        self, changes: Changes, hashes: Mapping[str, KeyHashes], state: LocalState, batches: list[WriteBatch] | None
     ) -> None:
         self._check_open()
         try:
@@ -297,14 +304,14 @@ class LocalRocksDB:
                 continue
             try:
                 cache.update(changes.families[name].keys, family_hashes, changes.families[name].values)
-            except Exception:  # it is written: an error now would leave the engine ahead of what others hold it for
+            except Exception:  # the pairs are written: an error now would leave the engine ahead of its partition
                 log.exception("The rows of family %r of %s that were read before are forgotten.", name, self._path)
                 cache.clear()
 
     def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
-        """Write all, and ``state`` with the last one. If that ends midway nothing can be read any more."""
+        """Write all batches, and ``state`` with the last one. If a write fails midway, nothing can be read any more."""
         unfinished = LocalState(0, f"{state.head}, unfinished", None)
-        # No name for the handle: it keeps the database open, and the frames of an error live as long as the error.
+        # No variable for the handle: a handle keeps the database open, and the frames of an error live as long as it.
         if len(batches) > 1:
             batches[0].put(_META_KEY, msgspec.json.encode(unfinished), self._families[META_FAMILY].handle)
         batches[-1].put(_META_KEY, msgspec.json.encode(state), self._families[META_FAMILY].handle)
@@ -314,7 +321,7 @@ class LocalRocksDB:
                     fault_points.reached("apply:batch")
                 self._db.write(batch, self._write_options)
             except BaseException as error:
-                if i or not isinstance(error, Exception):  # an interrupt may come when the first one has been written
+                if i or not isinstance(error, Exception):  # an interrupt may come after the first batch was written
                     self.state, self._damage = unfinished, str(self._failure("write", error))
                     self._forget_rows()
                 raise
@@ -333,18 +340,18 @@ class LocalRocksDB:
         except Exception as error:  # rocksdict raises plain Exception
             raise self._failure("take a checkpoint", error) from error
         for file in checkpoint.iterdir():
-            # The write-ahead log is off, and options are given when it is opened.
+            # The write-ahead log is off, and options are given when the database is opened.
             if file.suffix != ".log" and not file.name.startswith("OPTIONS"):
                 file.rename(directory / file.name)
         shutil.rmtree(checkpoint)
         return lambda: None
 
     def restore(self, directory: Path) -> None:
-        """Put a checkpoint's files in the place of all there is."""
+        """Replace the database by a checkpoint's files."""
         self.close()
         shutil.rmtree(self._path, ignore_errors=True)
         directory.rename(self._path)
-        directory.mkdir()  # the caller's to remove
+        directory.mkdir()  # the caller removes it
         self._closed = False
         try:
             self._open()
@@ -356,17 +363,17 @@ class LocalRocksDB:
     def scan(
         self, start: bytes | None, end: bytes | None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
+        """Return the pairs from ``start`` (included) to ``end`` (not included), in key order, as they are now."""
         self._check_open()
         family = self._families.get(column_family)
         if family is None:
             return iter(())
-        scan = Scan(family.db, start, end, self._failure)
+        scan = RocksDBScan(family.db, start, end, self._failure)
         self._scans.add(scan)
         return scan
 
     def num_keys(self) -> int:
-        """The number of keys; RocksDB's estimate if they are not counted."""
+        """Return the number of keys; RocksDB's estimate if keys are not counted."""
         if self.state.num_keys is not None:
             return self.state.num_keys
         return sum(
@@ -376,12 +383,12 @@ class LocalRocksDB:
         )
 
     def memory_bytes(self) -> int:
-        """Memory of this database's write buffers and open tables, without the shared block cache."""
+        """Return the bytes of this database's write buffers and open tables, without the shared block cache."""
         properties = ("rocksdb.cur-size-all-mem-tables", "rocksdb.estimate-table-readers-mem")
         return sum(int(f.db.property_int_value(p) or 0) for f in self._families.values() for p in properties)
 
     def num_files(self) -> int:
-        """The number of SST files."""
+        """Return the number of SST files."""
         return len(self._db.live_files())
 
     def clear(self) -> None:
@@ -392,7 +399,7 @@ class LocalRocksDB:
         self._open()
 
     def close(self) -> None:
-        """Close it; scans under way end with an error. The files stay."""
+        """Close the database; scans under way end with an error. The files stay."""
         if self._closed:
             return
         self._closed = True
@@ -426,7 +433,7 @@ class LocalRocksDB:
 
 
 def _batches(changes: Changes, families: Mapping[str, _Family]) -> list[WriteBatch]:
-    """All changes, some in each; one at least."""
+    """Return write batches of all changes, at least one batch."""
     batches: list[WriteBatch] = []
     for name, pairs in changes.families.items():
         for at in range(0, len(pairs), WRITE_ROWS):
@@ -446,19 +453,20 @@ def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
 
 
 def _shared_memory(conf: StateStoreConf) -> tuple[Cache, WriteBufferManager]:
-    """One block cache and one write buffer budget for all stores of the process with the same limits."""
+    """Return one block cache and one write buffer budget for all stores of the process with the same limits."""
     limits = (conf.rocksdb_block_cache_bytes, conf.rocksdb_write_buffer_bytes)
     with _shared_lock:
         if limits not in _shared:
-            # The other cache has up to 64 shards, none of which holds a block larger than itself: those of 64 MiB are
-            # smaller than the filter of a large file, which was then read anew for every key, at 70 µs.
+            # RocksDB's other cache has up to 64 shards, and none holds a block larger than itself. The shards of a
+            # cache of 64 MiB are smaller than the filter of a large file, which was then read anew for every key, at 70
+            # µs.
             cache = Cache.new_hyper_clock_cache(limits[0], 0)
             _shared[limits] = (cache, WriteBufferManager(limits[1], False))
         return _shared[limits]
 
 
 def _cache_budget(conf: StateStoreConf) -> CacheBudget | None:
-    """One budget for the row caches of all stores of the process with the same limit."""
+    """Return one budget for the row caches of all stores of the process with the same limit."""
     limit = conf.rocksdb_row_cache_bytes
     if not limit:
         return None

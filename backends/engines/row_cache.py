@@ -1,14 +1,15 @@
 """A cache of pairs in front of RocksDB, which answers a thousand keys at once for a tenth of a microsecond each.
 
-RocksDB takes some microseconds for a key, part of them for calls and Python objects that each key costs. Here keys and
-values lie in arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has (``cached_rows``). A lookup
-is a few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the same pairs takes several
-times as long and twice the memory (``benchmarks/reads.py``).
+RocksDB takes some microseconds per key, partly for the calls and Python objects of each key. Here keys and values lie
+in arrays, to which rows are only ever appended, and a hash table in numpy says which row a key has (``cached_rows``). A
+look-up is a few calls of numpy and Arrow for all its keys together, and makes no Python object per key. A dict of the
+same pairs takes several times as long and twice the memory (``benchmarks/reads.py``).
 
-Where there is no more room, all rows that the table still refers to move to new arrays, as they do in a log-structured store, the
-oldest being left behind if they may not grow.
+When the arrays are full, all rows to which the table still refers move to new arrays, as in a log-structured store. If
+the arrays may not grow, the oldest rows are dropped.
 
-Readers take no lock: they keep to the rows that they began with (``Rows``), of which nothing that they look at changes. Writers do, one per cache.
+Readers take no lock: they keep to the rows with which they began (``CachedRows``), and nothing of those that they look
+at changes. Writers take a lock, one per cache.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from backends.engines.cached_rows import (
     ROW,
     ROW_BYTES,
     STEP_ROWS,
+    CachedRows,
     EvenRows,
-    Hashes,
     Ints,
-    Rows,
+    KeyHashes,
     VaryingRows,
     Widths,
     common_widths,
@@ -37,21 +38,22 @@ from backends.engines.cached_rows import (
     widths_of,
 )
 
-__all__ = ["CacheBudget", "Hashes", "RowCache", "hash_keys"]
+__all__ = ["CacheBudget", "KeyHashes", "RowCache", "hash_keys"]
 
 SPARED_BYTES = 16
-"""Where most keys have no value, longer values lie in an array of their own."""
-_NOTHING: Rows = VaryingRows(0, 0, 0)
+"""If most keys have no value, values longer than this lie in an array of their own."""
+_NOTHING: CachedRows = VaryingRows(0, 0, 0)
 
 
 class CacheBudget:
     """The memory that all caches of a process may have together, ``limit`` bytes.
 
-    A cache may have what the others leave, and its equal share in any case: for that, those that have more are emptied. While a cache
-    moves to new arrays, its old ones are there as well.
+    A cache may have what the others leave, and its equal share in any case: if need be, the caches that have more than
+    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory.
 
-    A cache is emptied without the lock: a stream that nobody has any more may be released by any allocation, also by one made here, and the
-    cache of the copy that it has read is emptied with it.
+    ``_lock`` guards the giving of memory. A cache is emptied without the lock: any allocation, also one made here, may
+    release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache of that
+    copy.
     """
 
     def __init__(self, limit: int) -> None:
@@ -61,17 +63,17 @@ class CacheBudget:
 
     @property
     def used(self) -> int:
-        """Bytes that all caches have now."""
+        """The bytes that all caches have now."""
         with self._lock:
             return sum(self._used().values())
 
     def _used(self) -> dict[RowCache, int]:
-        """The bytes of each cache that has any."""
+        """Return the bytes of each cache that has any."""
         held = [(cache, cache.rows) for cache in self._caches]
         return {cache: rows.nbytes for cache, rows in held if rows is not _NOTHING}
 
     def allowance(self, cache: RowCache) -> int:
-        """The most that ``cache`` may have now."""
+        """Return the most bytes that ``cache`` may have now."""
         with self._lock:
             used = self._used()
             used.pop(cache, None)
@@ -80,8 +82,8 @@ class CacheBudget:
     def _share(self, others: dict[RowCache, int]) -> int:
         return self.limit // (len(others) + 1)
 
-    def give(self, cache: RowCache, rows: Rows) -> bool:
-        """Let ``cache`` have these rows in place of its own. False, and it has none, if there is no room for them."""
+    def give(self, cache: RowCache, rows: CachedRows) -> bool:
+        """Give ``cache`` these rows in place of its own. False if there is no room: the cache has none then."""
         cache.rows = _NOTHING
         if rows is _NOTHING:
             return True
@@ -91,7 +93,7 @@ class CacheBudget:
                 return False
             while sum(used.values()) + rows.nbytes > self.limit:
                 largest = max(used, key=used.__getitem__)
-                # It may be about to change these rows, which does no harm: nobody reads them any more.
+                # Its writer may be about to change these rows, which does no harm: nobody reads them any more.
                 largest.rows = _NOTHING
                 del used[largest]
             self._caches.add(cache)
@@ -102,7 +104,8 @@ class CacheBudget:
 class RowCache:
     """The pairs of one column family that were read last, and the keys found to be absent, for any number of threads.
 
-    Whoever writes below must call ``update`` when that is done and before anyone may rely on it; ``clear`` if it is not known what was written.
+    A writer of the column family must call ``update`` after its write, before anyone may rely on the write, and
+    ``clear`` if it does not know what was written. ``_lock`` is held while the rows are changed.
     """
 
     def __init__(self, budget: CacheBudget) -> None:
@@ -113,13 +116,16 @@ class RowCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory."""
+        """The bytes of memory."""
         return self.rows.nbytes
 
     def get_many(
         self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], *, keep: bool = True
     ) -> pa.BinaryArray:
-        """The values of keys, in their order; null where there is none. Those not held are read by ``read``, and with ``keep`` held."""
+        """Return the values of keys, in their order; null where a key has none.
+
+        ``read`` reads the keys that are not held; with ``keep`` they are held afterwards.
+        """
         if len(keys) <= STEP_ROWS:
             return self._get_step(keys, read, keep)
         steps = (keys.slice(at, STEP_ROWS) for at in range(0, len(keys), STEP_ROWS))
@@ -128,7 +134,7 @@ class RowCache:
     def _get_step(
         self, keys: pa.BinaryArray, read: Callable[[pa.BinaryArray], pa.BinaryArray], keep: bool
     ) -> pa.BinaryArray:
-        epoch = self._epoch  # first of all: what is read below counts only if nothing was written since
+        epoch = self._epoch  # first of all: pairs that are read below are kept only if nothing was written since
         rows = self.rows
         if not (rows.count or keep):
             return read(keys)
@@ -154,8 +160,8 @@ class RowCache:
         order[missing] = len(keys) + np.arange(len(missing))
         return pa.concat_arrays([held, values]).take(pa.array(order))
 
-    def _keep(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray, epoch: int) -> None:
-        """Hold what was read, unless something has been written meanwhile, or is being changed here: then it is read again another time."""
+    def _keep(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray, epoch: int) -> None:
+        """Hold the pairs that were read, unless pairs were written meanwhile, or another thread changes the rows."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -172,8 +178,10 @@ class RowCache:
         finally:
             self._lock.release()
 
-    def update(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
-        """Each of these keys, which differ, has been given this value, or removed (null). Only those that are held are changed here."""
+    def update(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
+        """Take over what was written: distinct keys with their new values (null: removed). Keys that are not held stay
+        so.
+        """
         with self._lock:
             self._epoch += 1
             for at in range(0, len(keys), STEP_ROWS):
@@ -181,7 +189,7 @@ class RowCache:
                     return
                 self._update_step(keys.slice(at, STEP_ROWS), hashes[at : at + STEP_ROWS], values.slice(at, STEP_ROWS))
 
-    def _update_step(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+    def _update_step(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
         is_held = self.rows.has_tags(hashes)
         if not is_held.any():
             return
@@ -191,15 +199,15 @@ class RowCache:
         self._insert(keys, hashes, values)
 
     def clear(self) -> None:
-        """Hold nothing, nor anything that is being read now."""
+        """Drop all rows, and the pairs that are being read now."""
         with self._lock:
             self._epoch += 1
             self._budget.give(self, _NOTHING)
 
-    def _insert(self, keys: pa.BinaryArray, hashes: Hashes, values: pa.BinaryArray) -> None:
+    def _insert(self, keys: pa.BinaryArray, hashes: KeyHashes, values: pa.BinaryArray) -> None:
         rows = self.rows
         if not rows.has_room(keys, values):
-            rows.remove(hashes)  # these need not move, and are not right any more, whatever becomes of the new values
+            rows.remove(hashes)  # their values are not right any more, so they need not move
             moved = self._moved(rows, keys, values)
             if moved is None or not self._budget.give(self, moved):
                 return
@@ -207,8 +215,11 @@ class RowCache:
         first = rows.append(keys, values)
         rows.place(hashes, first, np.asarray(values.is_null()) if values.null_count else None)
 
-    def _moved(self, rows: Rows, more_keys: pa.BinaryArray, more_values: pa.BinaryArray) -> Rows | None:
-        """New rows: all live ones, or as many of the newest as may be, and room for these and for as much again."""
+    def _moved(self, rows: CachedRows, more_keys: pa.BinaryArray, more_values: pa.BinaryArray) -> CachedRows | None:
+        """Return new rows with all live ones, or as many of the newest as may be, and room to grow to twice the size.
+
+        There is room for the given pairs as well. None if they alone are too many.
+        """
         live = rows.live()
         more, widths = len(more_keys), widths_of(more_keys, more_values)
         if len(live):
@@ -216,7 +227,7 @@ class RowCache:
         if widths is not None and widths[1] is not None and widths[1] > SPARED_BYTES:
             num_absent = np.count_nonzero(live & ABSENT) + more_values.null_count
             if 2 * num_absent > len(live) + more:
-                widths = None  # a record has room for a value, be there one or not
+                widths = None  # every record has room for a value, also that of a key without one
         key_sizes, value_sizes = _sizes(live, rows, widths)
         if widths is None:
             key_bytes, value_bytes = content_bytes(more_keys), content_bytes(more_values)
@@ -230,7 +241,7 @@ class RowCache:
         kept = int(np.searchsorted(from_newest, left, side="right"))
         dropped = len(live) - kept
         live, key_sizes, value_sizes = (a[dropped:] for a in (live, key_sizes, value_sizes))
-        made: Rows
+        made: CachedRows
         if widths is None:
             key_bytes, value_bytes = key_bytes + int(key_sizes.sum()), value_bytes + int(value_sizes.sum())
             made = VaryingRows(2 * (kept + more), 2 * key_bytes, 2 * value_bytes)
@@ -248,8 +259,8 @@ class RowCache:
         return made
 
 
-def _sizes(live: Ints, rows: Rows, widths: Widths | None) -> tuple[Ints, Ints]:
-    """The bytes of keys and of values that these rows will take."""
+def _sizes(live: Ints, rows: CachedRows, widths: Widths | None) -> tuple[Ints, Ints]:
+    """Return the bytes that the keys, and that the values of these rows will take."""
     if widths is None:
         key_sizes, value_sizes = rows.sizes(live & ROW)
         value_sizes[(live & ABSENT) != 0] = 0

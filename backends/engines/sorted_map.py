@@ -1,11 +1,11 @@
 """An immutable sorted map of bytes to bytes that shares structure with the maps it was made from.
 
-A log-structured merge tree in memory: sorted runs in Arrow arrays, the older and larger ones below.
-Changing it adds a run and merges it with those not much larger, so that the cost of a change follows
-its size, and the old map, which keeps its own list of runs, stays as it was. A run is cut into
-chunks of disjoint key ranges; a merge makes anew only the chunks that it touches.
+A log-structured merge tree in memory: sorted runs in Arrow arrays, the older and larger ones below. A change adds a run
+and merges it with the runs that are not much larger, so that the cost of a change follows its size. The old map keeps
+its own list of runs and stays as it was. A run is cut into chunks of disjoint key ranges; a merge makes only those
+chunks anew that it touches.
 
-Against a dict with sorted keys and ``SortedDict``: see ``benchmarks/sorted_map.py``.
+``benchmarks/sorted_map.py`` compares it with a dict with sorted keys and with ``SortedDict``.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Run:
         return sum(len(c) for c in self.chunks)
 
     def _spans(self, keys: pa.BinaryArray) -> Iterator[tuple[SortedPairs, int, int]]:
-        """Each chunk with the range of the sorted ``keys`` that belong to it."""
+        """Return each chunk with the range of the sorted ``keys`` that belong to it."""
         asked = SortedPairs(keys, keys)
         starts = [0, *(asked.lower_bound(first) for first in self.firsts[1:]), len(keys)]
         yield from zip(self.chunks, starts, starts[1:], strict=False)
 
     def overlay(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
-        """``below``, the values of sorted ``keys`` in older runs, with those of this run on top."""
+        """Return the values of sorted ``keys``: this run's over ``below``, the values in the older runs."""
         parts = [
             chunk.overlay(keys.slice(start, end - start), below.slice(start, end - start))
             for chunk, start, end in self._spans(keys)
@@ -62,12 +62,12 @@ class Run:
         return parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Whether the key is in this run, and its value (None: removed)."""
+        """Return whether a key is in this run, and its value (None: removed)."""
         at = bisect_right(self.firsts, key) - 1
         return self.chunks[at].get(key) if at >= 0 else (False, None)
 
     def under(self, newer: Run, *, is_lowest: bool) -> Run:
-        """Both runs as one; removed keys go for good if nothing lies below."""
+        """Return both runs as one. Removed keys are dropped for good if no run lies below."""
         chunks: list[SortedPairs] = []
         changes = newer.pairs()
         for chunk, start, end in self._spans(changes.keys):
@@ -79,11 +79,11 @@ class Run:
         return Run._of_chunks(_joined(chunks))
 
     def pairs(self) -> SortedPairs:
-        """All of it as one."""
+        """Return all pairs of the run."""
         return _concatenated(self.chunks)
 
     def between(self, start: bytes | None, end: bytes | None) -> Iterator[SortedPairs]:
-        """The chunks of a range."""
+        """Return the chunks of a range."""
         first = 0 if start is None else max(0, bisect_right(self.firsts, start) - 1)
         for chunk, begins in zip(self.chunks[first:], self.firsts[first:], strict=True):
             if end is not None and begins >= end:
@@ -115,7 +115,7 @@ def _compact(pairs: SortedPairs) -> SortedPairs:
 
 
 def _joined(chunks: list[SortedPairs]) -> list[SortedPairs]:
-    """Small neighbours as one chunk: what removals have left."""
+    """Return the chunks with small neighbours joined, which removals have left."""
     joined: list[SortedPairs] = []
     for following in chunks:
         chunk = following
@@ -137,12 +137,12 @@ class SortedMap:
 
     @classmethod
     def of_sorted(cls, parts: list[SortedPairs]) -> SortedMap:
-        """A map of parts that ascend, none of them with null values."""
+        """Make a map of parts that ascend, and have no null values."""
         run = Run._of_chunks([chunk for part in parts for chunk in _cut(part)])
         return cls((run,) if run.chunks else ())
 
     def with_changes(self, changes: SortedPairs) -> SortedMap:
-        """A new map; null values remove keys."""
+        """Return a new map; null values remove keys."""
         runs = list(self.runs)
         if not runs:
             changes = changes.present()
@@ -157,7 +157,7 @@ class SortedMap:
         return SortedMap((*runs, run))
 
     def get_many(self, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Values of sorted ``keys``, null where there is none."""
+        """Return the values of sorted ``keys``, null where a key has none."""
         values = pa.nulls(len(keys), pa.binary())
         if len(keys):
             for run in self.runs:
@@ -165,7 +165,7 @@ class SortedMap:
         return values
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of one key; None if there is none."""
+        """Return the value of one key; None if the key has none."""
         for run in reversed(self.runs):
             is_there, value = run.get(key)
             if is_there:
@@ -173,7 +173,7 @@ class SortedMap:
         return None
 
     def scan(self, start: bytes | None, end: bytes | None) -> Iterator[pa.RecordBatch]:
-        """Pairs of a range, in key order."""
+        """Return the pairs of a range, in key order."""
         if not self.runs:
             return iter(())
         batches: Iterator[pa.RecordBatch] = (
@@ -189,11 +189,11 @@ class SortedMap:
         return merged_scan(batches, changes)
 
     def flat(self) -> Iterator[SortedPairs]:
-        """All pairs, a part at a time."""
+        """Return all pairs, a part at a time."""
         for batch in self.scan(None, None):
             yield SortedPairs(batch.column(0), batch.column(1))
 
     @property
     def nbytes(self) -> int:
-        """Memory of all runs."""
+        """The memory of all runs."""
         return sum(chunk.nbytes for run in self.runs for chunk in run.chunks)

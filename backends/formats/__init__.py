@@ -1,1 +1,1 @@
-"""Durable formats: changelogs, snapshots, manifests, and the walk along a chain of manifests."""
+"""Durable formats (changelogs, snapshots, manifests), the lineage that manifests give, and what may be removed."""

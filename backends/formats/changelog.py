@@ -1,8 +1,8 @@
 """Changelogs: the durable form of one commit of one partition, the same for every backend.
 
-An Arrow IPC file: one record batch of sorted ``key`` and ``value`` (null: removed) per column
-family. The schema's metadata says which commit it is, and names the column families in the order
-of their batches. That the bytes are intact is proven by the ``FileRef`` that refers to the file.
+An Arrow IPC file: one record batch of sorted ``key`` and ``value`` (null: removed) per column family. The schema's
+metadata says which commit the file is, and names the column families in the order of their batches. The ``FileRef``
+that refers to the file proves that the bytes are intact.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictl
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 
-FORMAT_VERSION = 1
+CHANGELOG_FORMAT_VERSION = 1
 _META = b"statestore.changelog"
 _FAMILIES = b"statestore.column_families"
 
 
 @dataclass(frozen=True)
 class Changes:
-    """What one commit changes, by column family. A family without pairs is one that was created."""
+    """The changes of one commit by column family. A family without pairs was created by the commit."""
 
     families: Mapping[str, SortedPairs]
 
@@ -36,27 +36,27 @@ class Changes:
         values: pa.Array | pa.ChunkedArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> Changes:
-        """Changes of one column family; sorted if they are not, null values mean removed keys.
+        """Make the changes of one column family. Null values mean removed keys; unsorted keys are sorted.
 
-        Raises ``InvalidStateStoreArgument`` for null keys, a key given twice, or other types.
+        Raises ``InvalidStateStoreArgument`` for null keys, a key that is given twice, or other types.
         """
         return cls({column_family: SortedPairs.of(keys, values)})
 
     @property
     def num_changes(self) -> int:
-        """Number of changed keys."""
+        """The number of changed keys."""
         return sum(len(pairs) for pairs in self.families.values())
 
     @property
     def nbytes(self) -> int:
-        """Memory of all pairs."""
+        """The memory of all pairs."""
         return sum(pairs.nbytes for pairs in self.families.values())
 
 
 class ChangelogMeta(msgspec.Struct, frozen=True):
-    """Which commit a changelog is: it leads from the state that ``base`` made to ``version``.
+    """Which commit a changelog is: the one that leads from the state that ``base`` made to ``version``.
 
-    ``base`` is the path of the changelog below it, None for the first one.
+    ``base`` is the path of the changelog below; None for the first one.
     """
 
     query_run_id: str
@@ -67,11 +67,11 @@ class ChangelogMeta(msgspec.Struct, frozen=True):
     attempt: str
     base: str | None
     store: str = "default"
-    format_version: int = FORMAT_VERSION
+    format_version: int = CHANGELOG_FORMAT_VERSION
 
 
 def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "zstd") -> bytes:
-    """The bytes of a changelog; ``compression`` is "none", "lz4" or "zstd"."""
+    """Return the bytes of a changelog; ``compression`` is "none", "lz4" or "zstd"."""
     schema = PAIRS_SCHEMA.with_metadata(
         {_META: msgspec.json.encode(meta), _FAMILIES: msgspec.json.encode(list(changes.families))}
     )
@@ -86,8 +86,8 @@ def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "z
 def read_changelog(data: bytes, name: str = "the changelog") -> tuple[ChangelogMeta, Changes]:
     """Read what ``write_changelog`` wrote; ``name`` is the file's, for messages.
 
-    Raises ``DamagedFileError`` if it is not a whole, sorted changelog, ``InvalidStateStoreArgument``
-    if a newer release wrote it.
+    Raises ``DamagedFileError`` if the bytes are not a whole, sorted changelog, ``InvalidStateStoreArgument`` if a newer
+    release wrote them.
     """
     try:
         with pa.ipc.open_file(pa.py_buffer(data)) as reader:
@@ -112,7 +112,7 @@ def read_changelog(data: bytes, name: str = "the changelog") -> tuple[ChangelogM
 
 
 def read_changelog_meta(data: bytes, name: str = "the changelog") -> ChangelogMeta:
-    """Only which commit a changelog is; raises as ``read_changelog`` does."""
+    """Read only which commit a changelog is. Raises as ``read_changelog`` does."""
     try:
         with pa.ipc.open_file(pa.py_buffer(data)) as reader:
             return _read_meta(reader.schema, name)[0]
@@ -127,8 +127,9 @@ def _read_meta(schema: pa.Schema, name: str) -> tuple[ChangelogMeta, list[str]]:
         names = json_decoder(list[str]).decode(metadata[_FAMILIES])
     except (KeyError, msgspec.MsgspecError) as error:
         raise DamagedFileError(f"{name} is no changelog, or is damaged: {error!r}") from error
-    if meta.format_version != FORMAT_VERSION:
+    if meta.format_version != CHANGELOG_FORMAT_VERSION:
         raise InvalidStateStoreArgument(
-            f"{name} has the format {meta.format_version}; this release reads {FORMAT_VERSION}. Use the newer release."
+            f"{name} has the format {meta.format_version}; this release reads {CHANGELOG_FORMAT_VERSION}. Use the "
+            "newer release."
         )
     return meta, names

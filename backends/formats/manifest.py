@@ -1,8 +1,7 @@
-"""Manifests: the only truth about which files make a version (DESIGN: SlateDB's and Iceberg's manifests).
+"""Manifests: the only truth about which files make a version (as in SlateDB and Iceberg).
 
-A manifest says what changed since its parent. Manifests are written once, create-if-absent, and
-never changed; version V is the one found by walking the parents of the newest manifest of the
-highest epoch.
+A manifest says what changed since its parent. Manifests are written once, create-if-absent, and never changed. Version
+V is the one that is found by walking the parents of the newest manifest of the highest epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from backends.formats.partition_entries import PartitionEntries, PartitionEntry,
 from backends.storage.file_ref import FileRef
 
 __all__ = [
-    "FORMAT_VERSION",
+    "STATE_FORMAT_VERSION",
     "ChangelogRef",
     "FileRef",
     "Lineage",
@@ -24,14 +23,14 @@ __all__ = [
     "PartitionEntry",
     "Rescaled",
     "SnapshotRef",
-    "Source",
+    "SourcePartition",
 ]
 
-FORMAT_VERSION = 1
+STATE_FORMAT_VERSION = 1
 
 
 class ChangelogRef(Struct, frozen=True):
-    """A changelog file and the version it leads to."""
+    """A changelog file and the version to which it leads."""
 
     version: int
     file: FileRef
@@ -49,15 +48,15 @@ class OperatorEntry(Struct, frozen=True):
     def of(
         cls, num_partitions: int, schema_id: str, backend: str, partitions: Mapping[int, PartitionEntry]
     ) -> OperatorEntry:
-        """An entry from what each partition contributed."""
+        """Make the entry of what each partition contributed."""
         return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions))
 
 
 class Manifest(Struct, frozen=True):
-    """One version of a query's whole state. ``parent`` is None for the first one.
+    """One version of a query's whole state. ``parent`` is the id of the manifest below; None for the first one.
 
-    ``oldest`` is the oldest version that is kept (besides the empty 0), and ``chain_from`` the
-    lowest version whose manifest is kept for its sake: what only lower ones need is being removed.
+    ``oldest`` is the oldest version that is kept (besides the empty 0). ``chain_from`` is the lowest version whose
+    manifest is kept to make ``oldest``. Files that only lower versions need are being removed.
     """
 
     id: int
@@ -69,11 +68,14 @@ class Manifest(Struct, frozen=True):
     operators: dict[str, OperatorEntry]
     oldest: int = 0
     chain_from: int = 1
-    format_version: int = field(default=FORMAT_VERSION)
+    format_version: int = field(default=STATE_FORMAT_VERSION)
 
 
-class Source(Struct, frozen=True):
-    """A partition of an earlier layout, below ``directory``, kept by ``backend``: another partition takes a part of it over."""
+class SourcePartition(Struct, frozen=True):
+    """A partition of an earlier layout, of which another partition takes a part over.
+
+    Its files are in ``directory``; ``backend`` is the name of the backend that made its snapshots.
+    """
 
     directory: str
     backend: str
@@ -90,15 +92,15 @@ class Rescaled(Struct, frozen=True):
     head: str
     start: bytes
     end: bytes | None
-    sources: tuple[Source, ...]
+    sources: tuple[SourcePartition, ...]
 
 
 class Lineage(Struct, frozen=True):
     """The files from which one partition can be brought to ``version``.
 
-    ``changelogs`` ascend to that version, one per version; ``snapshots`` ascend as well. Loading
-    begins with the empty version 0 if the first changelog makes version 1, else with a snapshot, or
-    with the partitions of an earlier layout (``rescaled``), whose key groups have been divided anew.
+    ``changelogs`` ascend to that version, one per version; ``snapshots`` ascend as well. Loading begins with the empty
+    version 0 if the first changelog makes version 1, else with a snapshot, or with the partitions of an earlier layout
+    (``rescaled``), whose key groups have been divided anew.
     """
 
     version: int
@@ -115,5 +117,5 @@ class Lineage(Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is that of the empty version 0."""
+        """Whether this is the lineage of the empty version 0."""
         return self.version == 0 and self.head is None

@@ -1,8 +1,8 @@
-"""What each partition contributed to a version, kept a column at a time.
+"""The contribution of each partition to a version, kept in columns.
 
-A manifest of 10,000 partitions, and the hundred before it that a coordinator remembers, would be
-millions of small objects. So the entries of one operator are columns, in memory and in the file, and
-the directory that all their changelogs share the shape of is said once.
+A manifest of 10,000 partitions, and the hundred before it that a coordinator remembers, would be millions of small
+objects. So the entries of one operator are columns, in memory and in the file. The directories of the changelogs differ
+in the partition's number only, and are written once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backends.storage.file_ref import FileRef
 
 
 class SnapshotRef(Struct, frozen=True):
-    """The state of one partition at ``version``, whose last changelog is ``head``. ``file`` lists the files of it."""
+    """A snapshot of one partition at ``version``, whose last changelog is ``head``. ``file`` is its descriptor."""
 
     version: int
     head: str
@@ -24,7 +24,7 @@ class SnapshotRef(Struct, frozen=True):
 
 
 class PartitionEntry(Struct, frozen=True):
-    """What one partition contributed to a version: the accepted attempt and its changelog.
+    """The contribution of one partition to a version: the accepted attempt and its changelog.
 
     ``snapshots`` are those that became known since the parent manifest, of this version or earlier ones.
     """
@@ -35,9 +35,9 @@ class PartitionEntry(Struct, frozen=True):
 
 
 class StoredEntries(Struct, frozen=True):
-    """The columns as they are written. ``directory`` has ``*`` where the number of the partition stands.
+    """The columns as they are written. ``directory`` has ``*`` in the place of the partition's number.
 
-    ``partition`` is left out if the partitions are 0, 1, 2 and so on.
+    ``partition`` is None if the partitions are 0, 1, 2 and so on.
     """
 
     directory: str
@@ -55,7 +55,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
     __slots__ = ("_rows", "stored")
 
     def __init__(self, stored: StoredEntries) -> None:
-        """Raises ``ValueError`` if the columns do not fit together."""
+        """Take over the columns; raises ``ValueError`` if they differ in length."""
         numbers = range(len(stored.attempt)) if stored.partition is None else stored.partition
         lengths = {len(c) for c in (stored.attempt, stored.changelog, stored.size, stored.digest, numbers)}
         if len(lengths) > 1:
@@ -67,7 +67,11 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
 
     @classmethod
     def of(cls, entries: Mapping[int, PartitionEntry]) -> PartitionEntries:
-        """From single entries; the changelogs must lie in directories that differ in the number of the partition only."""
+        """Make columns of single entries, whose changelogs lie in directories that differ in the partition's number
+        only.
+
+        Raises ``ValueError`` for other directories.
+        """
         if isinstance(entries, PartitionEntries):
             return entries
         numbers = sorted(entries)
@@ -97,18 +101,18 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
         return PartitionEntry(stored.attempt[row], file, self.snapshots.get(partition, ()))
 
     def head(self, partition: int) -> str:
-        """The path of a partition's changelog; raises ``KeyError``."""
+        """Return the path of a partition's changelog; raises ``KeyError``."""
         if partition not in self._rows:
             raise KeyError(partition)
         return f"{self.stored.directory.replace('*', str(partition))}/{self.stored.changelog[self._rows[partition]]}"
 
     @property
     def snapshots(self) -> Mapping[int, tuple[SnapshotRef, ...]]:
-        """The snapshots that it names, of the partitions that have any."""
+        """The snapshots of the partitions that have any."""
         return self.stored.snapshots
 
     def with_snapshots(self, found: Mapping[int, tuple[SnapshotRef, ...]]) -> PartitionEntries:
-        """The same, naming more snapshots."""
+        """Return the same entries with more snapshots."""
         snapshots = {
             p: (*self.snapshots.get(p, ()), *found.get(p, ())) for p in self if p in self.snapshots or found.get(p)
         }
@@ -137,7 +141,7 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
 
 
 def _template(partition: int, path: str) -> str:
-    """``operators/op/4/2/default`` becomes ``operators/op/4/*/default``."""
+    """Return the directory of a changelog with ``*`` for the partition's number: ``operators/op/4/*/default``."""
     parts = path.split("/")[:-1]
     if len(parts) < 2 or parts[-2] != str(partition) or "*" in path:
         raise ValueError(f"{path} is no changelog of partition {partition}")

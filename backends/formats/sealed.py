@@ -1,7 +1,7 @@
-"""JSON records that carry their own digest: damage is found without anybody else knowing the digest.
+"""JSON records that carry their own digest, by which damage is found.
 
-Manifests and the like are found by listing, so no ``FileRef`` vouches for them. The file is one line
-of JSON and one line with the xxh3-128 of the first.
+Manifests and the like are found by listing, so no ``FileRef`` has their digest. Such a file is one line of JSON, and
+one line with the xxh3-128 of the first line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def seal(record: msgspec.Struct) -> bytes:
-    """The bytes of a record and its digest."""
+    """Return the bytes of a file: a record and its digest."""
     content = msgspec.json.encode(record, enc_hook=_encode)
     return content + b"\n" + digest(content).encode() + b"\n"
 

@@ -1,8 +1,8 @@
 """Snapshots: the whole state of one partition at one version, as files in the storage.
 
-A descriptor lists them by name, size and digest. What an earlier snapshot has uploaded is not
-uploaded again: files are compared by content, so it does not matter which process, host or local
-directory they came from. After RocksDB's and Flink's incremental checkpoints.
+A descriptor lists the files by name, size and digest. A file that an earlier snapshot has uploaded is not uploaded
+again: files are compared by content, so it does not matter which process, host or local directory they came from. The
+idea is that of RocksDB's and Flink's incremental checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
 from backends.formats.local_state import LocalState
-from backends.formats.manifest import FORMAT_VERSION, SnapshotRef
+from backends.formats.manifest import STATE_FORMAT_VERSION, SnapshotRef
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
 from backends.storage.file_ref import FileRef
@@ -27,40 +27,42 @@ _INLINE_BYTES = 64 << 10
 
 
 class SnapshotFile(Struct, frozen=True):
-    """One file: its name in the backend, and where its content is; a small one is in the descriptor itself."""
+    """One file of a snapshot: its name in the backend, and where its content is. The descriptor holds small ones
+    itself.
+    """
 
     name: str
     file: FileRef | None = None
     content: bytes | None = None
 
 
-class Snapshot(Struct, frozen=True):
+class SnapshotDescriptor(Struct, frozen=True):
     """The descriptor of a snapshot, ``<version>-<unique>.snapshot`` in the partition's directory."""
 
     path: str
     backend: str
     state: LocalState
     files: tuple[SnapshotFile, ...]
-    format_version: int = field(default=FORMAT_VERSION)
+    format_version: int = field(default=STATE_FORMAT_VERSION)
 
     @property
     def paths(self) -> frozenset[str]:
-        """The files that it refers to."""
+        """The paths of the files to which the snapshot refers."""
         return frozenset(f.file.path for f in self.files if f.file is not None)
 
     def is_complete(self, sizes: Mapping[str, int]) -> bool:
-        """Whether all files it refers to are there, in full size."""
+        """Return whether all files of the snapshot are there, in full size. ``sizes`` are those of all stored files."""
         return all(sizes.get(f.file.path) == f.file.size for f in self.files if f.file is not None)
 
 
 class Digests:
-    """Digests of local files that never change, by what the file system knows them as: hard links share them."""
+    """The digests of local files that never change. Hard links to one file share its digest."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int], str] = {}
 
     def of(self, files: list[Path]) -> dict[Path, str]:
-        """The digests; those of other files are forgotten."""
+        """Return the digests of these files, and forget those of all others."""
         keys = {path: ((s := path.stat()).st_ino, s.st_size, s.st_mtime_ns) for path in files}
         self._known = {key: self._known.get(key) or file_digest(path) for path, key in keys.items()}
         return {path: self._known[key] for path, key in keys.items()}
@@ -73,14 +75,14 @@ def upload(
     local: Path,
     state: LocalState,
     *,
-    earlier: Snapshot | None,
+    earlier: SnapshotDescriptor | None,
     digests: Digests,
     pool: ThreadPoolExecutor,
     is_cancelled: Callable[[], bool],
 ) -> tuple[SnapshotRef, int]:
-    """Upload the files in ``local`` but for those that ``earlier`` has; returns the snapshot and the bytes written.
+    """Upload the files in ``local`` but for those that ``earlier`` has; return the snapshot and the bytes written.
 
-    Raises ``StorageError``; what has been uploaded then is litter, removed when its version is no longer kept.
+    Raises ``StorageError``. Files that were uploaded before the error are removed when their version is no longer kept.
     """
     assert state.head is not None
     files = sorted(path for path in local.iterdir() if path.stat().st_size)
@@ -117,16 +119,16 @@ def upload(
     )
     path = f"{directory}/{state.version}-{uuid.uuid4().hex}.snapshot"
     fault_points.reached("snapshot:descriptor")
-    descriptor = storage.put_new(path, seal(Snapshot(path, backend, state, entries)))
+    descriptor = storage.put_new(path, seal(SnapshotDescriptor(path, backend, state, entries)))
     fault_points.reached("snapshot:uploaded")
     fresh = [ref for ref in refs.values() if (ref.size, ref.digest) not in reusable]
     return SnapshotRef(state.version, state.head, descriptor), descriptor.size + sum(ref.size for ref in fresh)
 
 
-def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> Snapshot:
-    """The descriptor that ``ref`` names; raises ``MissingFileError`` or ``DamagedFileError``."""
+def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> SnapshotDescriptor:
+    """Read the descriptor that ``ref`` names. Raises ``MissingFileError`` or ``DamagedFileError``."""
     name = storage.full_location(ref.file.path)
-    snapshot = unseal(storage.read(ref.file), Snapshot, name)
+    snapshot = unseal(storage.read(ref.file), SnapshotDescriptor, name)
     if (snapshot.path, snapshot.state.version, snapshot.state.head) != (ref.file.path, ref.version, ref.head):
         raise DamagedFileError(
             f"{name} describes version {snapshot.state.version} in {snapshot.path}: files have been exchanged."
@@ -136,12 +138,16 @@ def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> Snapshot:
     return snapshot
 
 
-def download(storage: CheckpointStorage, snapshot: Snapshot, backend: str, into: Path, threads: int) -> None:
-    """Fetch a snapshot's files in parallel; raises ``MissingFileError`` or ``DamagedFileError`` naming the file."""
+def download(storage: CheckpointStorage, snapshot: SnapshotDescriptor, backend: str, into: Path, threads: int) -> None:
+    """Fetch a snapshot's files into a local directory, ``threads`` at once.
+
+    Raises ``MissingFileError`` or ``DamagedFileError`` naming the file, ``InvalidStateStoreArgument`` for another
+    backend's snapshot.
+    """
     if snapshot.backend != backend:
         raise InvalidStateStoreArgument(
-            f"{storage.full_location(snapshot.path)} was written by the provider {snapshot.backend!r}, not {backend!r}: "
-            "choose that provider, or a new checkpoint location."
+            f"{storage.full_location(snapshot.path)} was written by the provider {snapshot.backend!r}, not "
+            f"{backend!r}: choose that provider, or a new checkpoint location."
         )
     with ThreadPoolExecutor(threads, thread_name_prefix="statestore-load") as pool:
         fetches = []

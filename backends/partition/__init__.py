@@ -1,1 +1,1 @@
-"""One partition: an engine at the completed version, the deltas over it, loading, older versions, snapshots."""
+"""One partition: an engine at the completed version, the changes over it, loading, older versions, snapshots."""

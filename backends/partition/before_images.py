@@ -49,7 +49,7 @@ class BeforeImages:
                 self._pins -= 1
 
     def _are_looked_up(self) -> bool:
-        """Whether before-images are worth looking up. Those at hand are kept in any case."""
+        """Return whether before-images are worth looking up. Those at hand are kept in any case."""
         return self._counts_keys or bool(self._pins)
 
     def when_staged(self, meta: ChangelogMeta, changes: Changes) -> Changes | None:

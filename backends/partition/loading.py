@@ -1,4 +1,7 @@
-"""Loading: bringing an engine to the version of a lineage, from what it holds, snapshots, changelogs, earlier layouts."""
+"""Loading: bringing an engine to the version of a lineage.
+
+Loading begins with what the engine holds, a snapshot, an earlier layout or nothing, and goes on with changelogs.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from backends import fault_points
-from backends.engines.choice import backend_of
+from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
 from backends.exceptions import DamagedFileError, LocalStateDamagedError, MissingFileError
 from backends.formats import snapshot
 from backends.formats.changelog import read_changelog
 from backends.formats.local_state import LocalState
-from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, Source
+from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotRef, SourcePartition
 from backends.partition import rescaling
 from backends.partition.before_images import replaced_pairs, state_after
 from backends.partition.context import PartitionContext
@@ -46,8 +49,8 @@ class Loading:
                 rest = [ref for ref in lineage.changelogs if ref.version > self.version]
                 if [ref.version for ref in rest] != list(range(self.version + 1, lineage.version + 1)):
                     raise MissingFileError(
-                        f"Not all changelogs from version {self.version + 1} of {self._context.directory} are among the "
-                        f"files that lead to version {lineage.version}."
+                        f"Not all changelogs from version {self.version + 1} of {self._context.directory} are among "
+                        f"the files that lead to version {lineage.version}."
                     )
                 self._replay(rest)
                 return
@@ -86,8 +89,8 @@ class Loading:
             starts.append(None)
         if not starts:
             raise MissingFileError(
-                f"No snapshot leads to version {lineage.version} of {self._context.directory}, and its changelogs begin "
-                f"with version {min(heads, default=0)}."
+                f"No snapshot leads to version {lineage.version} of {self._context.directory}, and its changelogs "
+                f"begin with version {min(heads, default=0)}."
             )
         return starts
 
@@ -127,7 +130,7 @@ class Loading:
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager
-    def _loaded(self, source: Source) -> Iterator[StateEngine]:
+    def _loaded(self, source: SourcePartition) -> Iterator[StateEngine]:
         """Load a partition of an earlier layout into an engine of its own, for as long as the block lasts."""
         context = self._context
         # Keys are counted when they are taken over: to count them in a replay, each would have to be looked up.

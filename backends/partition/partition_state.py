@@ -1,9 +1,9 @@
 """The state of one partition: an engine at the completed version, with the running batch's changes on top.
 
 The engine (RocksDB, say) holds the last completed version. Commits of the running batch are durable as changelogs and
-stay beside the engine as deltas. So a batch is rolled back by dropping its deltas, and a reader of the completed version
-never sees them. For the versions just before it, the before-images of what changed are kept, so that those versions are
-read as fast as the newest.
+stay beside the engine as deltas. So a batch is rolled back by dropping its deltas, and a reader of the completed
+version never sees them. For the versions just before it, the before-images of what changed are kept, so that those
+versions are read as fast as the newest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
-from backends.engines.choice import backend_of
+from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
 from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
@@ -48,9 +48,9 @@ log = logging.getLogger(__name__)
 class PartitionState:
     """One partition's state. Reads, ``stage`` and ``snapshot`` may run in many threads at once.
 
-    ``directory`` is the partition's own below the state location, see ``Layout.directory``. What an earlier process left
-    in ``local_dir`` is used if ``load`` finds it in the lineage, and thrown away if not.
-    Raises ``ConcurrentCommitError`` if ``local_dir`` is in use.
+    ``directory`` is the partition's own below the state location, see ``Layout.directory``. What an earlier process
+    left in ``local_dir`` is used if ``load`` finds it in the lineage, and thrown away if not. Raises
+    ``ConcurrentCommitError`` if ``local_dir`` is in use.
 
     Locks, in the order in which they are taken: the one of ``SnapshotUploads`` for a whole upload; ``_mutation`` for
     ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of them at a time uses the engine; the
@@ -215,7 +215,7 @@ class PartitionState:
             self._versions.pending.discard(version, attempt)
 
     def pending(self) -> list[tuple[ChangelogMeta, FileRef, bool]]:
-        """Return the changes held over the completed version, and whether they are accepted; in the order of versions."""
+        """Return the changes over the completed version, and whether they are accepted; in the order of versions."""
         with self._versions.changed:
             return self._versions.pending.listed()
 
@@ -349,8 +349,8 @@ class PartitionState:
     def snapshot(self, earlier: SnapshotRef | None) -> SnapshotRef:
         """Upload the completed version, but for the files that ``earlier`` has; commits and reads go on meanwhile.
 
-        The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the state
-        is closed meanwhile, ``VersionNotFoundError`` for the empty version 0.
+        The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the
+        state is closed meanwhile, ``VersionNotFoundError`` for the empty version 0.
         """
         started = time.perf_counter()
         ref, written = self._uploads.upload(earlier)
@@ -369,8 +369,8 @@ class PartitionState:
     def metrics(self, version: int | None = None, *, head: str | None = None) -> StateStoreMetrics:
         """Return the figures of this partition: times in ms are those of the last call of each kind.
 
-        The number of keys is that of a version that is held (None: the last completed one), or the engine's own if it is
-        not at hand. Raises ``VersionNotFoundError``.
+        The number of keys is that of a version that is held (None: the last completed one), or the engine's own if it
+        is not at hand. Raises ``VersionNotFoundError``.
         """
         with self._versions.reading(version, head) as view, self._versions.changed:
             counted = self._num_keys(view) if view.layers else None

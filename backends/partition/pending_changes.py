@@ -20,7 +20,7 @@ class PendingChanges:
         self._accepted: dict[int, Delta] = {}
 
     def __iter__(self) -> Iterator[Delta]:
-        """All changes, the staged ones first."""
+        """Return all changes, the staged ones first."""
         yield from self._staged.values()
         yield from self._accepted.values()
 
@@ -29,7 +29,7 @@ class PendingChanges:
         self._staged[(delta.meta.version, delta.meta.attempt)] = delta
 
     def accept(self, version: int, attempt: str) -> bool:
-        """Have a staged attempt count for its version, in place of an earlier one; False if there is no such attempt."""
+        """Have a staged attempt count for its version, in place of an earlier one; False if the attempt is unknown."""
         delta = self._staged.pop((version, attempt), None)
         if delta is None:
             held = self._accepted.get(version)

@@ -41,7 +41,7 @@ class RecentReads:
             self._reads[column_family] = _Read(head, (*parts, read), nbytes)
 
     def values(self, head: str | None, column_family: str, keys: pa.BinaryArray) -> pa.BinaryArray | None:
-        """Return the values of sorted keys at the version that ``head`` made; None unless all of them have been read."""
+        """Return the values of sorted keys at the version that ``head`` made; None unless all of them were read."""
         read = self._reads.get(column_family)
         if read is None or read.head != head:
             return None

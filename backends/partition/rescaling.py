@@ -13,13 +13,13 @@ from backends.encoding.sorted_pairs import SortedPairs
 from backends.engines.engine import StateEngine
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
-from backends.formats.manifest import Rescaled, Source
+from backends.formats.manifest import Rescaled, SourcePartition
 
 
 def take_over(
     rescaled: Rescaled,
     engine: StateEngine,
-    loaded: Callable[[Source], AbstractContextManager[StateEngine]],
+    loaded: Callable[[SourcePartition], AbstractContextManager[StateEngine]],
     *,
     counts_keys: bool,
 ) -> None:

@@ -31,7 +31,8 @@ class SnapshotUploads:
         self._digests = snapshot.Digests()
 
     def upload(self, earlier: SnapshotRef | None) -> tuple[SnapshotRef, int]:
-        """Upload what the engine holds, but for the files that ``earlier`` has; return the snapshot and the bytes written.
+        """Upload what the engine holds, but for the files that ``earlier`` has; return the snapshot and the bytes
+        written.
 
         See ``PartitionState.snapshot``.
         """

@@ -22,8 +22,8 @@ class Versions:
     engine be written: a read that is still under way takes the changed keys from the delta itself.
 
     Locks: ``changed`` guards everything here, ``pending`` included. It is held for moments only, except to wait on it.
-    The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at a
-    time, by a lock of the partition that is always taken first; only they write ``version``, ``head`` and the undos.
+    The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at
+    a time, by a lock of the partition that is always taken first; only they write ``version``, ``head`` and the undos.
     """
 
     def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf) -> None:
@@ -95,7 +95,7 @@ class Versions:
                 self._show(self.version, self.head)
 
     def _with_undo(self, before: Changes | None) -> list[Undo]:
-        """The undos to keep once the version above has before-images: the newest ones, within the limits."""
+        """Return the undos to keep once the version above has before-images: the newest ones, within the limits."""
         if before is None:
             return []
         newest = Undo(self.version, self.head, before, self._engine.column_families, self._engine.state.num_keys)
@@ -241,7 +241,8 @@ class Versions:
         return View(version, tuple(layers), at, families)
 
     def _steps_above(self, version: int, head: str | None) -> list[Delta]:
-        """Return what leads from the completed version to a later one: what was accepted, or else what ends in ``head``.
+        """Return what leads from the completed version to a later one: what was accepted, or else what ends in
+        ``head``.
 
         Of a repeated attempt the coordinator may have said already that it counts, while its acknowledgement is still
         on its way.

@@ -1,1 +1,1 @@
-"""State store providers that are used alone, and the registry of loaded providers with its maintenance."""
+"""State store providers that are used alone: their stores, their manifests, their change feed."""

@@ -1,4 +1,4 @@
-"""What changed between two versions (Spark: the change feed of its state data source)."""
+"""The changes between two versions (Spark: the change feed of its state data source)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage
 from backends.providers.overlay import VersionReader
 from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.store import CHANGES_SCHEMA
+from backends.store import CHANGE_FEED_SCHEMA
 
 
 def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> Iterator[pa.RecordBatch]:
-    """A batch per version and column family, from the version behind ``base`` on; ``base`` is closed at the end."""
+    """Return a batch per version and column family, from the version after ``base`` to that of ``lineage``.
+
+    The batches are of ``CHANGE_FEED_SCHEMA``. ``base`` is closed at the end.
+    """
     try:
         families = base.column_families()
         since: dict[str, SortedPairs] = {}
@@ -40,7 +43,7 @@ def read(storage: CheckpointStorage, base: VersionReader, lineage: Lineage) -> I
                         before,
                         pairs.values,
                     ],
-                    schema=CHANGES_SCHEMA,
+                    schema=CHANGE_FEED_SCHEMA,
                 )
     finally:
         base.close()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from backends.engines.file import SortedMapEngine
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 
 
 class FileStateStoreProvider(LocalStateStoreProvider):
-    """Versions of one store in memory: the fastest reads and writes, for state that fits."""
+    """Keeps a store in memory: the fastest reads and writes, for state that fits."""
 
     backend = "file"
     engine = SortedMapEngine

@@ -1,6 +1,6 @@
-"""Uncommitted changes, and the store made of them and of any version that can be read.
+"""A store made of a version that can be read, and of uncommitted changes over it.
 
-A backend only has to say how a version is read (``VersionReader``) and what a commit does.
+A provider only has to say how a version is read (``VersionReader``) and what a commit does.
 """
 
 from __future__ import annotations
@@ -21,93 +21,39 @@ from backends.exceptions import InvalidStateStoreArgument, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.ids import DEFAULT_FAMILY, StateStoreId, check_name
 from backends.metrics import StateStoreMetrics
+from backends.providers.write_buffer import WriteBuffer
 from backends.store import StateStore
-
-_LONGEST_DICT = 1 << 16
 
 
 class VersionReader(Protocol):
-    """One version of a state, to read."""
+    """A version of a state that can be read."""
 
     @property
     def id(self) -> StateStoreId:
-        """Which store it is a version of."""
+        """The store of the version."""
 
     @property
     def version(self) -> int:
-        """Which version."""
+        """The number of the version."""
 
     def get_many(self, keys: pa.BinaryArray, column_family: str) -> pa.BinaryArray:
-        """Values in the order of keys, null where there is none."""
+        """Return the values in the order of the keys, null where a key has none."""
 
     def scan(self, start: bytes | None, end: bytes | None, column_family: str) -> Iterator[pa.RecordBatch]:
-        """Pairs in key order."""
+        """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order."""
 
     def column_families(self) -> frozenset[str]:
-        """The column families of the version."""
+        """Return the column families of the version."""
 
     def metrics(self) -> StateStoreMetrics:
-        """Figures of the version, or of the newest one."""
+        """Return the figures of the version, or of the newest one."""
 
     def close(self) -> None:
-        """Nothing more will be read."""
-
-
-class WriteBuffer:
-    """Uncommitted changes of one column family: single ones in a dict, bulk ones as sorted runs below it.
-
-    Runs grow geometrically, as in a log-structured merge tree, so that there are only a few to look into.
-    """
-
-    def __init__(self) -> None:
-        self._singles: dict[bytes, bytes | None] = {}
-        self._runs: list[SortedPairs] = []
-
-    def put(self, key: bytes, value: bytes | None) -> None:
-        """Set one value, None to remove."""
-        self._singles[key] = value
-        if len(self._singles) >= _LONGEST_DICT:
-            self._flush()
-
-    def put_many(self, keys: pa.BinaryArray, values: pa.BinaryArray) -> None:
-        """Set many values, null to remove; the last of equal keys counts."""
-        self._flush()
-        self._push(SortedPairs.last_wins(keys, values))
-
-    def _flush(self) -> None:
-        if self._singles:
-            run = SortedPairs.from_dict(self._singles)
-            self._singles = {}
-            self._push(run)
-
-    def _push(self, run: SortedPairs) -> None:
-        while self._runs and len(self._runs[-1]) < 2 * len(run):
-            run = self._runs.pop().under(run)
-        if len(run):
-            self._runs.append(run)
-
-    def get(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Whether the key was changed, and its new value (None: removed)."""
-        if key in self._singles:
-            return True, self._singles[key]
-        for run in reversed(self._runs):
-            found, value = run.get(key)
-            if found:
-                return True, value
-        return False, None
-
-    def merged(self) -> SortedPairs:
-        """All changes; the buffer holds them as one run afterwards."""
-        self._flush()
-        merged = SortedPairs.empty()
-        for run in reversed(self._runs):  # the small ones first
-            merged = run.under(merged)
-        self._runs = [merged] if len(merged) else []
-        return merged
+        """Release the version: nothing more will be read."""
 
 
 class OverlayStateStore(StateStore):
-    """A store over one version; ``commit_changes(changes)`` makes the next one and returns its number and figures.
+    """A store over one version. ``commit_changes(changes)`` makes the next version, and returns its number and figures.
 
     Without ``commit_changes`` the store is read-only.
     """
@@ -138,7 +84,7 @@ class OverlayStateStore(StateStore):
 
     @property
     def column_families(self) -> frozenset[str]:
-        """The column families of the version that was opened; those of lists are stored under another name."""
+        """The column families of the version that was opened, by the names under which they are stored."""
         return self._families_below
 
     @property
@@ -148,7 +94,7 @@ class OverlayStateStore(StateStore):
 
     @property
     def metrics(self) -> StateStoreMetrics:
-        """Figures; after commit or abort, those of that moment. ``put_ms`` sums up the store's bulk writes."""
+        """The figures now; after a commit or abort, those of that moment. ``put_ms`` is the sum over bulk writes."""
         if self._last_metrics is not None:
             return self._last_metrics
         figures = self._reader.metrics()
@@ -161,7 +107,7 @@ class OverlayStateStore(StateStore):
         self._times[name] += (time.perf_counter() - started) * 1e3
 
     def get(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> bytes | None:
-        """The value of a key, None if it has none."""
+        """Return the value of a key, None if it has none."""
         self._check_key(key)
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
@@ -186,7 +132,7 @@ class OverlayStateStore(StateStore):
             self._buffer_to_write(column_family).put(key, value)
 
     def remove(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> None:
-        """Remove a key; it is no error if it is not there."""
+        """Remove a key; no error if the key is not there."""
         self._check_key(key)
         buffer = self._buffer_to_write(column_family)
         if not self._is_list(column_family):
@@ -197,7 +143,7 @@ class OverlayStateStore(StateStore):
             buffer.put_many(batch.column(0), pa.nulls(len(batch), pa.binary()))
 
     def get_many(self, keys: pa.Array | pa.ChunkedArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Values in the order of ``keys``, null where there is none."""
+        """Return the values in the order of ``keys``, null where a key has none."""
         keys = self._checked("keys", keys)
         self._check_no_list(column_family)
         buffer = self._buffer_to_read(column_family)
@@ -210,7 +156,7 @@ class OverlayStateStore(StateStore):
         values: pa.Array | pa.ChunkedArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> None:
-        """Set many values; of a key given twice the last counts."""
+        """Set many values. Of a key that is given twice the last value counts."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
         if len(keys) != len(values):
             raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
@@ -247,7 +193,7 @@ class OverlayStateStore(StateStore):
         values: pa.Array | pa.ChunkedArray,
         column_family: str = DEFAULT_FAMILY,
     ) -> None:
-        """Append many elements, in the order given."""
+        """Append many elements, in the given order."""
         keys, values = self._checked("keys", keys), self._checked("values", values)
         if len(keys) != len(values):
             raise InvalidStateStoreArgument(f"{len(keys)} keys came with {len(values)} values.")
@@ -258,7 +204,7 @@ class OverlayStateStore(StateStore):
         self._num_appended += len(keys)
 
     def values_iterator(self, key: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[bytes]:
-        """The elements of a key's list."""
+        """Return the elements of a key's list."""
         self._check_key(key)
         self._buffer_to_read(column_family)
         self._check_list(column_family)
@@ -268,7 +214,7 @@ class OverlayStateStore(StateStore):
     def scan(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[pa.RecordBatch]:
-        """Batches of pairs from ``start`` (included) to ``end`` (not included), as they are at the call."""
+        """Return batches of the pairs from ``start`` (included) to ``end`` (not included), as they are at the call."""
         for limit in (start, end):
             if limit is not None:
                 self._check_key(limit)
@@ -291,20 +237,20 @@ class OverlayStateStore(StateStore):
     def get_range(
         self, start: bytes | None = None, end: bytes | None = None, column_family: str = DEFAULT_FAMILY
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Pairs from ``start`` (included) to ``end`` (not included)."""
+        """Return the pairs from ``start`` (included) to ``end`` (not included)."""
         return _pairs(self.scan(start, end, column_family))
 
     def prefix_scan(self, prefix: bytes, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """The pairs whose key begins with ``prefix``."""
+        """Return the pairs whose key begins with ``prefix``."""
         self._check_key(prefix)
         return self.get_range(prefix, successor(prefix), column_family)
 
     def iterator(self, column_family: str = DEFAULT_FAMILY) -> Iterator[tuple[bytes, bytes]]:
-        """All pairs."""
+        """Return all pairs."""
         return self.get_range(None, None, column_family)
 
     def create_column_family(self, name: str, use_multiple_values_per_key: bool = False) -> None:
-        """Make a column family; it is no error if it exists."""
+        """Make a column family; no error if the family exists."""
         check_name("a column family", name)
         if name.startswith("__"):
             raise InvalidStateStoreArgument(f"{name!r} cannot name a column family: names with '__' are the backend's.")
@@ -340,8 +286,8 @@ class OverlayStateStore(StateStore):
 
     def _end(self, how: str) -> None:
         try:
-            self._last_metrics = self.metrics  # those of the commit, if there was one
-        except StoreClosedError:  # the provider was closed first, and has no figures any more
+            self._last_metrics = self.metrics  # after a commit, those of the commit
+        except StoreClosedError:  # the provider was closed before the store, and has no figures any more
             self._last_metrics = StateStoreMetrics(0, 0, dict(self._times))
         self._closed = how
         self._buffers.clear()
@@ -369,7 +315,7 @@ class OverlayStateStore(StateStore):
         return isinstance(column_family, str) and lists.stored_name(column_family) in self._families
 
     def _stored(self, column_family: str) -> str:
-        """What a column family is stored as."""
+        """Return the name by which a column family is stored."""
         if not isinstance(column_family, str):
             raise InvalidStateStoreArgument(f"{column_family!r} is no column family's name: give a string.")
         if self._is_list(column_family):
@@ -384,8 +330,8 @@ class OverlayStateStore(StateStore):
     def _check_no_list(self, column_family: str) -> None:
         if self._is_list(column_family):
             raise InvalidStateStoreArgument(
-                f"The column family {column_family!r} of {self.id} holds lists: read one with values_iterator(key), or all "
-                "with iterator or scan."
+                f"The column family {column_family!r} of {self.id} holds lists: read one with values_iterator(key), or "
+                "all with iterator or scan."
             )
 
     def _check_list(self, column_family: str) -> None:
@@ -423,7 +369,7 @@ class OverlayStateStore(StateStore):
 
 
 def successor(prefix: bytes) -> bytes | None:
-    """The least key above all keys that begin with ``prefix``; None if there is none."""
+    """Return the least key above all keys that begin with ``prefix``; None if there is none."""
     stripped = prefix.rstrip(b"\xff")
     return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None
 

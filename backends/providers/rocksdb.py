@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from backends.engines.rocksdb import LocalRocksDB
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 
 
 class RocksDBStateStoreProvider(LocalStateStoreProvider):
-    """Versions of one store in RocksDB: state on local disk, larger than memory, with incremental snapshots."""
+    """Keeps a store in RocksDB: state on local disk, larger than memory, with incremental snapshots."""
 
     backend = "rocksdb"
     engine = LocalRocksDB

@@ -1,7 +1,7 @@
 """The durable files of one state location: local disk, S3, GCS, Azure or memory, through obstore.
 
-Files are written once, create-if-absent, and never changed. Every file that something refers to is
-read with its size and digest checked.
+Files are written once, create-if-absent, and never changed. A file to which a ``FileRef`` refers is read with its size
+and digest checked.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _TRANSIENT_ERRNOS = {errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ESTALE, errno
 
 
 def digest(data: bytes) -> str:
-    """The digest that ``FileRef`` carries: xxh3-128, hex."""
+    """Return the digest that ``FileRef`` carries: xxh3-128, hex."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def file_digest(path: Path) -> str:
-    """The digest of a local file's content."""
+    """Return the digest of a local file's content."""
     hashed = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -62,10 +62,10 @@ def file_digest(path: Path) -> str:
 
 
 class CheckpointStorage:
-    """Files below one location; use ``open``. Safe to use from many threads.
+    """The files below one location; made by ``open``. Many threads may use one object at once.
 
-    Transient errors (throttling, server errors, broken connections) are retried with growing waits
-    for ``retry_seconds``, then raised as ``StorageError``; permanent ones at once.
+    Transient errors (throttling, server errors, broken connections) are retried with growing waits for
+    ``retry_seconds`` seconds, then raised as ``StorageError``; permanent ones are raised at once.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class CheckpointStorage:
         sleep: Callable[[float], None] = time.sleep,
         retry_seconds: float = 60.0,
     ) -> CheckpointStorage:
-        """Storage at an address; nothing is read or made yet.
+        """Open the storage at an address; nothing is read or made yet.
 
-        ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local
-        disks only. Raises ``UnsupportedLocationError``, or ``InvalidStateStoreArgument`` for a wrong option.
+        ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only. Raises
+        ``UnsupportedLocationError``, or ``InvalidStateStoreArgument`` for a wrong option.
         """
         parsed = parse_location(location)
         try:
@@ -117,7 +117,7 @@ class CheckpointStorage:
         return cls(parsed, store, fsync=fsync, clock=clock, sleep=sleep, retry_seconds=retry_seconds)
 
     def full_location(self, path: str) -> str:
-        """A file's address, as messages name it."""
+        """Return a file's address, as messages name it."""
         return f"{self.location}/{path}"
 
     def put_new(self, path: str, data: bytes) -> FileRef:
@@ -157,7 +157,7 @@ class CheckpointStorage:
         return ref
 
     def put_file(self, path: str, source: Path) -> FileRef:
-        """Copy a local file into the storage, under a name that nothing else uses; as durable as ``put_new``."""
+        """Copy a local file into the storage, under a name that nothing else uses. As durable as ``put_new``."""
         ref = FileRef(path, source.stat().st_size, file_digest(source))
         if self._files is not None:
             files = self._files
@@ -168,7 +168,7 @@ class CheckpointStorage:
         return ref
 
     def read_to_file(self, ref: FileRef, target: Path) -> None:
-        """Copy a file of the storage to a new local one, a piece at a time, checked as by ``read``."""
+        """Copy a file of the storage to a new local file, a piece at a time. Checked as by ``read``."""
         key = self._key(ref.path)
 
         def fetch() -> str | None:
@@ -190,7 +190,7 @@ class CheckpointStorage:
             raise self._damaged(ref, target.stat().st_size, found)
 
     def get(self, path: str) -> bytes:
-        """A file's content, unchecked; raises ``MissingFileError``. Use ``read`` where a ``FileRef`` is at hand."""
+        """Return a file's content, unchecked. Use ``read`` if you have a ``FileRef``. Raises ``MissingFileError``."""
         key = self._key(path)
         found = self._retrying("read", path, lambda: self._get_or_none(key))
         if found is None:
@@ -198,7 +198,7 @@ class CheckpointStorage:
         return found
 
     def read(self, ref: FileRef) -> bytes:
-        """A file's content, proven to be what was written by its size and digest.
+        """Return a file's content, checked by its size and digest.
 
         Raises ``MissingFileError`` or ``DamagedFileError`` naming the file.
         """
@@ -223,7 +223,7 @@ class CheckpointStorage:
         )
 
     def exists(self, path: str) -> bool:
-        """Whether a file of that name exists."""
+        """Return whether a file of that name exists."""
         key = self._key(path)
 
         def head() -> bool:
@@ -236,12 +236,15 @@ class CheckpointStorage:
         return self._retrying("look up", path, head)
 
     def unfinished(self, prefix: str) -> list[str]:
-        """Files that were never finished, which ``list`` does not show: only local ones leave any. May still be written."""
+        """Return files that were never finished, or are being written now. Only local storage has any.
+
+        ``list`` does not show them.
+        """
         files = self._files
         return [] if files is None else self._retrying("list", prefix, lambda: files.unfinished(prefix))
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Path and size of every file in the directory ``prefix`` and below, sorted by path."""
+        """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path."""
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
         if self.is_local and not Path(f"/{key}").is_dir():
             return []
@@ -253,7 +256,7 @@ class CheckpointStorage:
         return self._retrying("list", prefix, list_all)
 
     def delete(self, path: str) -> None:
-        """Remove a file, finished or not; it is no error if there is none."""
+        """Remove a file, finished or not. No error if there is none."""
         if self._files is not None and path.rpartition("#")[2].isdecimal():
             files = self._files
             self._retrying("delete", path, lambda: files.remove_unfinished(path))
@@ -366,7 +369,10 @@ def _make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
 
 
 def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool]:
-    """obstore adds what ``AWS_*`` variables say: what they say otherwise than the options must not count."""
+    """Return obstore's configuration with the options above the ``AWS_*`` variables of the environment.
+
+    obstore adds what the variables say, even if the options say otherwise.
+    """
     own: dict[str, str | bool] = {"conditional_put": "etag", **config}
     if "access_key_id" in config:
         own.setdefault("skip_signature", False)
@@ -376,7 +382,10 @@ def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool
 
 
 def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProvider | None:
-    """Keys that were given without a token, where the environment has a token, of other keys: obstore would send it."""
+    """Return the given keys without a token, if the environment has a token; None otherwise.
+
+    obstore would send the token, which belongs to other keys.
+    """
     key, secret = config.get("access_key_id"), config.get("secret_access_key")
     has_token = not config.keys().isdisjoint(("session_token", "aws_session_token", "token"))
     if not key or not secret or has_token or "AWS_SESSION_TOKEN" not in os.environ:
@@ -391,13 +400,13 @@ def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProv
 
 
 def _check_bucket(error: FileNotFoundError) -> None:
-    """Raise the error again if it is the bucket that is missing: then nothing is known of the file."""
+    """Raise the error again if the bucket is missing: then nothing is known of the file."""
     if _code(error) == "NoSuchBucket":
         raise error
 
 
 def _code(error: BaseException) -> str:
-    """What S3 calls an error, "" if it does not say."""
+    """Return S3's code of an error, "" if there is none."""
     found = _CODE.search(str(error))
     return found[1] if found else ""
 

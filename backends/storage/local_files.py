@@ -1,8 +1,8 @@
 """Durable, atomic, create-if-absent files on a local disk.
 
-obstore's own ``create`` is atomic but neither syncs nor writes the content before the name appears
-durably. Here a name appears only once its content is on the disk: after a power cut a file is
-whole or absent, which create-if-absent files (manifests, epochs) need even before they are acknowledged.
+obstore's own ``create`` is atomic, but syncs nothing, so that a name may be durable before its content is. Here a name
+appears only once its content is on the disk: after a power cut a file is whole or absent. Create-if-absent files
+(manifests, epochs) need that even before they are acknowledged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _COPY_BYTES = 4 << 20
 
 
 class LocalFiles:
-    """Writes new files below ``root``. Safe to use from many threads and processes at once.
+    """Writes new files below ``root``. Many threads and processes may do so at once.
 
-    ``fsync`` False leaves out the syncs; atomicity stays.
+    ``fsync`` False leaves out the syncs; writes are still atomic.
     """
 
     def __init__(self, root: Path, *, fsync: bool) -> None:
         self._root = root
-        # Whatever is made below this directory is made by us, so its name must be synced by us.
+        # We make all directories below this one, so we must sync their names.
         self._top = next(d for d in (root, *root.parents) if d.is_dir())
         self._fsync = fsync
         self._durable: set[Path] = set()
@@ -38,7 +38,7 @@ class LocalFiles:
         self._put_new(path, lambda descriptor: self._write_all(descriptor, data))
 
     def put_new_file(self, path: str, source: Path) -> None:
-        """As ``put_new``, with the content of another file."""
+        """Write a file as ``put_new`` does, with the content of another file."""
 
         def copy(descriptor: int) -> None:
             with source.open("rb", buffering=0) as file:
@@ -62,18 +62,18 @@ class LocalFiles:
             finally:
                 staged.unlink(missing_ok=True)
         except FileExistsError:
-            # The other writer may have died between its link and its sync: what is seen must stay.
+            # The other writer may have died between its link and its sync: a file that was seen must stay.
             self._sync_directories(target.parent)
             raise
         self._sync_directories(target.parent)
 
     def unfinished(self, directory: str) -> list[str]:
-        """What processes have left in a directory and below that died while they wrote it; or are writing it now."""
+        """Return the files in a directory and below whose writers died in the middle of them, or are writing now."""
         found = (self._root / directory).rglob("*#*")
         return sorted(str(p.relative_to(self._root)) for p in found if p.name.rpartition("#")[2].isdecimal())
 
     def remove_unfinished(self, path: str) -> None:
-        """Remove what ``unfinished`` has named."""
+        """Remove a file that ``unfinished`` has named."""
         (self._root / path).unlink(missing_ok=True)
 
     def _open(self, staged: Path) -> int:
@@ -93,7 +93,7 @@ class LocalFiles:
             rest = rest[os.write(descriptor, rest) :]
 
     def _sync_directories(self, directory: Path) -> None:
-        """Sync the file's directory, and once each the directories above it, whose entries may be new as well."""
+        """Sync a file's directory, and once each the directories above it, whose entries may be new as well."""
         if not self._fsync:
             return
         _sync(directory)

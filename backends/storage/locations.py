@@ -1,4 +1,4 @@
-"""Addresses of state: what Spark calls a directory, mapped onto obstore's stores and their options."""
+"""Addresses of state: a directory as Spark names it, mapped to obstore's store and options."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Location:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """obstore's ``config`` and ``client_options`` for one cloud store."""
+    """The ``config`` and ``client_options`` of obstore for one cloud store."""
 
     config: dict[str, str | bool] = field(default_factory=dict)
     client: dict[str, bool] = field(default_factory=dict)
 
 
 def parse_location(location: str) -> Location:
-    """Understand an address as Spark writes it; raises ``UnsupportedLocationError`` with the remedy.
+    """Parse an address as Spark writes it. Raises ``UnsupportedLocationError`` with the remedy.
 
-    Like Hadoop's ``Path``, a ``file:`` address is taken literally: ``%20`` in it is not decoded.
+    As by Hadoop's ``Path``, a ``file:`` address is taken literally: ``%20`` in it is not decoded.
     """
     if not isinstance(location, str) or not location.strip():
         raise InvalidStateStoreArgument(f"{location!r} is no location: give the directory to keep the state in.")
@@ -85,12 +85,11 @@ def _join(base: str, prefix: str) -> str:
 
 
 def store_options(location: Location, options: Mapping[str, str]) -> StoreOptions:
-    """obstore's options for a cloud location, from Spark's and obstore's own.
+    """Return obstore's options for a cloud location, from Spark's and obstore's own.
 
     Spark's are recognised as ``spark.hadoop.fs.s3a.*`` and ``fs.s3a.*``, per bucket as well
-    (``fs.s3a.bucket.<name>.*``, which wins). Keys without such a prefix are passed on to obstore
-    unchanged and win over Spark's. Other Spark and Hadoop settings do not concern storage and are
-    left alone.
+    (``fs.s3a.bucket.<name>.*``, which wins). Keys without such a prefix are passed to obstore unchanged and win over
+    Spark's. Other settings of Spark and Hadoop do not concern storage and are left out.
     """
     own = {k: v for k, v in options.items() if not k.startswith(("spark.", "fs."))}
     result = _s3_options(location.container, options) if location.kind == "s3" else StoreOptions()
@@ -137,7 +136,7 @@ def _endpoint(bucket: str, endpoint: str, settings: Mapping[str, str], path_styl
         secure = _flag("connection.ssl.enabled", settings.get("connection.ssl.enabled", "true"))
         scheme, host = ("https" if secure else "http"), endpoint
     host = host.rstrip("/")
-    # obstore wants the bucket in the endpoint where requests are virtual-hosted; Hadoop puts it there itself.
+    # For virtual-hosted requests, obstore needs the bucket in the endpoint; Hadoop puts the bucket there itself.
     return f"{scheme}://{host}" if path_style else f"{scheme}://{bucket}.{host}"
 
 

@@ -28,7 +28,7 @@ from backends.exceptions import DamagedFileError, FileExistsInStorageError, Miss
 from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError
-from coordinator_actor.exported_file import ExportedFile
+from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, column_names, file_path
 
 ROW_GROUP_ROWS = 100_000

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from backends.conf import StateStoreConf
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines.choice import backend_of
+from backends.engines.backend import backend_of
 from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_path

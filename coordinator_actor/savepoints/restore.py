@@ -35,7 +35,7 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines.choice import backend_of
+from backends.engines.backend import backend_of
 from backends.exceptions import DamagedFileError, FileExistsInStorageError, InvalidStateStoreArgument
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
@@ -43,10 +43,9 @@ from backends.formats.sealed import seal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
-from coordinator_actor.exported_file import ExportedFile
-from coordinator_actor.manifests import ManifestLog, QueryFile, schema_path
-from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.messages import ExportedFile, OperatorSpec
 from coordinator_actor.savepoints.differences import differences
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
@@ -267,7 +266,7 @@ class _Restore:
             raise SavepointError(f"Somebody else is restoring a savepoint to {self._state.location} now.") from error
         logs = ManifestLog(self._state, "restore")
         for schema in (t.operator.schema for t in targets):
-            logs.ensure(schema_path(schema.id), schema.to_json().encode())
+            logs.ensure_schema(schema.id, schema.to_json())
         entries: dict[str, dict[int, PartitionEntry]] = {t.operator.name: {} for t in targets}
         rows = dict.fromkeys(entries, 0)
         with ThreadPoolExecutor(threads, thread_name_prefix="statestore-restore") as pool:

@@ -20,13 +20,15 @@ from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.durable.savepoint_records import SavepointRecord
 from coordinator_actor.exceptions import InvalidRequestError
-from coordinator_actor.manifests import SavepointRecord
 from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported, SavepointOrder, SavepointStatus
-from coordinator_actor.query import Assignment, QueryState
+from coordinator_actor.query.assignment import Assignment
+from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 from coordinator_actor.savepoints.savepoint_format import (
+    OpenStorage,
     SavepointMetadata,
     SavepointOperator,
     SavepointVariable,
@@ -39,7 +41,6 @@ SPARKS_FILES: TaskKey = ("Spark's own files", 0)
 """Copied by the coordinator: one more task that every savepoint waits for."""
 
 InBackground = Callable[[Callable[[], None]], None]
-OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
 
 @dataclass
@@ -106,21 +107,21 @@ class RunSavepoints:
         if request_id in self.requests:
             return
         run = self._run
-        version = run.completed
+        version = run.versions.completed
         if stop:
             if self._stopping is not None:
                 raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
             # A batch that has begun may have been seen by the sink: the savepoint is of the version behind it.
             begun = run.commits.last_begun()
-            version = max(run.completed, run.highest_opened + 1, 0 if begun is None else begun + 1)
-            if run.held_from is not None and run.held_from > run.highest_opened:
+            version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
+            if run.held_from is not None and run.held_from > run.batch.highest_opened:
                 version = run.held_from  # an earlier coordinator has let nothing behind it begin
         if version == 0:
             raise InvalidRequestError(
                 f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait for one."
             )
         if stop:
-            run.held_from, run.held_by_record = version, None
+            run.hold(version)
         future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
         self.requests[request_id] = future
         if stop:
@@ -135,7 +136,7 @@ class RunSavepoints:
         run, asked = self._run, pending.properties
         location = f"{asked['base'].rstrip('/')}/savepoint-{run.registration.query_id[:8]}-{pending.id}"
         now_ms = int(self._clock() * 1000)
-        run.log.record_savepoint(
+        run.manifests.savepoints.create(
             SavepointRecord(pending.id, asked["version"], location, now_ms, run.run_id, asked["stop"])
         )
         self._held[pending.id] = _Savepoint(asked["version"], location, asked["stop"])
@@ -147,9 +148,9 @@ class RunSavepoints:
     def on_completed(self) -> None:
         """A version is completed: what has waited for it begins."""
         for checkpoint_id, held in list(self._held.items()):
-            if not held.begun and held.version <= self._run.completed:
+            if not held.begun and held.version <= self._run.versions.completed:
                 held.begun = True
-                self._run.pinned[checkpoint_id] = held.version
+                self._run.versions.pin(checkpoint_id, held.version)
                 self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
 
     def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
@@ -230,7 +231,7 @@ class RunSavepoints:
         pending = self.coordinator.get_pending_checkpoints()
         for checkpoint_id in [c for c in self._held if c not in pending]:
             del self._held[checkpoint_id]
-            self._run.pinned.pop(checkpoint_id, None)
+            self._run.versions.unpin(checkpoint_id)
         if self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None:
             self._let_go()
 
@@ -238,13 +239,14 @@ class RunSavepoints:
         """The savepoint has failed that the run was to be stopped with. First that is written down, for a later coordinator."""
         if self._stopping_id is not None:
             try:
-                self._run.log.release(self._stopping_id)
+                self._run.manifests.savepoints.release(self._stopping_id)
             except StorageError:
                 log.warning(
                     "Run %s is held until the failure of its savepoint is written down", self._run.run_id, exc_info=True
                 )
                 return
-        self._stopping, self._stopping_id, self._run.held_from = None, None, None
+        self._stopping, self._stopping_id = None, None
+        self._run.release()
 
     def shutdown(self, why: str) -> None:
         """The run is over: what is pending fails."""

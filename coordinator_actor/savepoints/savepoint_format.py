@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 from msgspec import Struct
 
-from backends.encoding.column_names import distinct_names
+from backends.encoding.column_names import RESERVED_PREFIX, distinct_names
 from backends.encoding.key_groups import check_num_groups
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
@@ -33,7 +33,7 @@ from backends.ids import check_name
 from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError
-from coordinator_actor.exported_file import ExportedFile
+from coordinator_actor.messages import ExportedFile
 
 OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
@@ -41,7 +41,7 @@ FORMAT_VERSION = 1
 METADATA_FILE = "_metadata.json"
 DEFAULT_VARIABLE = "default"
 """The column family of an operator's own rows, if it has some."""
-KEY_GROUP_COLUMN = "__statestore_key_group"
+KEY_GROUP_COLUMN = f"{RESERVED_PREFIX}key_group"
 """The first column of every file, int32. No user's column can have such a name."""
 _DIGITS = 5
 

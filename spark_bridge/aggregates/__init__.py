@@ -1,1 +1,1 @@
-"""Aggregate functions over Arrow arrays: kinds, kernels, grouping, moments, sketches, bounded lists. No Spark."""
+"""Aggregate functions over Arrow arrays: what each keeps, how states are merged and read. No Spark, no state store."""

@@ -162,7 +162,7 @@ def results(states: pa.RecordBatch) -> list[pa.Array]:
 
 @lru_cache(256)
 def _computations(state: pa.Schema) -> list[tuple[Computation, str, tuple[str, ...], list[pa.Field], list[int]]]:
-    """Return for each output the computation, name and arguments of its function, its state columns and their places."""
+    """Return, by output: the computation, name and arguments of its function, its state columns and their places."""
     return [
         (computation_of(function), *split_function(function), parts, [state.get_field_index(f.name) for f in parts])
         for _, function, parts in outputs_of(state)

@@ -1,7 +1,7 @@
-"""Lists of at most so many elements per group, in an order that does not depend on how rows arrive.
+"""``collect_list``, ``collect_set`` and ``top_k``: lists of at most so many elements per group.
 
-An element is a value, or a value and what it is ordered ``by``. Lists are kept in their final order,
-so that a result is only a look at the state.
+An element is a value, or a value and what it is ordered ``by``. Lists are kept in their final order, which does not
+depend on the order in which rows come, so that the state is the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _ITEMS, _PAIRS = "items", "pairs"
 class ListRule:
     """Which elements are kept, and in which order.
 
-    ``descending``: greatest first. ``keep_last``: of too many the first ones go. ``distinct``: equal values are one.
+    ``limit``: the most elements. ``descending``: the greatest come first. ``keep_last``: where there are more than
+    ``limit``, the first ones are dropped. ``distinct``: of equal values one is kept.
     """
 
     limit: int
@@ -36,14 +37,14 @@ class ListRule:
 
 
 def list_type(value: pa.DataType, by: pa.DataType | None) -> pa.DataType:
-    """The type of a list of values, which come with what they are ordered by."""
+    """Return the type of a list of values; with ``by`` the elements are structs of the order and the value."""
     if by is None:
         return pa.list_(pa.field("element", value))
     return pa.list_(pa.field("element", pa.struct([pa.field("by", by), pa.field("value", value)])))
 
 
 def lists_of_rows(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None) -> pa.Array:
-    """A list of the rows of each group."""
+    """Return a list for each group, of the group's rows."""
     value = normalized(value)
     rows, offsets = _ranked(groups, rule, value, by)
     picked = pa.array(rows)
@@ -55,7 +56,7 @@ def lists_of_rows(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array 
 
 
 def merged_lists(groups: Groups, rule: ListRule, lists: pa.Array, *, is_ordered_by: bool) -> pa.Array:
-    """One list of the elements of each group's lists."""
+    """Return a list for each group, of the elements of the group's lists."""
     elements, offsets = list_parts(lists)
     of_elements = Groups(np.repeat(groups.ids, np.diff(offsets)), groups.num)
     by, value = elements.flatten() if is_ordered_by else (None, elements)
@@ -64,7 +65,7 @@ def merged_lists(groups: Groups, rule: ListRule, lists: pa.Array, *, is_ordered_
 
 
 def list_values(lists: pa.Array, kind: pa.DataType) -> pa.Array:
-    """The values alone, as lists of type ``kind``; null lists stay null."""
+    """Return the values without what they are ordered by, as lists of type ``kind``; null lists stay null."""
     elements, offsets = list_parts(lists)
     if lists.type != kind:
         elements = elements.flatten()[1]
@@ -72,12 +73,12 @@ def list_values(lists: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def value_type(kind: pa.DataType, *, is_ordered_by: bool) -> pa.DataType:
-    """The type of the lists that ``list_values`` gives of lists of type ``kind``."""
+    """Return the type of the lists that ``list_values`` makes of lists of type ``kind``."""
     return list_type(kind.value_type.field("value").type, None) if is_ordered_by else kind
 
 
 def _ranked(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None) -> tuple[Integers, Integers]:
-    """The rows to keep, group by group in their order, and where the groups begin among them (n+1 offsets)."""
+    """Return the rows to keep, group by group in their order, and where each group begins among them (n+1 offsets)."""
     codes = [_codes(column, rule.descending) for column in ([value] if by is None else [by, value])]
     order = lexical_order([groups.ids, *codes])
     ids = groups.ids[order]
@@ -97,7 +98,7 @@ def _ranked(groups: Groups, rule: ListRule, value: pa.Array, by: pa.Array | None
 
 
 def _codes(column: pa.Array, descending: bool) -> Integers:
-    """Codes in the order wanted, a null being the least value."""
+    """Return codes in the order that is asked for, a null being the least value."""
     codes, mask = order_codes(column), null_mask(column)
     if mask is not None:
         codes = _below_all(codes, mask)
@@ -122,7 +123,7 @@ def _rule_of(function: str) -> ListRule:
 def _list_rows(output: Output, groups: Groups, rows: pa.RecordBatch) -> State:
     value = source_of(output, rows)
     by = None if output.by is None else order_of(output, rows)
-    # A list by itself has no nulls; the k first rows have those that are there, but only rows with an order.
+    # A list of values has no nulls. With ``top_k(by=...)`` null values count, and rows without an order do not.
     mask = null_mask(by) if by is not None and _is_top_k(output) else null_mask(value)
     if mask is not None:
         keep = pa.array(~mask)

@@ -1,7 +1,7 @@
-"""Variance and standard deviation: count, mean and sum of squared distances to it, per group.
+"""Variance and standard deviation: per group the count, the mean, and the sum of squared distances to the mean.
 
-Means are taken as distances to some value of the group, and states are merged by Chan's formula, so
-that large values that differ little lose nothing. Spark's counterpart is its ``CentralMomentAgg``.
+Means are computed from distances to some value of the group, and states are merged by the formula of Chan, Golub and
+LeVeque (1979), so that large values that differ little lose no digits. Spark's counterpart is ``CentralMomentAgg``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARTS = (("count", pa.int64()), ("mean", pa.float64()), ("m2", pa.float64()))
 
 
 def moments(groups: Groups, values: pa.Array) -> list[pa.Array]:
-    """Count, mean and squared distances of each group's non-null doubles."""
+    """Return count, mean and sum of squared distances of each group's non-null doubles."""
     mask, numbers = null_mask(values), fixed_values(values, np.dtype(np.float64))
     if mask is not None:
         groups, numbers = groups.where(~mask), numbers[~mask]
@@ -29,7 +29,7 @@ def moments(groups: Groups, values: pa.Array) -> list[pa.Array]:
 
 
 def merged_moments(groups: Groups, states: list[pa.Array]) -> list[pa.Array]:
-    """The states of the rows that the states of each group stand for."""
+    """Return one state for the states of each group."""
     counts, means, squares = _numbers(states)
     some = counts > 0
     return _merged(groups.where(some), counts[some], means[some], squares[some])
@@ -40,7 +40,7 @@ def _merged(groups: Groups, counts: Doubles, means: Doubles, squares: Doubles) -
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         base = np.zeros(num)
         base[ids] = means
-        totals: Doubles = np.bincount(ids, counts, num).astype(np.float64)  # of no rows, bincount gives integers
+        totals: Doubles = np.bincount(ids, counts, num).astype(np.float64)  # without rows, bincount gives integers
         distances = means - base[ids]
         shifts = np.bincount(ids, counts * distances, num) / np.where(totals == 0, 1, totals)
         distances -= shifts[ids]
@@ -49,7 +49,7 @@ def _merged(groups: Groups, counts: Doubles, means: Doubles, squares: Doubles) -
 
 
 def merged_moment_pairs(a: list[pa.Array], b: list[pa.Array]) -> list[pa.Array]:
-    """Row by row, two states as one."""
+    """Return, row by row, one state of two."""
     count_a, mean_a, squares_a = _numbers(a)
     count_b, mean_b, squares_b = _numbers(b)
     total = count_a + count_b
@@ -63,7 +63,7 @@ def merged_moment_pairs(a: list[pa.Array], b: list[pa.Array]) -> list[pa.Array]:
 
 
 def moment_result(function: str, state: list[pa.Array]) -> pa.Array:
-    """``var_pop``, ``var_samp``, ``stddev_pop`` or ``stddev_samp`` of states; null of too few values, as in Spark."""
+    """Return ``var_pop``, ``var_samp``, ``stddev_pop`` or ``stddev_samp``; null for too few values, as in Spark."""
     counts, _, squares = _numbers(state)
     divisor = counts - (1 if function.endswith("samp") else 0)
     with np.errstate(invalid="ignore"):

@@ -1,7 +1,7 @@
-"""Order of values as numbers: what grouping, minimum and maximum, and ranked lists compare by.
+"""The order of values as integers, by which grouping, minimum and maximum, and ordered lists compare.
 
-Values order as in Spark: NaN is the greatest and equal to itself, -0.0 equals 0.0, strings go by
-their bytes, structs and arrays by their fields and elements with nulls first.
+The order is Spark's: NaN is the greatest number and equal to itself, -0.0 equals 0.0, strings compare by their bytes,
+structs and arrays by their fields and elements, with nulls first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 WORD = 8
 MAX_WORDS = 6
-"""Longer keys are left to Arrow's sort, which looks at as many bytes as it needs."""
+"""Words of eight bytes in which keys may differ; longer keys are left to Arrow's sort, which reads bytes as needed."""
 DENSE = 4
-"""Integers that span at most this many times their number are counted in a table instead of a hash map."""
+"""Integers whose span is at most so many times their number are counted in a table instead of a hash map."""
 MAX_SPAN = 1 << 62
+"""The least product of spans that ``combined`` refuses."""
 
 
 def plain(column: pa.Array) -> pa.Array:
-    """A column without a dictionary, and with timestamps in UTC whatever the session's zone."""
+    """Return a column without a dictionary, and with timestamps in UTC whatever the session's zone is."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
@@ -38,7 +39,7 @@ def plain(column: pa.Array) -> pa.Array:
 
 
 def normalized(column: pa.Array) -> pa.Array:
-    """A column in which equal values are the same: -0.0 becomes 0.0, and every NaN the same NaN."""
+    """Return a column in which equal values have the same bits: -0.0 becomes 0.0, and every NaN the same NaN."""
     if not pa.types.is_floating(column.type):
         return column
     return fixed_array(_normalized_floats(column), null_mask(column), column.type)
@@ -53,9 +54,9 @@ def _normalized_floats(column: pa.Array) -> npt.NDArray[Any]:
 
 
 def order_codes(column: pa.Array) -> Integers:
-    """Integers that order and equal as the values of the column do; nulls have any.
+    """Return integers whose order and equality are those of the column's values; a null has any integer.
 
-    They compare with codes of another column only where ``is_absolute`` says so of its type.
+    Codes of two columns can be compared only if ``is_absolute`` is true of their type.
     """
     kind = column.type
     if pa.types.is_floating(kind):
@@ -88,12 +89,12 @@ def _decimal_codes(column: pa.Array) -> Integers:
 
 
 def is_absolute(kind: pa.DataType) -> bool:
-    """Whether codes of this type mean the same in every column."""
+    """Return whether codes of this type mean the same in every column."""
     return fixed_dtype(kind) is not None and not pa.types.is_decimal(kind)
 
 
 def is_greater(a: pa.Array, b: pa.Array) -> Mask:
-    """Row by row, whether ``a`` is greater than ``b``; a null is less than any value."""
+    """Return, row by row, whether ``a`` is greater than ``b``; a null is less than any value."""
     no_a, no_b = null_mask(a), null_mask(b)
     if is_absolute(a.type):
         greater: Mask = order_codes(a) > order_codes(b)
@@ -109,10 +110,10 @@ def is_greater(a: pa.Array, b: pa.Array) -> Mask:
 
 
 def lexical_order(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.intp]:
-    """The order of rows by the first column, ties by the second, and so on. Not stable.
+    """Return the order of rows by the first column, of equal ones by the second, and so on. Not stable.
 
-    Sorts one column of 64 bits at a time, which numpy does with vector instructions, and stops at
-    the first columns that tell all rows apart.
+    One column of 64 bits is sorted at a time, which numpy does with vector instructions. Columns behind those that tell
+    all rows apart are not looked at.
     """
     codes = columns[0]
     for following in columns[1:]:
@@ -124,7 +125,7 @@ def lexical_order(columns: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.intp]:
 
 
 def ranks_of(codes: npt.NDArray[Any]) -> tuple[Integers, int]:
-    """Each code's place among the distinct ones, and how many there are."""
+    """Return each code's place among the distinct codes, and the number of distinct codes."""
     order = np.argsort(codes)
     ordered = codes[order]
     is_new = np.empty(len(codes), np.bool_)
@@ -136,7 +137,7 @@ def ranks_of(codes: npt.NDArray[Any]) -> tuple[Integers, int]:
 
 
 def combined(first: Integers, first_span: int, second: Integers, second_span: int) -> Integers:
-    """One code for pairs of codes, which are 0 to their span - 1; in the order of the pairs.
+    """Return one code for each pair of codes, in the order of the pairs; codes are 0 to their span - 1.
 
     The product of the spans must be less than ``MAX_SPAN``.
     """
@@ -145,9 +146,9 @@ def combined(first: Integers, first_span: int, second: Integers, second_span: in
 
 
 def byte_order(keys: pa.BinaryArray) -> npt.NDArray[np.intp] | None:
-    """The order that sorts distinct keys by their bytes; None if they are sorted.
+    """Return the order that sorts distinct keys by their bytes; None if they are sorted.
 
-    No key may be the beginning of another one, which holds for what ``encode_keys`` makes.
+    No key may be the beginning of another, which is true of the keys that ``encode_keys`` makes.
     """
     words = _words(keys)
     if words is None:
@@ -159,7 +160,7 @@ def byte_order(keys: pa.BinaryArray) -> npt.NDArray[np.intp] | None:
 
 
 def _words(keys: pa.BinaryArray) -> list[npt.NDArray[np.uint64]] | None:
-    """The bytes in which keys differ, as big-endian numbers; None if there are too many."""
+    """Return the bytes in which keys differ, as big-endian numbers; None if there are too many."""
     content, offsets = binary_content(keys)
     n = len(keys)
     lengths = np.diff(offsets)

@@ -28,8 +28,9 @@ class Computation:
     - ``merge``: one state of the states of each group.
     - ``merge_pairs``: row by row, one state of two, a row of nulls being the state of no rows; without it, ``merge`` is
       used.
-    - ``result_type``, ``result``: the type of the results, and the results of states. Both are given the function's name
-      and arguments and the fields of the state columns: a reader has only the schema of the state, and no ``Output``.
+    - ``result_type``, ``result``: the type of the results, and the results of states. Both are given the function's
+      name and arguments and the fields of the state columns: a reader has only the schema of the state, and no
+      ``Output``.
     """
 
     parts: Callable[[Output], Sequence[tuple[str, pa.DataType]]]

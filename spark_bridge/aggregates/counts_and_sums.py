@@ -1,4 +1,4 @@
-"""``count``, ``count_if``, ``sum`` and ``mean``. A sum that its type cannot hold is an error, and never wraps around."""
+"""``count``, ``count_if``, ``sum`` and ``mean``. A sum that its type cannot hold is an error; it never wraps."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Approximate counts of distinct values: HyperLogLog++ sketches with the registers that Spark's have.
+"""``approx_count_distinct``: HyperLogLog++ sketches with the same registers as Spark's.
 
-A hash's first ``precision`` bits choose a register, which keeps the greatest number of leading zeros
-(plus one) among the bits that follow. A sketch is stored sparsely, as sorted uint32 (register << 6 |
-content, little-endian) of the registers in use, until a byte per register is not longer.
-After Heule, Nunkesser and Hall, "HyperLogLog in Practice" (2013), with Spark's hash and rounding; the
-bias of middle-sized estimates is computed from the model that the paper's tables were measured by.
+The first ``precision`` bits of a hash choose a register. The register keeps the greatest number of leading zeros (plus
+one) of the bits that follow. A sketch is stored sparsely, as sorted uint32 (register << 6 | content, little-endian) of
+the registers in use, until a byte per register is not longer.
+
+After Heule, Nunkesser and Hall, "HyperLogLog in Practice" (2013), with Spark's hash and rounding. The bias of
+middle-sized estimates is computed from the model by which the paper's tables were measured.
 """
 
 from __future__ import annotations
@@ -32,26 +33,26 @@ RANK_BITS = 6
 RANK = (1 << RANK_BITS) - 1
 SPARSE = np.dtype("<u4")
 CHUNK_BYTES = 1 << 24
-"""Registers that are spread out at once."""
+"""Bytes of registers that are spread out at once."""
 LINEAR_COUNTING_UP_TO = (
     *(10, 20, 40, 80, 220, 400, 900, 1800, 3100, 6500),
     *(11500, 20000, 50000, 120000, 350000),
 )
-"""Up to which linear count it is the better estimate, by precision from 4 on; from the paper."""
+"""Up to which count linear counting is the better estimate, by precision from 4 on; from the paper."""
 
 
 def precision_of(rsd: float) -> int:
-    """The number of index bits for a relative standard deviation, as Spark chooses it."""
+    """Return the number of index bits for a relative standard deviation, as Spark chooses it."""
     return math.ceil(2.0 * math.log(1.106 / rsd) / math.log(2.0))
 
 
 def sketches_of_rows(groups: Groups, precision: int, column: pa.Array) -> pa.Array:
-    """The sketch of the non-null values of each group."""
+    """Return the sketch of the non-null values of each group."""
     mask = null_mask(column)
     if mask is not None:
         groups, column = groups.where(~mask), column.drop_null()
     if not pa.types.is_nested(column.type):
-        # Strings are hashed one by one, so each only once.
+        # Strings are hashed one by one: distinct ones only.
         encoded = column.dictionary_encode()
         places, column = fixed_values(encoded.indices, np.dtype(np.int32)), encoded.dictionary
     else:
@@ -60,7 +61,7 @@ def sketches_of_rows(groups: Groups, precision: int, column: pa.Array) -> pa.Arr
 
 
 def merged_sketches(groups: Groups, precision: int, sketches: pa.Array) -> pa.Array:
-    """One sketch for the sketches of each group."""
+    """Return one sketch for the sketches of each group."""
     content, offsets = binary_content(sketches.fill_null(b"") if sketches.null_count else sketches)
     lengths = np.diff(offsets)
     registers = 1 << precision
@@ -75,7 +76,7 @@ def merged_sketches(groups: Groups, precision: int, sketches: pa.Array) -> pa.Ar
 
 
 def estimates(precision: int, sketches: pa.Array) -> pa.Array:
-    """How many distinct values the sketches have seen, as Spark estimates it; null of null."""
+    """Return how many distinct values each sketch has seen, as Spark estimates it; null for a null."""
     mask = null_mask(sketches)
     content, offsets = binary_content(sketches.fill_null(b"") if mask is not None else sketches)
     lengths = np.diff(offsets)
@@ -102,21 +103,21 @@ def estimates(precision: int, sketches: pa.Array) -> pa.Array:
 
 
 def _marks(column: pa.Array, precision: int) -> Integers:
-    """Register and content of each value, as ``register << 6 | content``."""
+    """Return register and content of each value, as ``register << 6 | content``."""
     hashes = spark_xxhash64(pa.record_batch({"value": column})).view(np.uint64)
     register = (hashes >> np.uint64(64 - precision)).astype(np.int64)
-    # A bit behind the end stops the count of zeros.
+    # A bit set behind the last one stops the count of zeros.
     rest = (hashes << np.uint64(precision)) | np.uint64(1 << (precision - 1))
     upper = (rest >> np.uint64(32)).astype(np.float64)
     lower = (rest & np.uint64(0xFFFFFFFF)).astype(np.float64)
-    # frexp gives the number of bits of an integer that a double holds exactly.
+    # frexp gives the number of bits of an integer, as a double holds these integers exactly.
     bits = np.where(upper > 0, np.frexp(upper)[1] + 32, np.frexp(lower)[1])
     marks: Integers = (register << RANK_BITS) | (65 - bits)
     return marks
 
 
 def _entries(ids: Integers, precision: int, marks: Integers) -> Integers:
-    """Group, register and content in one number, sorted, with only the greatest content of each register."""
+    """Return group, register and content as one number, sorted; of each register only the greatest content."""
     entries = np.sort((ids << (precision + RANK_BITS)) | marks)
     is_last = np.ones(len(entries), np.bool_)
     is_last[:-1] = (entries[1:] >> RANK_BITS) != (entries[:-1] >> RANK_BITS)
@@ -125,7 +126,7 @@ def _entries(ids: Integers, precision: int, marks: Integers) -> Integers:
 
 
 def _encoded(entries: Integers, num: int, precision: int) -> pa.Array:
-    """The sketches of groups 0 to ``num`` - 1, from their registers in use."""
+    """Return the sketches of groups 0 to ``num`` - 1, from their registers in use."""
     ids = entries >> (precision + RANK_BITS)
     counts = np.bincount(ids, minlength=num)
     if (counts * SPARSE.itemsize >= 1 << precision).any():
@@ -141,7 +142,7 @@ def _sparse(entries: Integers, counts: Integers, precision: int) -> pa.Array:
 
 
 def _with_dense(entries: Integers, num: int, precision: int, dense_ids: Integers, dense: Registers) -> pa.Array:
-    """The sketches of groups of which some have, or come to have, a byte per register."""
+    """Return the sketches of groups of which some have, or now get, a byte per register."""
     registers = 1 << precision
     ids = entries >> (precision + RANK_BITS)
     counts = np.bincount(ids, minlength=num)
@@ -182,10 +183,11 @@ def _alpha(registers: int) -> float:
 
 @lru_cache
 def _bias_curve(precision: int) -> tuple[Doubles, Doubles]:
-    """Raw estimates to expect, ascending, and for how many values: what corrects the bias of a raw estimate.
+    """Return expected raw estimates, ascending, and the numbers of values for which to expect them.
 
-    With n values a register's content is at most k with probability exp(-n / m / 2**k), nearly
-    independently of the others (m registers); the estimate's expectation is taken to second order.
+    Interpolation between them corrects the bias of a raw estimate. With n values and m registers, the content of a
+    register is at most k with probability exp(-n / m / 2**k), nearly independently of the other registers. The
+    expectation of the estimate is taken to second order.
     """
     registers = 1 << precision
     true = np.linspace(0.5, 6.0, 1101) * registers

@@ -15,7 +15,7 @@ _FUNCTION = re.compile(r"(\w+)(?:\(([\w,]*)\))?")
 
 @dataclass(frozen=True)
 class UserAggregate:
-    """An aggregate of the user's own, as functions on Arrow tables; see ``functions.merge``."""
+    """A user's own aggregate, as functions on Arrow tables; see ``functions.merge``."""
 
     state: pa.Schema
     partial: Callable[[pa.Table], pa.Table]
@@ -26,10 +26,10 @@ class UserAggregate:
 
 @dataclass(frozen=True)
 class Output:
-    """One output column: ``function`` of input ``column`` (None: of rows), ordered ``by`` where that matters.
+    """One output column: ``function`` of the input ``column`` (None: of rows), ordered ``by`` where order matters.
 
-    ``function`` includes what its state depends on, as in ``top_k(10)``. With ``columns`` the input is a struct of them
-    instead of one column; ``type`` is the input's type.
+    ``function`` has the arguments that its state depends on, as in ``top_k(10)``. ``columns`` are several input
+    columns, which make a struct, instead of ``column``. ``type`` is the type of the input, ``by_type`` that of ``by``.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Output:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The columns of the rows that it reads."""
+        """Return the columns of the rows that the output reads."""
         return tuple(c for c in (self.column, *self.columns, self.by) if c is not None)
 
 
 def split_function(function: str) -> tuple[str, tuple[str, ...]]:
-    """Name and arguments of ``top_k(10)``; raises ``InvalidOperatorError``."""
+    """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""
     found = _FUNCTION.fullmatch(function)
     if found is None:
         raise InvalidOperatorError(f"{function!r} is no aggregate function; it must look like sum, or top_k(10).")

@@ -1,7 +1,7 @@
-"""Which rows have the same key: distinct keys as they are stored, and for each row the place of its key.
+"""Which rows have the same key: the distinct stored keys, and for each row the place of its key.
 
-Only distinct keys are encoded and sorted. Rows are told apart by integers (differences to the least
-one, or dictionary codes), several columns by one number made of theirs.
+Only distinct keys are encoded and sorted. Rows are told apart by integers (differences to the least value, or
+dictionary codes); the integers of several columns are combined into one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spark_bridge.aggregates.column_order import (
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Rows by key. Row r has the key ``keys[ids[r]]``, whose columns are row ``ids[r]`` of ``columns``."""
+    """Rows by key. Row r has the key ``keys[ids[r]]``; the key's columns are row ``ids[r]`` of ``columns``."""
 
     keys: pa.BinaryArray
     """Distinct encoded keys, strictly ascending."""
@@ -39,7 +39,7 @@ class RowGroups:
 
 
 def group_rows(rows: pa.RecordBatch, keys: pa.Schema, num_key_groups: int) -> RowGroups:
-    """The rows by the columns of ``keys``, whose distinct values are stored in so many key groups."""
+    """Return the rows by their columns ``keys``; stored keys begin with one of ``num_key_groups`` key groups."""
     columns = [_as_type(rows.column(f.name), f.type) for f in keys]
     ids, at = distinct_rows(columns)
     picked = pa.array(at)
@@ -53,10 +53,10 @@ def group_rows(rows: pa.RecordBatch, keys: pa.Schema, num_key_groups: int) -> Ro
 
 
 def merge_keys(parts: Sequence[pa.BinaryArray]) -> tuple[pa.BinaryArray, Integers, Integers]:
-    """Distinct keys of all parts, strictly ascending.
+    """Return the distinct keys of all parts, strictly ascending, and two arrays of places.
 
-    Gives them, for each key of the parts (one part behind the other) its place among them, and for each of them the
-    place of one such key in the parts.
+    The first has, for each key of the parts (one part behind the other), its place among the distinct keys; the second,
+    for each distinct key, the place of one such key in the parts.
     """
     keys = pa.concat_arrays(parts)
     ids, at = distinct_rows([keys])
@@ -68,7 +68,7 @@ def merge_keys(parts: Sequence[pa.BinaryArray]) -> tuple[pa.BinaryArray, Integer
 
 
 def distinct_rows(columns: Sequence[pa.Array]) -> tuple[Integers, Integers]:
-    """An id for each row, 0 to m - 1, equal for equal rows; and for each id a row that has it. Nulls are equal."""
+    """Return an id for each row, 0 to m - 1, equal for equal rows, and for each id one of its rows. Nulls are equal."""
     codes, span = _codes(columns[0])
     for column in columns[1:]:
         more, more_span = _codes(column)
@@ -84,7 +84,7 @@ def distinct_rows(columns: Sequence[pa.Array]) -> tuple[Integers, Integers]:
 
 
 def _codes(column: pa.Array) -> tuple[Integers, int]:
-    """Numbers from 0 to the span - 1, equal for equal values; a null is a value of its own."""
+    """Return integers from 0 to the span - 1, equal for equal values, and the span; a null is a value of its own."""
     kind = column.type
     if not len(column):
         return np.zeros(0, np.int64), 1
@@ -94,7 +94,7 @@ def _codes(column: pa.Array) -> tuple[Integers, int]:
         ids = distinct_rows([pa.array(codes), *(plain(child) for child in column.flatten())])[0]
         return ids, int(ids.max()) + 1
     if not is_absolute(kind):
-        encoded = (order_codes_or_bytes(column)).dictionary_encode(null_encoding="encode")
+        encoded = _comparable(column).dictionary_encode(null_encoding="encode")
         return fixed_values(encoded.indices, np.dtype(np.int32)).astype(np.int64), len(encoded.dictionary)
     codes = order_codes(column)
     mask = null_mask(column)
@@ -108,15 +108,15 @@ def _codes(column: pa.Array) -> tuple[Integers, int]:
     return codes, span + 1
 
 
-def order_codes_or_bytes(column: pa.Array) -> pa.Array:
-    """The column itself, or for nested types the bytes that stand for its values."""
+def _comparable(column: pa.Array) -> pa.Array:
+    """Return the column, or for a nested type the bytes that stand for its values."""
     if not pa.types.is_nested(column.type):
         return column
     return encode_keys(pa.record_batch({"key": column}), np.zeros(len(column), np.uint16))
 
 
 def _compact(codes: Integers, span: int) -> tuple[Integers, int]:
-    """The codes as 0 to m - 1 without gaps, and m."""
+    """Return the codes as 0 to m - 1 without gaps, and m."""
     if span > DENSE * len(codes) + (1 << 10):
         return _hashed(codes)
     present = np.zeros(span, np.bool_)

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 
 class StateColumn(NamedTuple):
-    """A state column: the output that it belongs to, the output's function with its arguments, and the part of its state.
+    """A state column: the output that it belongs to, the output's function with arguments, and the part of the state.
 
     An output may have dots in its name; functions and parts have none.
     """

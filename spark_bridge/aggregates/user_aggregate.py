@@ -1,4 +1,4 @@
-"""Running the functions of a user's own aggregate, and checking what they answer."""
+"""``merge``: a user's own aggregate. Its functions are run on whole tables, and their answers are checked."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from spark_bridge.aggregates.state_columns import split_state_column
 from spark_bridge.exceptions import InvalidOperatorError
 
 GROUP_ID = "group_id"
-"""The column by which the user's functions group: an integer per row or state."""
+"""The column by which the user's functions group: an int64 per row or state."""
 
 
 def user_partial(output: str, user: UserAggregate, groups: Groups, columns: dict[str, pa.Array]) -> list[pa.Array]:
-    """The user's states of the rows of each group."""
+    """Return the states that the user's ``partial`` makes of the rows; raises ``InvalidOperatorError``."""
     rows = pa.table({GROUP_ID: groups.ids, **columns})
     return _states(f"{output}: partial", user.partial(rows), user.state, groups.num)
 
 
 def user_merge(output: str, user: UserAggregate, groups: Groups, states: list[pa.Array]) -> list[pa.Array]:
-    """The user's states of the states of each group."""
+    """Return the states that the user's ``merge`` makes of states; raises ``InvalidOperatorError``."""
     table = pa.Table.from_arrays(
         [pa.array(groups.ids), *states], schema=pa.schema([pa.field(GROUP_ID, pa.int64()), *user.state])
     )
@@ -34,7 +34,7 @@ def user_merge(output: str, user: UserAggregate, groups: Groups, states: list[pa
 
 
 def user_result(output: str, user: UserAggregate, states: list[pa.Array]) -> pa.Array:
-    """The user's results, one per state."""
+    """Return the results of the user's ``finish``, one per state; raises ``InvalidOperatorError``."""
     if user.finish is None or user.result_type is None:
         return states_as_result(states, user.state)
     result: Any = user.finish(pa.Table.from_arrays(states, schema=user.state))
@@ -47,19 +47,19 @@ def user_result(output: str, user: UserAggregate, states: list[pa.Array]) -> pa.
 
 
 def states_as_result(states: list[pa.Array], schema: pa.Schema) -> pa.Array:
-    """States as they are: the one state column, or a struct of them."""
+    """Return states as results: the one state column, or a struct of several."""
     if len(states) == 1:
         return states[0]
     return struct_array(states, len(states[0]), None, state_result_type(schema))
 
 
 def state_result_type(schema: pa.Schema) -> pa.DataType:
-    """The type of ``states_as_result``."""
+    """Return the type of ``states_as_result``."""
     return schema.field(0).type if len(schema) == 1 else pa.struct(list(schema))
 
 
 def _states(what: str, answer: Any, schema: pa.Schema, num: int) -> list[pa.Array]:
-    """The answer's state columns, in the order of the groups."""
+    """Return the state columns of an answer, in the order of the groups; raises ``InvalidOperatorError``."""
     if not isinstance(answer, pa.Table | pa.RecordBatch):
         raise InvalidOperatorError(f"{what} answered {_described(answer)}; it must give a pyarrow.Table.")
     missing = [c for c in (GROUP_ID, *schema.names) if c not in answer.schema.names]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.session.spark_session import COORDINATOR_NAME, NAMESPACE
+from spark_bridge.host_actor.session_options import COORDINATOR_NAME, NAMESPACE
 
 HOST_NAME_PREFIX = "StateStoreHost-"
 ANSWER_SECONDS = 10.0

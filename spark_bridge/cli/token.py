@@ -114,6 +114,8 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object) -> Any:
     import ray
     from ray.exceptions import RayError, RayTaskError
 
+    from coordinator_actor.on_ray.ray_port import ask
+
     try:
         actor = ray.get_actor(coordinator, namespace=namespace)
     except ValueError as error:
@@ -122,10 +124,8 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object) -> Any:
             "has been started (init_spark or attach)."
         ) from error
     try:
-        return ray.get(getattr(actor, method).remote(*args), timeout=ANSWER_SECONDS)
-    except RayTaskError as error:
-        if isinstance(error.cause, CoordinatorError):
-            raise error.cause from None
+        return ask(actor, method, *args, timeout=ANSWER_SECONDS)
+    except RayTaskError:
         raise
     except RayError as error:
         raise EnvironmentProblemError(

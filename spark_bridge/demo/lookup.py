@@ -20,7 +20,7 @@ from spark_bridge.demo.events import EventPipe, Failed, Lookup, LookupOptions
 from spark_bridge.demo.expected import KEY
 from spark_bridge.demo.flights import OPERATOR, find_flights_csv
 from spark_bridge.demo.processes import end_with_parent
-from spark_bridge.session.spark_session import NAMESPACE
+from spark_bridge.host_actor.session_options import NAMESPACE
 
 log = logging.getLogger(__name__)
 

@@ -46,8 +46,9 @@ from spark_bridge.demo.flights import (
     retract_files,
 )
 from spark_bridge.demo.processes import end_with_parent
+from spark_bridge.host_actor.session_options import NAMESPACE
+from spark_bridge.session.current import current_cluster
 from spark_bridge.session.java import ensure_java
-from spark_bridge.session.spark_session import NAMESPACE, current_cluster
 
 log = logging.getLogger(__name__)
 

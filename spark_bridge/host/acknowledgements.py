@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from coordinator_actor.exceptions import error_from
+from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
+from spark_bridge.transport.error_codec import rebuilt_error
 
 Send = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
 """Sends messages of one run to the coordinator; an answer for each."""
@@ -57,7 +58,7 @@ class Acknowledgements:
                 self._sending.discard(run_id)
                 self._changed.notify_all()
         if isinstance(own.answer, Refused):
-            raise error_from(own.answer.error, own.answer.message)
+            raise rebuilt_error(own.answer.error, own.answer.message, CoordinatorError)
         if isinstance(own.answer, BaseException):
             raise own.answer
         return own.answer

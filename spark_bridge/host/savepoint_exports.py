@@ -25,8 +25,7 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.schema import StateSchema
 from backends.exceptions import StoreClosedError
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.exported_file import ExportedFile
-from coordinator_actor.messages import HostInfo, SavepointExported, SavepointOrder
+from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported, SavepointOrder
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.run_savepoints import variables_of
 

@@ -13,48 +13,28 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError, RayTaskError
 
-from backends.conf import StateStoreConf
-from backends.exceptions import StateStoreError
-from backends.formats.manifest import Lineage
 from backends.without_pandas import keep_pandas_out
-from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import (
-    Acknowledge,
-    Acknowledged,
-    BatchGrant,
-    Completed,
     HostInfo,
-    HostOrders,
-    HostReport,
-    OpenBatch,
-    OpenGrant,
-    OperatorLocation,
-    Refused,
-    RunningOperator,
-    SavepointExported,
-    SnapshotUploaded,
 )
+from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 from coordinator_actor.priority import take_ordinary_priority
-from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.ray_metrics import request_metrics
+from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-from spark_bridge.queryable.server.limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
-from spark_bridge.task.executor_transport import checked_call
+from spark_bridge.transport.coordinator_calls import checked_call
 from spark_bridge.transport.protocol import HostFile
-from spark_bridge.transport.tls import TlsConf
 
 log = logging.getLogger(__name__)
 
@@ -65,141 +45,28 @@ SWITCH_SECONDS = 0.0005
 """How long a thread keeps the interpreter while others wait: a lookup must not wait for ten commits that compute."""
 
 
-class RayCoordinatorPort:
-    """The coordinator's messages as Ray actor calls; waits for an actor that is being restarted."""
-
-    def __init__(self, namespace: str, name: str, timeout: float) -> None:
-        self._namespace = namespace
-        self._name = name
-        self._timeout = timeout
-        self._actor: Any = None
-        self._closed = threading.Event()
-
-    def close(self) -> None:
-        """Wait for the coordinator no longer: the session is over."""
-        self._closed.set()
-
-    def call(self, method: str, *args: object, **kwargs: object) -> Any:
-        """One message; the errors that the coordinator raises on purpose come as they are."""
-        deadline = time.monotonic() + self._timeout
-        while True:
-            try:
-                if self._actor is None:
-                    self._actor = ray.get_actor(self._name, namespace=self._namespace)
-                return ray.get(getattr(self._actor, method).remote(*args, **kwargs), timeout=self._timeout)
-            except RayTaskError as error:
-                if isinstance(error.cause, CoordinatorError | StateStoreError):
-                    raise error.cause from None
-                raise
-            except (RayError, ValueError) as error:
-                # ValueError is what get_actor raises for a name that nobody has.
-                self._actor = None
-                if self._closed.wait(0.1) or time.monotonic() > deadline:
-                    raise HostUnavailableError(
-                        f"The coordinator {self._name!r} (namespace {self._namespace!r}) did not answer "
-                        f"{method} within {self._timeout:.0f} s: {error}"
-                    ) from error
-
-    def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """See ``CoordinatorPort``."""
-        self.call("register_host", info, report)
-
-    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
-        """See ``CoordinatorPort``."""
-        orders: HostOrders = self.call("heartbeat_host", host_id, incarnation, held)
-        return orders
-
-    def open_batch(self, request: OpenBatch) -> BatchGrant:
-        """See ``CoordinatorPort``."""
-        grant: BatchGrant = self.call("open_batch", request)
-        return grant
-
-    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
-        """See ``CoordinatorPort``."""
-        grant: OpenGrant = self.call("open_for_read", run_id, operator, partition)
-        return grant
-
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """See ``CoordinatorPort``."""
-        lineage: Lineage = self.call("lineage", run_id, operator, partition, version)
-        return lineage
-
-    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
-        """See ``CoordinatorPort``."""
-        return bool(self.call("snapshot_uploaded", message))
-
-    def acknowledge_many(
-        self, run_id: str, host_id: str, incarnation: str, messages: tuple[Acknowledge, ...]
-    ) -> tuple[Acknowledged | Refused, ...]:
-        """See ``CoordinatorPort``."""
-        answers: tuple[Acknowledged | Refused, ...] = self.call(
-            "acknowledge_many", run_id, host_id, incarnation, messages
-        )
-        return answers
-
-    def verify_instances(
-        self, host_id: str, incarnation: str, run_ids: tuple[str, ...]
-    ) -> dict[str, dict[str, list[int]]]:
-        """See ``CoordinatorPort``."""
-        owned: dict[str, dict[str, list[int]]] = self.call("verify_instances", host_id, incarnation, run_ids)
-        return owned
-
-    def savepoint_exported(self, message: SavepointExported) -> None:
-        """See ``CoordinatorPort``."""
-        self.call("savepoint_exported", message)
-
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """See ``CoordinatorPort``."""
-        location: OperatorLocation = self.call("locate", operator, query)
-        return location
-
-    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """See ``OracleSource``."""
-        oracle: KvStateLocationOracle | None = self.call("get_kv_state_location_oracle", job_id)
-        return oracle
-
-    def operators(self) -> tuple[RunningOperator, ...]:
-        """See ``CoordinatorPort``."""
-        operators: tuple[RunningOperator, ...] = self.call("operators")
-        return operators
-
-    def completed(self, run_id: str, host_id: str) -> Completed:
-        """See ``CoordinatorPort``."""
-        completed: Completed = self.call("completed", run_id, host_id)
-        return completed
-
-
 class StateStoreHost:
     """One named Ray actor per executor core; see ``Host`` for what it does."""
 
-    def __init__(
-        self,
-        host_id: str,
-        session_id: str,
-        namespace: str,
-        coordinator_name: str,
-        token: str,
-        conf: StateStoreConf,
-        recovery_timeout: float,
-        tls: TlsConf | None = None,
-        query_port: int = 0,
-        request_limits: RequestLimits | None = None,
-    ) -> None:
+    def __init__(self, host_id: str, token: str, options: SessionOptions, query_port: int) -> None:
         quiet_logging()
         keep_pandas_out()
         sys.setswitchinterval(SWITCH_SECONDS)
         take_ordinary_priority()
+        namespace, tls = options.namespace, options.tls
         self._namespace = namespace
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
-        self._host_file = host_files_dir(session_dir, namespace, session_id) / f"{host_id}.json"
-        self._local_dir = session_dir / "statestore" / namespace / session_id / "data" / host_id
-        self._coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
+        self._host_file = host_files_dir(session_dir, options) / f"{host_id}.json"
+        self._local_dir = session_dir / "statestore" / namespace / options.session_id / "data" / host_id
+        self._coordinator = RayCoordinatorPort(namespace, options.coordinator_name, options.recovery_timeout)
         self._node_ip = ray.util.get_node_ip_address()
         self._stopping = threading.Event()
         # The first one is due at once: it brings what tokens have been revoked.
         self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
         self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator, tls=tls)
-        self._locator = RayCoordinatorPort(namespace, coordinator_name, min(LOCATE_SECONDS, recovery_timeout))
+        self._locator = RayCoordinatorPort(
+            namespace, options.coordinator_name, min(LOCATE_SECONDS, options.recovery_timeout)
+        )
         self._queries = KvStateClientProxy(
             self._get_reads,
             self._locator,
@@ -207,7 +74,7 @@ class StateStoreHost:
             token=token,
             ip=self._node_ip,
             port=query_port,
-            limits=request_limits or RequestLimits(),
+            limits=options.request_limits,
             tls=None if tls is None else tls.server_context(),
             client_tls=None if tls is None else tls.client_context(),
             host_id=host_id,
@@ -217,10 +84,10 @@ class StateStoreHost:
             incarnation=uuid.uuid4().hex,
             address=self._server.address,
             node_id=ray.get_runtime_context().get_node_id(),
-            session_id=session_id,
+            session_id=options.session_id,
             query_address=self._queries.server_address,
         )
-        self._host = Host(info, self._coordinator, self._local_dir, conf=conf)
+        self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)
         self._publish_requests = request_metrics(self._queries.statistics, namespace, host_id)
         # Before anybody is told of the address.
@@ -231,7 +98,7 @@ class StateStoreHost:
         self._heartbeat.start()
         self._maintenance = threading.Thread(
             target=self._run_maintenance,
-            args=(conf.maintenance_interval,),
+            args=(options.conf.maintenance_interval,),
             name="state-store-maintenance-task",
             daemon=True,
         )
@@ -273,7 +140,7 @@ class StateStoreHost:
     def _run_maintenance(self, interval: float) -> None:
         while not self._stopping.wait(interval):
             try:
-                self._host.do_maintenance()
+                self._host.maintenance.do_maintenance()
             except Exception:  # the thread must go on
                 log.exception("Maintenance of %s failed", self._host.info.host_id)
 
@@ -329,9 +196,9 @@ class StateStoreHost:
         return f"StateStoreHost({self._namespace}/{info.host_id} on {self._node_ip})"
 
 
-def host_files_dir(session_dir: Path, namespace: str, session_id: str) -> Path:
-    """Where the hosts of a session leave their addresses, on every node."""
-    return session_dir / "statestore" / namespace / session_id / "hosts"
+def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:
+    """Return where the hosts of a session leave their addresses, on every node."""
+    return session_dir / "statestore" / options.namespace / options.session_id / "hosts"
 
 
 def quiet_logging() -> None:
@@ -341,51 +208,27 @@ def quiet_logging() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def start_hosts(
-    count: int,
-    session_id: str,
-    namespace: str,
-    coordinator_name: str,
-    token: str,
-    conf: StateStoreConf,
-    recovery_timeout: float,
-    node_ids: Callable[[int], str | None],
-    tls: TlsConf | None = None,
-    query_port: int = 0,
-    request_limits: RequestLimits | None = None,
-) -> list[Any]:
-    """Start ``count`` host actors, the i-th on the node ``node_ids(i)`` where that is possible.
+def start_hosts(options: SessionOptions, token: str, node_ids: Callable[[int], str | None]) -> list[Any]:
+    """Start the host actors of a session, the i-th on the node ``node_ids(i)`` where that is possible.
 
-    The i-th answers queries at ``query_port + i``, or, if that is 0, at any free port.
+    The i-th answers queries at ``options.query_port + i``, or, if that is 0, at any free port.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor_class = ray.remote(StateStoreHost)
     hosts = []
-    for i in range(count):
-        host_id = f"host-{session_id}-{i}"
+    for i in range(options.num_hosts):
         node_id = node_ids(i)
         strategy = None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
-        hosts.append(
-            actor_class.options(
-                name=f"StateStoreHost-{session_id}-{i}",
-                namespace=namespace,
-                num_cpus=0,
-                max_restarts=-1,
-                max_concurrency=4,
-                scheduling_strategy=strategy,
-            ).remote(
-                host_id,
-                session_id,
-                namespace,
-                coordinator_name,
-                token,
-                conf,
-                recovery_timeout,
-                tls,
-                query_port and query_port + i,
-                request_limits,
-            )
+        actor = actor_class.options(
+            name=f"StateStoreHost-{options.session_id}-{i}",
+            namespace=options.namespace,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=4,
+            scheduling_strategy=strategy,
         )
+        query_port = options.query_port and options.query_port + i
+        hosts.append(actor.remote(f"host-{options.session_id}-{i}", token, options, query_port))
     ray.get([host.address.remote() for host in hosts], timeout=120)
     return hosts

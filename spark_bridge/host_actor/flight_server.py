@@ -26,7 +26,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import (
-    CHANGES_SCHEMA,
+    COMMIT_SCHEMA,
     END_OF_CHANGES,
     KEYS_SCHEMA,
     RANGES_SCHEMA,
@@ -101,7 +101,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     answer: object = host.open(decoded(body, TaskIdentity))
                 case "locate":
                     request = decoded(body, LocateRequest)
-                    answer = host.locate(request.operator, request.query)
+                    answer = host.coordinator.locate(request.operator, request.query)
                 case "coordinator":
                     call = decoded(body, CoordinatorCall)
                     answer = self._call_coordinator(call.method, call.args)
@@ -121,7 +121,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             if isinstance(command, ScanCommand):
                 ranges = [r for c in reader if c.data is not None for r in key_ranges(c.data)]
                 writer.begin(PAIRS_SCHEMA)
-                for pairs in host.scan(command, ranges):
+                for pairs in host.reads.scan(command, ranges):
                     writer.write_batch(pairs)
                 return
             writer.begin(VALUES_SCHEMA)
@@ -140,7 +140,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     command = GetCommand(
                         task.run_id, task.operator, task.partition, task.batch_id, command.column_family
                     )
-                values = host.get_many(
+                values = host.reads.get_many(
                     command.run_id,
                     command.operator,
                     command.partition,
@@ -158,7 +158,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         """Commit: one stream of changes in, the coordinator's acknowledgement out."""
         with translated_errors():
             command = decoded(descriptor.command, CommitCommand)
-            check_schema(reader.schema, CHANGES_SCHEMA)
+            check_schema(reader.schema, COMMIT_SCHEMA)
             received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
             is_complete = False
             for chunk in reader:

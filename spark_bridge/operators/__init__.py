@@ -1,1 +1,1 @@
-"""Stateful operators as Spark users call them, and what they share: input, partitioning, windows, time."""
+"""Stateful operators as Spark users call them, and what they share: key columns, partitioning, windows, settings."""

@@ -1,7 +1,7 @@
-"""The initial state of an operator, made by a batch job before the first micro-batch: it is version 0 of the state.
+"""The initial state of an operator: version 0 of the state, made by a batch job before the first micro-batch.
 
-Spark hands its initial state to the tasks of the first batch; here it is there before, as if it had been
-restored from a savepoint, so that the first batch may be repeated like any other.
+Spark hands an initial state to the tasks of the first batch. Here it is in the store before the first batch, as if it
+had been restored from a savepoint, so that the first batch can be repeated like any other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import pyarrow as pa
@@ -28,19 +28,24 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
 from spark_bridge.exceptions import PartitionMismatchError, other_key_groups
 from spark_bridge.task.staged_changes import StagedChanges
-from spark_bridge.task.state_task import Logic, StepTimer, end_rows, partitions_of
+from spark_bridge.task.state_task import Logic, end_rows, partitions_of
+from spark_bridge.task.step_timer import StepTimer
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-RESULT = "partition int, entry binary"
-RESULT_SCHEMA = pa.schema([("partition", pa.int32()), ("entry", pa.binary())])
-ENTRIES = dict[str, dict[int, PartitionEntry]]
+_RESULT = "partition int, entry binary"
+_RESULT_SCHEMA = pa.schema([("partition", pa.int32()), ("entry", pa.binary())])
+InitialEntries: TypeAlias = dict[str, dict[int, PartitionEntry]]
+"""The manifest's entries of version 0, by operator and partition."""
 
 
 @dataclass(frozen=True)
 class InitialState:
-    """Rows of a batch DataFrame, routed as the operator's own by the key groups of ``keys``, and what makes state of them."""
+    """The rows of a batch DataFrame, routed as the operator's own rows, and the logic that makes state of them.
+
+    ``keys`` are the key columns in stored order, by which the rows are routed.
+    """
 
     rows: DataFrame
     keys: tuple[str, ...]
@@ -49,7 +54,7 @@ class InitialState:
 
 
 class InitialStateAccess:
-    """``StateAccess`` of a partition that has no state yet; ``commit`` writes version 0."""
+    """The ``StateAccess`` of a partition without state; ``commit`` writes version 0 of the partition."""
 
     def __init__(
         self,
@@ -68,28 +73,28 @@ class InitialStateAccess:
         self.entry: PartitionEntry | None = None
         self._registration = registration
         self._conf = replace(conf, provider=spec.backend)
-        # What it is made of is no version: nobody may take it for changes to the empty one.
+        # The base is no version's: no reader may take version 0 for changes to an empty state.
         base = f"initial/{registration.query_id}"
         run_id = f"initial-{registration.run_id}"
         self._meta = ChangelogMeta(run_id, spec.name, partition, spec.num_partitions, 0, attempt, base, STORE)
         self._staged = StagedChanges()
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Nothing is there yet."""
+        """Return nulls: there is no state yet."""
         return pa.nulls(len(keys), pa.binary())
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Nothing is there yet."""
+        """Return nothing: there is no state yet."""
         return iter(())
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
-        """Add to the state."""
+        """Add pairs to the state."""
         self._staged.add(column_family, keys, values)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Write the state durably; it counts once the coordinator has named it in the manifest of version 0."""
+        """Write the state durably; it counts from the moment that the manifest of version 0 names it."""
         location, options = self._registration.state_location, self._registration.storage_options
         storage = CheckpointStorage.open(location, options, fsync=self._conf.fsync)
         pairs = ((family, SortedPairs.last_wins(b.column(0), b.column(1))) for family, b in self._staged)
@@ -103,7 +108,7 @@ class InitialStateAccess:
 
 @dataclass(frozen=True)
 class InitialStateTask:
-    """The function for ``mapInArrow`` of the batch job: one partition's rows in, its entry for the manifest out."""
+    """The function of the batch job's tasks: one partition's rows in, the partition's entry for the manifest out."""
 
     registration: QueryRegistration
     spec: OperatorSpec
@@ -113,7 +118,7 @@ class InitialStateTask:
     conf: StateStoreConf
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Make the state of one partition."""
+        """Make the state of one partition, and yield its entry, unless there are no rows."""
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -128,7 +133,7 @@ class InitialStateTask:
             store.close()
         if store.entry is not None:
             entry = msgspec.msgpack.encode(store.entry)
-            yield pa.record_batch([pa.array([partition], pa.int32()), pa.array([entry])], schema=RESULT_SCHEMA)
+            yield pa.record_batch([pa.array([partition], pa.int32()), pa.array([entry])], schema=_RESULT_SCHEMA)
 
     def _checked(self, batches: Iterator[pa.RecordBatch], partition: int) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -137,19 +142,21 @@ class InitialStateTask:
             ends, num_key_groups = end_rows(batch), self.registration.key_groups
             if set(partitions_of(ends, self.keys, num_key_groups, self.spec.num_partitions)) != {partition}:
                 raise PartitionMismatchError(
-                    f"The initial state of operator {self.spec.name!r} came to task {partition} with rows of another partition."
+                    f"The initial state of operator {self.spec.name!r} came to task {partition} with rows of another "
+                    "partition."
                 )
             yield batch
 
 
 def make_initial_states(
     registration: QueryRegistration, states: Mapping[str, InitialState], timestamp_ms: int, conf: StateStoreConf
-) -> ENTRIES:
-    """Run the batch jobs, one per operator with an initial state; returns what the manifest of version 0 is to name.
+) -> InitialEntries:
+    """Run a batch job for each operator with an initial state; return the entries for the manifest of version 0.
 
-    ``timestamp_ms`` is the processing time that processors see. A partition without rows has no entry.
+    ``timestamp_ms`` (since 1970) is the processing time that processors see. A partition without rows has no entry.
+    Raises ``PartitionMismatchError`` if the initial state was declared with another number of key groups.
     """
-    entries: ENTRIES = {}
+    entries: InitialEntries = {}
     for spec in registration.operators:
         if spec.name in states:
             initial = states[spec.name]
@@ -157,7 +164,7 @@ def make_initial_states(
                 raise other_key_groups(spec.name, initial.num_key_groups, registration.key_groups)
             times = BatchTimes(timestamp_ms=timestamp_ms)
             task = InitialStateTask(registration, spec, initial.keys, initial.logic, times, conf)
-            made = initial.rows.mapInArrow(_function(task), RESULT).collect()
+            made = initial.rows.mapInArrow(_function(task), _RESULT).collect()
             entries[spec.name] = {
                 row["partition"]: msgpack_decoder(PartitionEntry).decode(bytes(row["entry"])) for row in made
             }

@@ -1,12 +1,13 @@
-"""Sending rows to the partition that owns their key group.
+"""Sending each row to the state partition that owns the key group of the row's key.
 
-Spark offers only ``repartition(n, expression)``, which places a row at ``pmod(murmur3(expression), n)``.
-To aim at partition p, an integer whose hash lands there is looked up, so that every partition
-holds one contiguous range of key groups (Flink's key groups on Spark's shuffle).
+Every partition owns one contiguous range of key groups (Flink's key groups on Spark's shuffle). Spark offers only
+``repartition(n, expression)``, which places a row at ``pmod(murmur3(expression), n)``. To aim at partition p, an
+integer is looked up whose hash lands there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column
+    from pyspark.sql import Column, DataFrame
 
 SPARK_SEED = 42
 
 
+def routed(df: DataFrame, keys: Sequence[str], num_partitions: int, key_groups: int) -> DataFrame:
+    """Return the rows in the partitions that own the key groups of their keys; ``keys`` are in stored order.
+
+    The rows carry neither key group nor partition: a task computes both from the keys, once for each key.
+    """
+    return df.repartition(num_partitions, target_column(list(keys), num_partitions, key_groups))
+
+
+def target_column(keys: list[str], num_partitions: int, key_groups: int) -> Column:
+    """Return the expression for ``repartition`` that sends keys of key group g to partition ``g * n // G``."""
+    from pyspark.sql import functions as F
+
+    # SQL's div, which Column does not offer, divides integers without a detour over doubles.
+    columns = ", ".join(map(quote, keys))
+    partition = F.expr(f"cast(pmod(xxhash64({columns}), {key_groups}L) * {num_partitions} div {key_groups} as int)")
+    targets = F.array(*[F.lit(t) for t in partition_targets(num_partitions)])
+    return F.element_at(targets, partition + F.lit(1))
+
+
+@lru_cache(maxsize=64)
+def partition_targets(num_partitions: int) -> tuple[int, ...]:
+    """Return for each partition p the smallest int that Spark's ``repartition(num_partitions, ...)`` sends there."""
+    start, size = 0, max(1024, num_partitions * 8)
+    targets: dict[int, int] = {}
+    while len(targets) < num_partitions:
+        candidates = np.arange(start, start + size, dtype=np.int32)
+        places = np.mod(murmur3_int(candidates).astype(np.int64), num_partitions)
+        found, first = np.unique(places, return_index=True)
+        for place, index in zip(found.tolist(), first.tolist(), strict=True):
+            targets.setdefault(place, int(candidates[index]))
+        start += size
+    return tuple(targets[p] for p in range(num_partitions))
+
+
 def murmur3_int(values: NDArray[np.int32], seed: int = SPARK_SEED) -> NDArray[np.int32]:
-    """Spark's ``hash(int)``: Murmur3_x86_32 of the four little-endian bytes of each value."""
+    """Return Spark's ``hash(int)``: Murmur3_x86_32 of the four little-endian bytes of each value."""
     with np.errstate(over="ignore"):
         k = values.astype(np.uint32) * np.uint32(0xCC9E2D51)
         k = (k << np.uint32(15)) | (k >> np.uint32(17))
@@ -36,32 +71,6 @@ def murmur3_int(values: NDArray[np.int32], seed: int = SPARK_SEED) -> NDArray[np
     return result
 
 
-@lru_cache(maxsize=64)
-def partition_targets(num_partitions: int) -> tuple[int, ...]:
-    """For each partition p the smallest int that Spark's ``repartition(num_partitions, ...)`` sends there."""
-    start, size = 0, max(1024, num_partitions * 8)
-    targets: dict[int, int] = {}
-    while len(targets) < num_partitions:
-        candidates = np.arange(start, start + size, dtype=np.int32)
-        places = np.mod(murmur3_int(candidates).astype(np.int64), num_partitions)
-        found, first = np.unique(places, return_index=True)
-        for place, index in zip(found.tolist(), first.tolist(), strict=True):
-            targets.setdefault(place, int(candidates[index]))
-        start += size
-    return tuple(targets[p] for p in range(num_partitions))
-
-
-def target_column(keys: list[str], num_partitions: int, key_groups: int) -> Column:
-    """The expression for ``repartition`` that sends keys of key group g to partition ``g * n // G``."""
-    from pyspark.sql import functions as F
-
-    # div, which Column has not, divides integers without a detour over doubles.
-    columns = ", ".join(map(quote, keys))
-    partition = F.expr(f"cast(pmod(xxhash64({columns}), {key_groups}L) * {num_partitions} div {key_groups} as int)")
-    targets = F.array(*[F.lit(t) for t in partition_targets(num_partitions)])
-    return F.element_at(targets, partition + F.lit(1))
-
-
 def quote(name: str) -> str:
-    """A column name as Spark SQL takes it literally, dots and backticks included."""
+    """Return a column name as Spark SQL takes it literally, dots and backticks included."""
     return "`" + name.replace("`", "``") + "`"

@@ -7,11 +7,12 @@ from pyspark.sql import functions as F
 
 
 def with_ticks(df: DataFrame) -> DataFrame:
-    """The same rows and columns, watermark included; but a query of it runs a batch at every trigger, once a second at most.
+    """Return the same rows and columns, watermark included, from a plan that runs a batch at every trigger.
 
-    For the rate source always has news, of which no row passes. Spark must not see that, or it would leave the branch out.
+    Batches come once a second at most. The plan has a rate source beside, which always has new rows, and a filter that
+    drops them all. Spark must not see that the filter drops all rows, or it would leave the source out.
     """
     ticks = df.sparkSession.readStream.format("rate").option("rowsPerSecond", 1).option("numPartitions", 1).load()
     nothing = ticks.where(F.col("value") < 0)
-    # The columns of a union, with what is noted about them, are those of its first side.
+    # A union takes its columns and their metadata from its first side.
     return df.union(nothing.select(*[F.lit(None).cast(f.dataType).alias(f.name) for f in df.schema.fields]))

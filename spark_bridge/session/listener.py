@@ -27,15 +27,15 @@ from pyspark.sql.streaming.listener import (
 from backends.exceptions import StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import QueryRegistration, RegisteredQuery
+from coordinator_actor.messages import QueryRegistration
 from spark_bridge.exceptions import SparkBridgeError
-from spark_bridge.operators.aggregate.operator import DEFAULT_KEY_GROUPS, KEY_GROUPS_CONF
-from spark_bridge.operators.declared import duplicate_names, operators_in_plan
-from spark_bridge.operators.initial_state import ENTRIES, InitialState, make_initial_states
+from spark_bridge.operators.conf import configured_key_groups
+from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
+from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.session.settings import unsafe_settings
 from spark_bridge.session.state_cluster import StateCluster
-from spark_bridge.task import state_task as properties
+from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 msgspec.structs.replace(o, backend=self._cluster.conf.provider)
                 for o in sorted(operators, key=lambda o: o.name)
             ),
-            key_groups=int(self._spark.conf.get(KEY_GROUPS_CONF, str(DEFAULT_KEY_GROUPS)) or DEFAULT_KEY_GROUPS),
+            key_groups=configured_key_groups(self._spark),
             storage_options=options,
             # Whatever Spark lets a user go back to must be there.
             min_versions_to_retain=max(
@@ -124,7 +124,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         initial = self._initial_states(
             registration, {o.spec.name: o.initial for o in declared if o.initial is not None}
         )
-        answer: RegisteredQuery = self._cluster.coordinator.call("register_query", registration, initial)
+        answer = self._cluster.coordinator.register_query(registration, initial)
         if answer.refusal is not None:
             return answer.refusal
         with self._lock:
@@ -139,7 +139,9 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         )
         return None
 
-    def _initial_states(self, registration: QueryRegistration, states: Mapping[str, InitialState]) -> ENTRIES | None:
+    def _initial_states(
+        self, registration: QueryRegistration, states: Mapping[str, InitialState]
+    ) -> InitialEntries | None:
         """Make version 0 of a query that has no state yet; None if there is nothing to be made, or there is state."""
         storage = CheckpointStorage.open(registration.state_location, registration.storage_options)
         if not states or next(iter(storage.list("manifests/")), None) is not None:
@@ -152,11 +154,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
 
     def publish_endpoints(self) -> None:
         """Tell the jobs that this thread starts where the hosts are."""
+        options = self._cluster.options
         self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
         self._set(properties.TOKEN, self._cluster.token)
         self._set(properties.HOST_FILES, self._cluster.host_files)
-        self._set(properties.TIMEOUT, str(self._cluster.recovery_timeout))
-        self._set(properties.TLS, None if self._cluster.tls is None else self._cluster.tls.to_json())
+        self._set(properties.TIMEOUT, str(options.recovery_timeout))
+        self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
     def _state_location(self, checkpoint: str, query_id: str) -> str:
         base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""
@@ -215,7 +218,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             known = self._registrations.pop(run_id, None)
         if known is not None and not self._stopping.is_set():
             try:
-                self._cluster.coordinator.call("deactivate_instances", run_id)
+                self._cluster.coordinator.deactivate_instances(run_id)
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported: %s", run_id, error)
@@ -227,10 +230,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             for registration in registrations:
                 try:
                     is_stopping = registration.run_id in self._cluster.stopping
-                    if not self._cluster.coordinator.call(
-                        "driver_heartbeat", registration.run_id, is_stopping=is_stopping
-                    ):
-                        self._cluster.coordinator.call("register_query", registration)
+                    if not self._cluster.coordinator.driver_heartbeat(registration.run_id, is_stopping=is_stopping):
+                        self._cluster.coordinator.register_query(registration)
                 except Exception:  # the thread must go on
                     log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.session.current import current_cluster
 
 if TYPE_CHECKING:
     from pyspark.sql.streaming import StreamingQuery
@@ -97,8 +98,6 @@ def state_operator_progress(query: StreamingQuery) -> list[StateOperatorProgress
 
     Raises ``HostUnavailableError`` if the hosts do not come to tell of it within some seconds.
     """
-    from spark_bridge.session.spark_session import current_cluster  # which knows the listener, which knows this module
-
     last = query.lastProgress
     return progress_of(current_cluster(), str(query.runId), -1 if last is None else int(last["batchId"]))
 
@@ -107,7 +106,7 @@ def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[
     """See ``state_operator_progress``; of a batch that is not before ``batch_id``."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
-        run = next((q for q in cluster.coordinator.call("describe")["queries"] if q["run_id"] == run_id), None)
+        run = next((q for q in cluster.coordinator.describe()["queries"] if q["run_id"] == run_id), None)
         if run is None or run["completed_version"] == batch_id + 1 == 0:
             return []
         version = max(run["completed_version"], batch_id + 1)

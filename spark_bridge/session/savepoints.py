@@ -12,14 +12,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator_actor.exceptions import SavepointFailedError, error_from
+from coordinator_actor.exceptions import CoordinatorError, SavepointFailedError
 from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoints import restore as savepoint_restore
 from coordinator_actor.savepoints import savepoint_format
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
-from spark_bridge.session.spark_session import current_cluster, current_spark
+from spark_bridge.transport.error_codec import rebuilt_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -56,14 +57,14 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
     future: Future[str] = Future()
 
     def begin() -> SavepointStatus:
-        status: SavepointStatus = cluster.coordinator.call("trigger_savepoint", request_id, name, base, stop=stop)
+        status = cluster.coordinator.trigger_savepoint(request_id, name, base, stop=stop)
         return status
 
     def follow() -> None:
         run_id = str(running.runId) if stop and running is not None else ""
         cluster.stopping.add(run_id)
         try:
-            made = _wait(begin, lambda: cluster.coordinator.call("savepoint_status", request_id))
+            made = _wait(begin, lambda: cluster.coordinator.savepoint_status(request_id))
             if stop and running is not None:
                 running.stop()
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the savepoint
@@ -84,7 +85,7 @@ def _wait(begin: Callable[[], SavepointStatus], ask: Callable[[], SavepointStatu
             if status.path is not None:
                 return status.path
             if status.failure is not None:
-                raise error_from(status.failure.error, status.failure.message)
+                raise rebuilt_error(status.failure.error, status.failure.message, CoordinatorError)
             time.sleep(POLL_SECONDS)
             status = ask()
         log.warning("The coordinator has been restarted: the savepoint is begun anew")
@@ -170,5 +171,5 @@ def rebalance(query: str | None = None) -> dict[str, int]:
 
     Where a batch begins that happens by itself; this is for quiet streams.
     """
-    moved: dict[str, int] = current_cluster().coordinator.call("rebalance", query)
+    moved = current_cluster().coordinator.rebalance(query)
     return moved

@@ -9,12 +9,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from backends.conf import StateStoreConf
-from coordinator_actor.actor import get_or_create_coordinator
-from coordinator_actor.coordinator import CoordinatorConf
-from spark_bridge.host_actor.actor import RayCoordinatorPort, host_files_dir, start_hosts
-from spark_bridge.queryable.server.limits import RequestLimits
-from spark_bridge.transport.tls import TlsConf
+from coordinator_actor.on_ray.actor import get_or_create_coordinator
+from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+from spark_bridge.host_actor.actor import host_files_dir, start_hosts
+from spark_bridge.host_actor.session_options import SessionOptions
 
 log = logging.getLogger(__name__)
 
@@ -24,48 +22,19 @@ STOP_TIMEOUT = 20
 class StateCluster:
     """Starts the hosts of one session in a Ray cluster, beside a coordinator that sessions share."""
 
-    def __init__(
-        self,
-        *,
-        session_id: str,
-        namespace: str,
-        coordinator_name: str,
-        num_hosts: int,
-        executor_ips: list[str],
-        conf: StateStoreConf,
-        coordinator_conf: CoordinatorConf | None = None,
-        recovery_timeout: float,
-        tls: TlsConf | None = None,
-        query_port: int = 0,
-        request_limits: RequestLimits | None = None,
-    ) -> None:
-        self.session_id = session_id
-        self.namespace = namespace
-        self.coordinator_name = coordinator_name
-        self.recovery_timeout = recovery_timeout
-        self.conf = conf
-        self.tls = tls
+    def __init__(self, options: SessionOptions, executor_ips: list[str]) -> None:
+        self.options = options
+        self.session_id = options.session_id
+        self.conf = options.conf
         self.stopping: set[str] = set()
         """Runs that stop with the savepoint that is being made of them."""
-        get_or_create_coordinator(namespace, coordinator_name, coordinator_conf)
-        self.coordinator = RayCoordinatorPort(namespace, coordinator_name, recovery_timeout)
-        self.token: str = self.coordinator.call("token")
+        get_or_create_coordinator(options.namespace, options.coordinator_name, options.coordinator_conf)
+        self.coordinator = RayCoordinatorPort(options.namespace, options.coordinator_name, options.recovery_timeout)
+        self.token = self.coordinator.token()
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
-        self.host_files = str(host_files_dir(session_dir, namespace, session_id))
+        self.host_files = str(host_files_dir(session_dir, options))
         nodes = nodes_of(executor_ips)
-        self.hosts = start_hosts(
-            num_hosts,
-            session_id,
-            namespace,
-            coordinator_name,
-            self.token,
-            conf,
-            recovery_timeout,
-            lambda i: nodes[i % len(nodes)] if nodes else None,
-            tls,
-            query_port,
-            request_limits,
-        )
+        self.hosts = start_hosts(options, self.token, lambda i: nodes[i % len(nodes)] if nodes else None)
 
     def addresses(self) -> list[str]:
         """The Flight addresses of the hosts that answer now; a host being restarted is left out."""
@@ -93,7 +62,7 @@ class StateCluster:
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Spark has committed a batch: its version is completed, and the hosts may apply it."""
-        if self.coordinator.call("batch_committed", run_id, batch_id):
+        if self.coordinator.batch_committed(run_id, batch_id):
             for host in self.hosts:
                 host.on_progress.remote()
 
@@ -104,7 +73,7 @@ class StateCluster:
 
     def stop(self) -> None:
         """Stop this session's hosts, and the coordinator if no other session uses it."""
-        others = self.coordinator.call("unregister_session", self.session_id)
+        others = self.coordinator.unregister_session(self.session_id)
         self.coordinator.close()
         stopping = [host.stop.remote() for host in self.hosts]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT)
@@ -112,7 +81,7 @@ class StateCluster:
             ray.kill(host, no_restart=True)
         self.hosts = []
         if not others:
-            ray.kill(ray.get_actor(self.coordinator_name, namespace=self.namespace), no_restart=True)
+            ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
 
 
 def nodes_of(ips: list[str]) -> list[str]:

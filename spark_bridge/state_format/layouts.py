@@ -46,7 +46,7 @@ from spark_bridge.state_format.families import (
 )
 
 VALUE, ROWS, WINDOWS, LIST, MAP, TIMERS = "value", "rows", "windows", "list", "map", "timers"
-"""The kinds of state that a query client tells apart; with ``SESSIONS``. The one timers variable is named as its kind."""
+"""The kinds of state that a query client tells apart, with ``SESSIONS``. The timers variable is named as its kind."""
 
 TTL_COLUMN = "__ttl_expiration_ms"
 """When a value, element or entry expires."""

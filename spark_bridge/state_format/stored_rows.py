@@ -69,12 +69,12 @@ class Rows:
 class VariableRows:
     """How the rows of one state variable are made.
 
-    The columns of a row are those of the key (``key``), those that tell the rows of one key apart (``inner``: the user's
-    key of a map entry, when a timer fires, the bounds of a session), and those of the value (``value``).
+    The columns of a row are those of the key (``key``), those that tell the rows of one key apart (``inner``: the
+    user's key of a map entry, when a timer fires, the bounds of a session), and those of the value (``value``).
 
     With ``collect`` there is one row per key, which has all rows of a list or map in an array or map. With ``raw`` the
-    rows of an aggregate have its state columns instead of its results. With ``alive_at`` (ms since 1970), expired values
-    are left out; if ``collect`` is set as well, the column of the TTL is left out.
+    rows of an aggregate have its state columns instead of its results. With ``alive_at`` (ms since 1970), expired
+    values are left out; if ``collect`` is set as well, the column of the TTL is left out.
     """
 
     schema: OperatorSchema

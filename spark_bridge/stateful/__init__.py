@@ -1,1 +1,1 @@
-"""Stateful processors with PySpark 4.2's interface: state variables, timers, TTL, tester."""
+"""Processors with state of their own (``transform_with_state``): what users write, and the work of their tasks."""

@@ -1,4 +1,4 @@
-"""Schemas written as DDL text, read without a JVM: PySpark's own parser needs one, and its workers have none."""
+"""Schemas written as DDL text, read without a JVM: PySpark's own parser needs a JVM, which its workers do not have."""
 
 from __future__ import annotations
 
@@ -33,18 +33,22 @@ _DECIMALS = ("decimal", "dec", "numeric")
 
 
 def struct_of(schema: T.StructType | str) -> T.StructType:
-    """The schema as a ``StructType``: "a INT, b STRUCT<c: STRING>", or one already; raises ``StateDeclarationError``."""
+    """Return a schema, given as a ``StructType`` or as text such as "a INT, b STRUCT<c: STRING>", as a ``StructType``.
+
+    Raises ``StateDeclarationError``.
+    """
     if isinstance(schema, T.StructType):
         return schema
     if not isinstance(schema, str):
         raise StateDeclarationError(
-            f"{schema!r} is no schema: give a StructType, or its fields as DDL text such as 'count INT, last TIMESTAMP'."
+            f"{schema!r} is no schema: give a StructType, or its fields as DDL text such as 'count INT, last "
+            "TIMESTAMP'."
         )
     return _Parser(schema).fields()
 
 
 class _Parser:
-    """Spark's grammar of table schemas, as far as there are types that state can have."""
+    """Reads Spark's grammar of table schemas, with the types that state can have."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -73,7 +77,7 @@ class _Parser:
         return token
 
     def _take(self, *wanted: str) -> bool:
-        """Go on if the next tokens are these words."""
+        """Return whether the next tokens are these words, and if so, go on behind them."""
         if [t.lower() for t in self._tokens[self._at : self._at + len(wanted)]] != list(wanted):
             return False
         self._at += len(wanted)
@@ -92,7 +96,7 @@ class _Parser:
         return token
 
     def fields(self, end: str = "") -> T.StructType:
-        """The fields up to the token ``end``."""
+        """Read the fields up to the token ``end``."""
         struct = T.StructType()
         if self._peek() == end:
             return struct
@@ -139,7 +143,7 @@ class _Parser:
         raise self._refusal(f"{name!r} is no type that state can have")
 
     def _numbers(self, default: tuple[int, int]) -> tuple[int, int]:
-        """The one or two numbers in brackets behind a type."""
+        """Read the one or two numbers in brackets behind a type; ``default`` where there are none."""
         if not self._take("("):
             return default
         first = self._number()

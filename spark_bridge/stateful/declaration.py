@@ -1,4 +1,4 @@
-"""A state variable as a processor declares it in ``init``; ``state_format.layouts`` says which columns are kept of it."""
+"""A state variable as a processor declares it in ``init``; ``state_format.layouts`` has the columns that are kept."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def check_variable_name(name: str) -> None:
         raise StateDeclarationError(f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {error}") from error
     if name == DEFAULT_FAMILY or PART_SEPARATOR in name:
         raise StateDeclarationError(
-            f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {name!r} cannot be the name of a state variable: "
-            f"{DEFAULT_FAMILY!r} and names with {PART_SEPARATOR!r} in them are taken. Choose another name."
+            f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {name!r} cannot be the name of a state "
+            f"variable: {DEFAULT_FAMILY!r} and names with {PART_SEPARATOR!r} in them are taken. Choose another name."
         )
 
 

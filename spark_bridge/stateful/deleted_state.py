@@ -1,4 +1,4 @@
-"""What a state variable's object becomes when ``init`` deletes the variable that it has just declared."""
+"""The object of a state variable that ``init`` has declared and then deleted: every use is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DOING = {
 
 
 class DeletedState:
-    """Every use of it is an error, in the words of PySpark's."""
+    """A state variable whose every method raises ``HandleStateError``, in the words of PySpark's error."""
 
     def __init__(self, name: str, kind: str) -> None:
         self._name = name
@@ -28,8 +28,8 @@ class DeletedState:
             raise AttributeError(method)
         doing = _DOING.get(method, "updating {kind} state").format(kind=self._kind)
         message = (
-            f"Error {doing}: {self._kind.capitalize()} state {self._name} is not initialized. init() has deleted it after it "
-            "had declared it: leave out deleteIfExists, or the variable."
+            f"Error {doing}: {self._kind.capitalize()} state {self._name} is not initialized. init() has deleted it "
+            "after it had declared it: leave out deleteIfExists, or the variable."
         )
 
         def refuse(*_: object, **__: object) -> NoReturn:
@@ -39,7 +39,7 @@ class DeletedState:
 
 
 def make_deleted(state: Any, name: str, kind: str) -> None:
-    """Turn a state variable's object, which the processor holds, into one of a deleted variable."""
+    """Turn a state variable's object, to which the processor has a reference, into a ``DeletedState``."""
     vars(state).clear()
     state.__class__ = DeletedState
     state.__init__(name, kind)

@@ -1,4 +1,4 @@
-"""What a processor is given to declare state variables and to set timers."""
+"""``StatefulProcessorHandle``, by which a processor declares state variables and sets timers; and the time modes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,23 @@ from spark_bridge.stateful.value_state import ValueState
 State = TypeVar("State", ValueState, ListState, MapState)
 
 NONE, PROCESSING_TIME, EVENT_TIME = TIME_MODES = ("none", "processingtime", "eventtime")
+"""The time modes, as processors are run with them; users may write them in any case."""
 _SPELLINGS = {NONE: "NoTime", PROCESSING_TIME: "ProcessingTime", EVENT_TIME: "EventTime"}
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What ``init`` has declared: the state variables in order (those to delete first), and the objects that use them."""
+    """The declarations of ``init``: the state variables in order (those to delete first), and the objects of users."""
 
     variables: list[StateVariable]
     states: dict[str, ValueState | ListState | MapState]
 
 
 class StatefulProcessorHandle:
-    """Declares state variables in ``init``, and sets the current key's timers later on."""
+    """Declares state variables in ``init``, and sets timers of the current key later.
+
+    Names and meaning are those of PySpark 4.2.
+    """
 
     def __init__(self, key_schema: pa.Schema, time_mode: str, step: Step, timers: Timers | None) -> None:
         self._key_schema = key_schema
@@ -50,15 +54,16 @@ class StatefulProcessorHandle:
         self._deleted: dict[str, StateVariable] = {}
 
     def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
-        """Declare a variable of one value per key. ``schema``: a StructType, or DDL text of its fields.
+        """Declare a variable that has one value per key, and return the object by which to use it.
 
-        With ``ttlDurationMs``, a value lives so long after the batch that wrote it. Raises ``StateDeclarationError``,
-        ``TimeModeError`` (a TTL needs processing time), and ``HandleStateError`` outside ``init``.
+        ``schema`` is a StructType, or DDL text of its fields. With ``ttlDurationMs``, a value lives for so many
+        milliseconds after the batch that wrote it. Raises ``StateDeclarationError`` for a name or schema that cannot
+        be, ``TimeModeError`` for a TTL without processing time, and ``HandleStateError`` outside ``init``.
         """
         return self._declared("get_value_state", stateName, VALUE, ValueState, ttlDurationMs, schema)
 
     def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
-        """Declare a variable of a list per key; see ``getValueState``."""
+        """Declare a variable that has a list per key; ``schema`` is that of an element. See ``getValueState``."""
         return self._declared("get_list_state", stateName, LIST, ListState, ttlDurationMs, schema)
 
     def getMapState(
@@ -68,25 +73,32 @@ class StatefulProcessorHandle:
         valueSchema: StructType | str,
         ttlDurationMs: int | None = None,
     ) -> MapState:
-        """Declare a variable of a map per key; see ``getValueState``."""
+        """Declare a variable that has a map per key; a TTL is that of each entry. See ``getValueState``."""
         return self._declared("get_map_state", stateName, MAP, MapState, ttlDurationMs, valueSchema, userKeySchema)
 
     def registerTimer(self, expiryTimestampMs: int) -> None:
-        """Set a timer of the current key, in ms since 1970. One that is due already fires in this batch."""
+        """Set a timer of the current key, in ms since 1970; one in the past fires in this batch.
+
+        Raises ``TimeModeError`` without a time mode, ``HandleStateError`` without a current key.
+        """
         self._usable_timers("register_timer").register(_timestamp(expiryTimestampMs))
 
     def deleteTimer(self, expiryTimestampMs: int) -> None:
-        """Remove a timer of the current key, if it has it."""
+        """Delete a timer of the current key (ms since 1970), if the key has it; raises as ``registerTimer`` does."""
         self._usable_timers("delete_timer").delete(_timestamp(expiryTimestampMs))
 
     def listTimers(self) -> Iterator[int]:
-        """The timers of the current key, ascending, the one that ``handleExpiredTimer`` is handling included."""
+        """Yield the timers of the current key (ms since 1970), ascending.
+
+        The timer that ``handleExpiredTimer`` is called for is one of them. Raises as ``registerTimer`` does.
+        """
         return self._usable_timers("list_timers").listed()
 
     def deleteIfExists(self, stateName: str) -> None:
-        """Remove a state variable that earlier runs have declared, with all it holds; call it in ``init``.
+        """Delete a state variable that an earlier run has declared, with all its values; to be called in ``init``.
 
-        One that this ``init`` has declared before is not to be used any more.
+        A variable that this ``init`` has declared before cannot be used any more. Raises ``HandleStateError`` outside
+        ``init``.
         """
         self._check_declaring("delete_if_exists")
         check_variable_name(stateName)
@@ -111,8 +123,8 @@ class StatefulProcessorHandle:
         if name in self._variables:
             raise StateDeclarationError(
                 f"[STATEFUL_PROCESSOR_DUPLICATE_STATE_VARIABLE_DEFINED] State variable {name!r} is declared twice, as "
-                f"{self._variables[name].kind} state and as {kind} state. Give each variable a name of its own, and keep "
-                "the object that the first call has returned."
+                f"{self._variables[name].kind} state and as {kind} state. Give each variable a name of its own, and "
+                "keep the object that the first call has returned."
             )
         if name == TIMERS and self._time_mode != NONE:
             raise StateDeclarationError(
@@ -127,17 +139,20 @@ class StatefulProcessorHandle:
         return state
 
     def _kept(self, declared: StateVariable) -> StateVariable:
-        """A declared variable as the operator's schema has it, with its history."""
+        """Return a declared variable as the operator's schema has it, with the history of its schema.
+
+        Raises ``StateDeclarationError`` if the operator's schema has it otherwise.
+        """
         try:
             kept = self._step.store.schema.variable(declared.name)
         except InvalidStateStoreArgument:
-            return declared  # init() may delete it yet; if not, _check_declared says so
+            return declared  # init() may still delete it; if it does not, _check_declared raises
         now = sorted((str(s.key), str(s.value)) for s in declared.families.values())
         then = sorted((str(s.key), str(s.value)) for s in kept.families.values())
         if kept.kind != declared.kind or now != then:
             raise StateDeclarationError(
-                f"State variable {declared.name!r} is declared as {declared.kind} state of {now}, but the operator has it as "
-                f"{kept.kind} state of {then}. init() must declare the same variables whenever it is called."
+                f"State variable {declared.name!r} is declared as {declared.kind} state of {now}, but the operator has "
+                f"it as {kept.kind} state of {then}. init() must declare the same variables whenever it is called."
             )
         return kept
 
@@ -160,14 +175,14 @@ class StatefulProcessorHandle:
             )
         if self._time_mode != PROCESSING_TIME:
             raise TimeModeError(
-                f"[STATEFUL_PROCESSOR_INCORRECT_TIME_MODE_TO_ASSIGN_TTL] State variable {name!r} has a TTL of {ttl_ms} ms, "
-                f"which time mode {_SPELLINGS[self._time_mode]} cannot measure. Use time_mode='processingTime', or leave "
-                "ttlDurationMs out."
+                f"[STATEFUL_PROCESSOR_INCORRECT_TIME_MODE_TO_ASSIGN_TTL] State variable {name!r} has a TTL of {ttl_ms} "
+                f"ms, which time mode {_SPELLINGS[self._time_mode]} cannot measure. Use time_mode='processingTime', or "
+                "leave ttlDurationMs out."
             )
         if ttl_ms <= 0:
             raise StateDeclarationError(
-                f"[STATEFUL_PROCESSOR_TTL_DURATION_MUST_BE_POSITIVE] State variable {name!r} has a TTL of {ttl_ms} ms. Give "
-                "1 ms or more, or leave ttlDurationMs out."
+                f"[STATEFUL_PROCESSOR_TTL_DURATION_MUST_BE_POSITIVE] State variable {name!r} has a TTL of {ttl_ms} ms. "
+                "Give 1 ms or more, or leave ttlDurationMs out."
             )
         return operator.index(ttl_ms)
 
@@ -180,7 +195,8 @@ class StatefulProcessorHandle:
         if self._time_mode == NONE:
             raise TimeModeError(
                 "[STATEFUL_PROCESSOR_CANNOT_PERFORM_OPERATION_WITH_INVALID_TIME_MODE] Cannot perform "
-                f"{operation} with invalid timeMode={_SPELLINGS[NONE]}: timers need time_mode='processingTime' or 'eventTime'."
+                f"{operation} with invalid timeMode={_SPELLINGS[NONE]}: timers need time_mode='processingTime' or "
+                "'eventTime'."
             )
         if isinstance(self._step.index, NoKey) or self._timers is None:
             raise invalid_handle_state(operation, getattr(self._step.index, "phase", PRE_INIT.phase))

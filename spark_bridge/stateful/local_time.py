@@ -1,6 +1,6 @@
-"""Instants and the wall-clock times of this process's time zone, whole columns at a time.
+"""Instants to wall-clock times of this process's time zone and back, whole columns at a time.
 
-PySpark gives a ``TimestampType`` to Python as a naive datetime in the local time zone, and takes it back as one.
+PySpark gives a ``TimestampType`` to Python as a naive datetime in the local time zone, and takes such datetimes back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _LAST = 253_402_300_799 * _SECOND + 999_999
 
 
 def to_local(instants: Micros) -> list[datetime]:
-    """Naive local datetimes (``fold`` set where an hour comes twice); raises ``ValueError`` outside the years 1 to 9999."""
+    """Return naive local datetimes; ``fold`` is set in the second of two equal hours.
+
+    Raises ``ValueError`` for a time outside the years 1 to 9999.
+    """
     check_years(instants)
     offsets, is_steady = _offsets(instants)
     wall = instants + offsets * _SECOND
@@ -35,7 +38,7 @@ def to_local(instants: Micros) -> list[datetime]:
 
 
 def from_local(wall: Micros, values: Sequence[datetime | None]) -> Micros:
-    """Instants of naive local datetimes: ``values`` and their wall-clock times, which are any number for None."""
+    """Return the instants of naive local datetimes: ``wall`` are the wall-clock times of ``values`` (of None: any)."""
     offsets, is_steady = _offsets(wall)
     instants: Micros = wall - offsets * _SECOND
     for i in np.flatnonzero(~is_steady).tolist():
@@ -47,7 +50,7 @@ def from_local(wall: Micros, values: Sequence[datetime | None]) -> Micros:
 
 
 def check_years(micros: Micros) -> None:
-    """Raise ``ValueError`` for what Python's datetime cannot hold."""
+    """Raise ``ValueError`` for a time that Python's datetime cannot hold."""
     if len(micros) and (micros.min() < _FIRST or micros.max() > _LAST):
         wrong = micros[(micros < _FIRST) | (micros > _LAST)][0]
         raise ValueError(
@@ -57,7 +60,7 @@ def check_years(micros: Micros) -> None:
 
 
 def _offsets(micros: Micros) -> tuple[Micros, npt.NDArray[np.bool_]]:
-    """Seconds that the local time is ahead of UTC, and whether that is so for days around."""
+    """Return the seconds by which local time is ahead of UTC, and whether they are the same on the days around."""
     if time.tzname == ("UTC", "UTC"):
         return np.zeros(len(micros), np.int64), np.ones(len(micros), np.bool_)
     days, which = np.unique(micros // (_DAY_SECONDS * _SECOND), return_inverse=True)

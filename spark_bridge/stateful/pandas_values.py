@@ -1,4 +1,4 @@
-"""Arrow batches as pandas DataFrames and back, as PySpark's functions on pandas have them.
+"""Arrow batches to pandas DataFrames and back, in the form of PySpark's functions on pandas.
 
 Timestamps are naive, in the session's time zone; structs and maps are dicts, arrays numpy arrays, dates objects.
 """
@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from backends.encoding.columns import is_list_like, list_array, list_parts, null_mask, struct_array
-from spark_bridge.stateful.row_values import RowCodec, to_array
+from spark_bridge.stateful.row_values import RowCodec
+from spark_bridge.stateful.value_arrays import to_array
 
 Values: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"
 """A column's values, as pandas keeps them."""
@@ -40,11 +41,11 @@ class PandasCodec:
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the rows, in normalised types."""
+        """Return the Arrow schema of the rows, in normalised types."""
         return RowCodec(self.struct).schema
 
     def to_frame(self, batch: pa.RecordBatch) -> pd.DataFrame:
-        """The rows, in memory of their own."""
+        """Return the rows as a DataFrame, in memory of its own."""
         nested = [pa.types.is_nested(c.type) for c in batch.columns]
         columns = [_wall_clock(c, self.time_zone) if n else c for c, n in zip(batch.columns, nested, strict=True)]
         table = pa.table(columns, names=[str(i) for i in range(len(columns))])
@@ -53,19 +54,19 @@ class PandasCodec:
             if pa.types.is_timestamp(column.type) and column.type.tz is not None:
                 frame[str(i)] = frame[str(i)].dt.tz_convert(self.time_zone).dt.tz_localize(None)
         frame.columns = pd.Index(self.struct.names)
-        # Where each column lies: found here for all parts of the frame, which would each look for it.
+        # Computed here once: otherwise every part of the frame would compute where each column lies.
         inner: Any = frame
         inner._mgr._rebuild_blknos_and_blklocs()
         return frame
 
     def to_columns(self, frame: pd.DataFrame) -> Columns:
-        """The columns of a frame, copied, in the order of the schema.
+        """Return copies of the columns of a frame, in the order of the schema.
 
-        They go by name if any has a string for a name, else by position. Raises ``ValueError`` naming those that are
-        missing or unexpected; a frame without columns has none to give.
+        Columns go by name if any name is a string, otherwise by position. A frame without columns gives no columns.
+        Raises ``ValueError`` naming the columns of a frame that does not fit.
         """
         places = _positions(tuple(frame.columns.tolist()), self._names)
-        # Many times as fast as the columns as series; and whoever gives a frame may change it afterwards.
+        # Many times as fast as through series. Copied, as the processor may change the frame afterwards.
         inner: Any = frame
         blocks = inner._mgr.blocks
         if len(blocks) == 1 and type(blocks[0].values) is np.ndarray and _is_in_order(blocks[0].mgr_locs):
@@ -75,7 +76,7 @@ class PandasCodec:
         return [arrays[place].copy() for place in places.tolist()]
 
     def to_batch(self, frames: Sequence[Columns]) -> pa.RecordBatch:
-        """A batch of what ``to_columns`` has given for some frames.
+        """Return a batch of the columns that ``to_columns`` has returned for some frames.
 
         Raises ``TypeError`` or ``ValueError`` naming field, type and value.
         """
@@ -85,7 +86,7 @@ class PandasCodec:
                 joined += some
                 continue
             for _, alike in groupby(some, attrgetter("dtype")):
-                # All columns of many small frames at once cost less than one by one.
+                # All columns of many small frames together cost less than one column after the other.
                 parts: list[Any] = list(alike)
                 joined.append(np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0])
         columns = zip(*joined, strict=True)
@@ -99,11 +100,11 @@ class PandasCodec:
 
 @lru_cache(maxsize=1024)
 def _positions(labels: tuple[Any, ...], names: tuple[str, ...]) -> npt.NDArray[np.intp]:
-    """Where a frame with such columns has those of the schema."""
+    """Return the places of the schema's columns ``names`` in a frame with columns ``labels``; raises ``ValueError``."""
     if not labels:
         return np.arange(0)
     if any(isinstance(label, str) for label in labels):
-        if not set(names) <= set(labels):  # others are left out, as Spark leaves them out
+        if not set(names) <= set(labels):  # further columns are left out, as by Spark
             raise ValueError(f"A DataFrame has the columns {', '.join(map(str, labels))}.")
         return np.array([labels.index(name) for name in names], np.intp)
     if len(labels) != len(names):
@@ -112,16 +113,16 @@ def _positions(labels: tuple[Any, ...], names: tuple[str, ...]) -> npt.NDArray[n
 
 
 def _is_in_order(places: Any) -> bool:
-    """Whether a block's rows are the columns of a frame that has no other block."""
+    """Return whether the rows of a block are the columns of a frame that has no other block."""
     return bool(places.is_slice_like and places.indexer == slice(0, len(places), 1))
 
 
 def rows_of(frame: pd.DataFrame, start: int, stop: int) -> pd.DataFrame:
-    """Some rows of a frame as a frame of their own, numbered from 0, in the same memory."""
-    # What ``iloc`` with an index put in place of its own would make, in half the time.
+    """Return some rows of a frame as a frame with an index from 0, in the same memory."""
+    # The same as ``iloc`` and then a new index, in half the time.
     inner: Any = frame
     part = inner._mgr.get_slice(slice(start, stop), axis=1)
-    # Views: a name given to a part's index or columns stays with it.
+    # Views: if the processor names the index or the columns of a part, the other parts stay as they are.
     part.axes = [frame.columns.view(), _numbers(stop - start).view()]
     made: pd.DataFrame = inner._from_mgr(part, part.axes)
     return made
@@ -133,7 +134,7 @@ def _numbers(n: int) -> pd.RangeIndex:
 
 
 def _column(field: pa.Field, parts: Sequence[Values], time_zone: str) -> pa.Array:
-    """A column of the output. Parts of different types are not made one by pandas, which would round long integers."""
+    """Return a column of the output. Parts of different types are not joined by pandas, which would round integers."""
     arrays = []
     for _, alike in groupby(parts, lambda part: part.dtype):
         values: list[Any] = list(alike)
@@ -144,7 +145,7 @@ def _column(field: pa.Field, parts: Sequence[Values], time_zone: str) -> pa.Arra
 
 
 def _array(field: pa.Field, column: pd.Series, time_zone: str) -> pa.Array:
-    """A column of the output; raises ``TypeError`` or ``ValueError`` naming it."""
+    """Return a column of the output; raises ``TypeError`` or ``ValueError`` naming the column."""
     kind = field.type
     if pa.types.is_nested(kind):
         values = [None if v is None or v is pd.NA else v for v in column]
@@ -164,7 +165,7 @@ def _array(field: pa.Field, column: pd.Series, time_zone: str) -> pa.Array:
         else:
             array = _flat_array(column, kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        # Value by value: what can be taken nevertheless is, and the error names the value.
+        # Value by value: an odd value may fit nevertheless, and if not, the error names the value.
         return to_array(field.name, [None if _is_missing(v) else v for v in column], field)
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     if array.null_count and not field.nullable:
@@ -177,7 +178,7 @@ def _flat_array(column: pd.Series, kind: pa.DataType) -> pa.Array:
         return pa.array(column, kind, from_pandas=True)
     except (pa.ArrowException, TypeError):
         if pd.api.types.is_numeric_dtype(column.dtype):
-            return pa.array(column, from_pandas=True).cast(kind)  # as PySpark: numbers can be cast, also to strings
+            return pa.array(column, from_pandas=True).cast(kind)  # as in PySpark, numbers can be cast, also to strings
         raise
 
 
@@ -190,7 +191,7 @@ def _has_zone(kind: pa.DataType) -> bool:
 
 
 def _wall_type(kind: pa.DataType) -> pa.DataType:
-    """The type with instants as wall-clock times."""
+    """Return the type with wall-clock times instead of instants."""
     if pa.types.is_struct(kind):
         return pa.struct([_wall_field(kind.field(i)) for i in range(kind.num_fields)])
     if pa.types.is_map(kind):
@@ -205,21 +206,21 @@ def _wall_field(field: pa.Field) -> pa.Field:
 
 
 def _wall_clock(array: pa.Array, time_zone: str) -> pa.Array:
-    """The array with the instants inside it as wall-clock times."""
+    """Return the array with the instants in it as wall-clock times."""
     return _converted(
         array, _wall_type(array.type), lambda leaf: pc.local_timestamp(leaf.cast(pa.timestamp("us", time_zone)))
     )
 
 
 def _instants(array: pa.Array, kind: pa.DataType, time_zone: str) -> pa.Array:
-    """The inverse of ``_wall_clock``; an hour that comes twice is the later one, as PySpark has it."""
+    """Return the array that ``_wall_clock`` was given; of two equal hours the later is meant, as in PySpark."""
     return _converted(
         array, kind, lambda leaf: pc.assume_timezone(leaf, time_zone, ambiguous="latest", nonexistent="latest")
     )
 
 
 def _converted(array: pa.Array, kind: pa.DataType, convert: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """The array in another type of the same shape; ``convert`` takes the timestamps that differ."""
+    """Return the array in another type of the same shape; ``convert`` is given the timestamps whose types differ."""
     if array.type == kind:
         return array
     if pa.types.is_struct(kind):

@@ -1,7 +1,7 @@
-"""The work of a processor of rows or DataFrames in a state task: key by key, with the processor's own code.
+"""The work of a processor of rows or DataFrames in a state task: one call for each key.
 
-The order is that of PySpark's ``transformWithState``: the rows of a key, then its timers that have expired, and what
-the processor gives is taken whole before it is called again.
+The order is that of PySpark's ``transformWithState``: the rows of a key, then the key's expired timers. The output of a
+call is taken to its end before the next call.
 """
 
 from __future__ import annotations
@@ -24,27 +24,25 @@ from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.task.sorted_runs import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime
 
 ROWS_PER_FRAME = 10_000
-"""Rows of a DataFrame that a processor is given, at most: Spark's ``spark.sql.execution.arrow.maxRecordsPerBatch``."""
+"""The most rows of a DataFrame for a processor, as Spark's ``spark.sql.execution.arrow.maxRecordsPerBatch``."""
 Mode: TypeAlias = Literal["rows", "pandas"]
-
-
 Taker: TypeAlias = Callable[[int, int], Iterator[Any]]
-"""Gives the rows (``Row`` or DataFrames) from one number to another; asked for in order, each taken to its end."""
+"""Yields the rows (as ``Row`` or DataFrames) from one number to another; called in order, each taken to its end."""
 
 
 @dataclass(frozen=True)
 class ProcessLogic:
-    """A processor of rows (``pyspark.sql.Row``) or of pandas DataFrames, for one operator.
+    """The logic of an operator with a processor of rows (``pyspark.sql.Row``) or of pandas DataFrames.
 
-    ``time_zone`` is the session's, in which DataFrames have their timestamps. The event time of the output,
-    ``event_time``, must be after the watermark for late rows.
+    ``time_mode`` is one of ``handle.TIME_MODES``. ``event_time`` is the column of the output that must be after the
+    watermark for late rows. ``time_zone`` is the session's, in which DataFrames have their timestamps.
     """
 
     processor: Any
@@ -59,7 +57,7 @@ class ProcessLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Call the processor for all keys, commit, and give its output."""
+        """Call the processor for all keys, commit, and yield its output."""
         times = store.times
         codec = RowCodec(self.output)
         sorting = RowSorter(self.input.keys, store.num_key_groups, self.limits)
@@ -104,7 +102,7 @@ class ProcessLogic:
 
 @dataclass(frozen=True)
 class InitialStateLogic:
-    """Hands the rows of an initial state to ``handleInitialState``, row by row or DataFrame by DataFrame."""
+    """The logic that makes an initial state: ``handleInitialState`` is called for each row or DataFrame."""
 
     processor: Any
     mode: Mode
@@ -116,7 +114,7 @@ class InitialStateLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Make the rows the state, commit it, and give nothing."""
+        """Call the processor for all rows, and commit; there is no output."""
         processor = self.processor
         with RowSorter(self.input.keys, store.num_key_groups, self.limits) as sorter:
             self.input.read(batches, sorter, 0, timer)
@@ -136,10 +134,10 @@ class InitialStateLogic:
 
 @contextmanager
 def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess) -> Iterator[ProcessorState]:
-    """A processor's state, with the processor initialised; it is closed at the end, whatever happens."""
+    """Initialise a processor, and give its state; the processor is closed at the end, whatever happens."""
     state = ProcessorState(processor, keys, time_mode, store)
     processor.init(state.handle)
-    # So many objects come and go with the rows that the collector would look through all modules' objects many times.
+    # Rows make so many objects that the garbage collector would visit the objects of all modules many times.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
         gc.freeze()
@@ -152,7 +150,7 @@ def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess)
 
 
 def opener(given: TaskInput, mode: Mode, time_zone: str) -> Callable[[pa.RecordBatch], Taker]:
-    """What makes rows of Arrow into what a processor takes."""
+    """Return a function that gives Arrow rows the form in which a processor takes them."""
 
     def open_rows(rows: pa.RecordBatch) -> Taker:
         made = RowCodec(given.struct).iter_rows(rows)
@@ -174,7 +172,7 @@ def for_each_key(
     handle_rows: Callable[[tuple[Any, ...], Iterator[Any]], None],
     handle_timers: Callable[[tuple[Any, ...]], None] | None = None,
 ) -> None:
-    """Go through the keys with their state: for each, its rows if it has any, and then its timers."""
+    """Go through the keys of all steps: for each key, handle its rows, if it has any, and then its timers."""
     key_codec = RowCodec(given.key_struct)
     for step in steps:
         key_rows = decode_keys(step.keys, given.keys)
@@ -188,14 +186,14 @@ def for_each_key(
                 rows = _all_parts(step, take, steps, open_rows) if step.is_part else take(start, stop)
                 handle_rows(key, rows)
                 for _ in rows:
-                    pass  # what it did not want to see
+                    pass  # rows that the processor has not taken
             if handle_timers is not None:
                 handle_timers(key)
         state.end()
 
 
 def figures_of(state: ProcessorState, num_rows: int, num_late: int) -> OperatorFigures:
-    """What a task has done."""
+    """Return what a task has done."""
     return OperatorFigures(
         num_rows=num_rows,
         num_rows_updated=state.figures.num_rows_updated,
@@ -208,7 +206,7 @@ def figures_of(state: ProcessorState, num_rows: int, num_late: int) -> OperatorF
 def _all_parts(
     step: RowStep, take: Taker, steps: Iterator[RowStep], open_rows: Callable[[pa.RecordBatch], Taker]
 ) -> Iterator[Any]:
-    """The rows of a single key that go on in the next steps, which are read on the way."""
+    """Yield the rows of a single key that go on in the next steps, and take these steps on the way."""
     yield from take(0, step.rows.num_rows)
     while step.is_part:
         step = next(steps)

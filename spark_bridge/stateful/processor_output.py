@@ -1,4 +1,4 @@
-"""What a processor gives for output, on its way to Spark: checked, and in batches of the declared schema."""
+"""The output of a processor: checked against the declared schema, and made into Arrow batches."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful.pandas_values import Columns, PandasCodec
-from spark_bridge.stateful.row_values import RowCodec, shown
-from spark_bridge.task.spool import Spool
+from spark_bridge.stateful.row_values import RowCodec
+from spark_bridge.stateful.value_arrays import shown
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.watermark import EventTime
 
 ROWS_AT_ONCE = 1 << 14
-"""Rows turned into Arrow at once."""
+"""Rows that are made into one batch, about."""
 
 
 @dataclass
 class OutputRows:
-    """Output of rows: ``Row``s, which go by name, or tuples, which go by position."""
+    """The output of a processor of rows: ``Row``s, whose fields go by name, or tuples, whose fields go by position."""
 
     codec: RowCodec
     sink: OutputSink
     _rows: list[Any] = field(default_factory=list)
 
     def take(self, given: Any) -> None:
-        """Take all rows of what one of the processor's methods has returned."""
+        """Take all rows that a method of the processor has returned."""
         rows = given if type(given) is GeneratorType else _iterator(given, "Rows")
         if self._is_mutable:
             rows = map(detached, rows)
@@ -45,12 +46,12 @@ class OutputRows:
 
     @cached_property
     def _is_mutable(self) -> bool:
-        """Whether a row has values that the processor may change after it has given them."""
+        """Return whether a row has values that the processor may change after it has given the row."""
         kinds = (ArrayType, MapType, StructType, BinaryType)
         return any(isinstance(f.dataType, kinds) for f in self.codec.struct.fields)
 
     def flush(self) -> None:
-        """Give the rows to the sink; raises ``StatefulProcessorError`` for what does not fit the schema."""
+        """Give the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._rows:
             return
         rows, self._rows = self._rows, []
@@ -63,7 +64,7 @@ class OutputRows:
 
 @dataclass
 class OutputFrames:
-    """Output of pandas DataFrames."""
+    """The output of a processor of pandas DataFrames."""
 
     codec: PandasCodec
     sink: OutputSink
@@ -71,7 +72,7 @@ class OutputFrames:
     _num_rows: int = 0
 
     def take(self, given: Any) -> None:
-        """Take all DataFrames of what one of the processor's methods has returned."""
+        """Take all DataFrames that a method of the processor has returned; raises ``StatefulProcessorError``."""
         for frame in given if type(given) is GeneratorType else _iterator(given, "pandas DataFrames"):
             if not isinstance(frame, pd.DataFrame):
                 raise StatefulProcessorError(
@@ -88,7 +89,7 @@ class OutputFrames:
                 self.flush()
 
     def flush(self) -> None:
-        """Give the rows to the sink; raises ``StatefulProcessorError`` for what does not fit the schema."""
+        """Give the rows to the sink; raises ``StatefulProcessorError`` for rows that do not fit the schema."""
         if not self._frames:
             return
         frames, self._frames, self._num_rows = self._frames, [], 0
@@ -101,23 +102,23 @@ class OutputFrames:
 
 @dataclass(frozen=True)
 class OutputSink:
-    """Batches on their way to the spool; those of ``event_time`` must not be late when they leave."""
+    """Takes batches into the spool; no row's ``event_time`` may be late (at or before ``late_watermark_ms``)."""
 
     spool: Spool
     event_time: EventTime | None
     late_watermark_ms: int
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take a batch; raises ``StatefulProcessorError`` if a row of it is late already."""
+        """Take a batch; raises ``StatefulProcessorError`` if one of its rows is late."""
         if self.event_time is not None:
             is_late = self.event_time.is_done(batch, self.late_watermark_ms)
             if is_late.any():
                 name = self.event_time.column
                 late = batch.column(name).filter(pa.array(is_late))[0].as_py()
                 raise StatefulProcessorError(
-                    f"[EMITTING_ROWS_OLDER_THAN_WATERMARK_NOT_ALLOWED] The processor gave a row with {name}={late}, which "
-                    f"is not after the watermark, {self.late_watermark_ms} ms since 1970: whatever follows would take it "
-                    "for late. Give it a later event time, or leave event_time_column out."
+                    f"[EMITTING_ROWS_OLDER_THAN_WATERMARK_NOT_ALLOWED] The processor gave a row with {name}={late}, "
+                    f"which is not after the watermark, {self.late_watermark_ms} ms since 1970: whatever follows would "
+                    "take it for late. Give it a later event time, or leave event_time_column out."
                 )
         self.spool.add(batch)
 
@@ -134,7 +135,7 @@ def _iterator(given: Any, what: str) -> Iterator[Any]:
 
 
 def detached(value: Any) -> Any:
-    """A copy of what in a value can be changed."""
+    """Return the value with copies of all that can be changed in it."""
     if isinstance(value, tuple):
         copy: Any = tuple.__new__(type(value), map(detached, value))
         if isinstance(value, Row) and "__fields__" in value.__dict__:
@@ -150,7 +151,7 @@ def detached(value: Any) -> Any:
 
 
 def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
-    """Rows whose values stand in the order of ``names``."""
+    """Return the rows with their values in the order of ``names``; raises ``TypeError`` or ``ValueError``."""
     kinds = set(map(type, rows))
     for kind in kinds:
         if not issubclass(kind, (tuple, list)):
@@ -161,7 +162,7 @@ def _by_position(rows: list[Any], names: list[str]) -> Sequence[Sequence[Any]]:
     for i, row in enumerate(rows):
         given = getattr(row, "__fields__", names)
         if given != names:
-            if not set(names) <= set(given):  # others are left out, as Spark leaves them out
+            if not set(names) <= set(given):  # further fields are left out, as by Spark
                 raise ValueError(f"{shown(row)} has the fields {', '.join(given)}.")
             rows[i] = tuple(map(row.__getitem__, names))
     return rows

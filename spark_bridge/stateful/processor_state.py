@@ -1,7 +1,7 @@
-"""The state of one processor in one task: its variables, timers and TTL, step by step of sorted keys.
+"""The state of one processor in one task: its variables, timers and TTL, in steps of sorted keys.
 
-What a step's keys have is fetched when it is first asked for, for all of them at once; what is changed is
-written at the end of the step, whole columns at a time.
+The state of a step's keys is read when it is first asked for, for all keys at once. Changes are staged at the end of
+the step, whole columns at a time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from spark_bridge.task.state_access import StateAccess
 
 
 class ProcessorState:
-    """What a processor's ``handle`` declares and uses, over the state of one partition.
+    """The state variables and timers that a processor's ``handle`` declares and uses, over one partition's state.
 
-    ``time_mode``: "none", "processingtime" or "eventtime". Without ``store``, on the driver, it only learns what
-    ``init`` declares. With one: ``keys_with_expired_timers``; then per step ``begin``, per key ``set_key``,
-    ``end``; then ``finish``, before the store's commit.
+    ``time_mode`` is "none", "processingtime" or "eventtime". Without ``store``, on the driver, the handle can only
+    declare. With ``store``, the order of calls is: ``keys_with_expired_timers``; for each step ``begin``, for each key
+    ``set_key``, then ``end``; at last ``finish``, and the store's commit.
     """
 
     def __init__(self, processor: object, key_schema: pa.Schema, time_mode: str, store: StateAccess | None) -> None:
@@ -49,25 +49,25 @@ class ProcessorState:
 
     @property
     def figures(self) -> StateFigures:
-        """What has been written and removed so far."""
+        """Return what has been written and removed so far."""
         return self._step.figures
 
     @property
     def states(self) -> dict[str, ValueState | ListState | MapState]:
-        """The state variables that ``init`` has declared, by name."""
+        """Return the state variables that ``init`` has declared, by name."""
         return self.handle._all_declared().states
 
     def declare(self) -> tuple[StateVariable, ...]:
-        """What ``init`` has declared, and the timers if there is a time mode. What is to be deleted comes first."""
+        """Return the variables that ``init`` has declared, those to delete first, and with a time mode the timers."""
         timers = [] if self._time_mode == NONE else [timers_variable(self._key_schema)]
         return (*self.handle._all_declared().variables, *timers)
 
     def keys_with_expired_timers(self) -> pa.BinaryArray:
-        """The grouping keys that have a timer in the store that fires now, sorted. To be called before ``begin``."""
+        """Return the grouping keys that have a stored timer that fires now, sorted; called before ``begin``."""
         return self._timers.keys_with_expired() if self._timers is not None else pa.array([], pa.binary())
 
     def begin(self, keys: pa.BinaryArray, key_rows: pa.RecordBatch) -> None:
-        """Go on to the next keys, which are sorted, distinct, and come behind all earlier ones."""
+        """Begin a step of the next keys, which are sorted, distinct, and behind the keys of all earlier steps."""
         step = self._step
         self._start_sweep()
         step.begin(keys)
@@ -81,7 +81,7 @@ class ProcessorState:
         self._step.index = i
 
     def expired_timers(self) -> list[int]:
-        """The current key's timers that fire now, ascending, those set in this batch included."""
+        """Return the current key's timers that fire in this batch, ascending, those set in this batch included."""
         return self._timers.expired() if self._timers is not None else []
 
     def end(self) -> None:
@@ -93,12 +93,12 @@ class ProcessorState:
         self._step.begin(pa.array([], pa.binary()))
 
     def finish(self) -> None:
-        """Stage the removal of some of what has expired, or was deleted. The processor can use no state any more."""
+        """End the use of state. If there was no step, stage the sweep of expired and deleted state (see ``ttl``)."""
         self._start_sweep()
         self._step.index = CLOSED
 
     def _start_sweep(self) -> None:
-        """Before anything else is staged: of what a key's handling writes as well, the last counts."""
+        """Stage the sweep, once and before all other changes: of two changes of a key, the later one counts."""
         if not self._is_swept:
             self.handle._check_declared()
             stage_expired(self._step)

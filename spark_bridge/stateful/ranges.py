@@ -1,4 +1,4 @@
-"""Rows of arrays in Arrow: ranges of elements picked out of many lists at once, and how large elements are."""
+"""Many lists in one Arrow array: picking ranges of elements, dropping expired elements, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BLOCK_ELEMENTS = 4096
 
 
 def flat_ranges(starts: Offsets, counts: Offsets) -> Offsets:
-    """The numbers of the ranges, one range after the other: ``counts[i]`` numbers from ``starts[i]``."""
+    """Return the numbers of the ranges, one range after the other: ``counts[i]`` numbers from ``starts[i]`` on."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     numbers: Offsets = np.repeat(starts - (ends - counts), counts) + np.arange(total)
@@ -33,31 +33,31 @@ def flat_ranges(starts: Offsets, counts: Offsets) -> Offsets:
 
 
 def offsets_of(counts: npt.NDArray[Any]) -> Offsets:
-    """The n+1 offsets of n lists of so many elements."""
+    """Return the n+1 offsets of n lists of so many elements."""
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
 
 
 def pick(elements: pa.Array, starts: Offsets, counts: Offsets, kind: pa.DataType) -> pa.Array:
-    """Lists (of type ``kind``) of ranges of elements."""
+    """Return lists of type ``kind``: list i has ``counts[i]`` of the elements, from ``starts[i]`` on."""
     return list_array(elements.take(pa.array(flat_ranges(starts, counts))), offsets_of(counts), None, kind)
 
 
 def structs(rows: pa.RecordBatch, kind: pa.DataType) -> pa.Array:
-    """Rows as an array of structs of type ``kind``."""
+    """Return rows as an array of structs of type ``kind``."""
     return struct_array(rows.columns, rows.num_rows, None, kind)
 
 
 def rows_of(array: pa.Array) -> pa.RecordBatch:
-    """An array of structs, none of them null, as rows."""
+    """Return an array of structs, none of them null, as rows."""
     return pa.RecordBatch.from_arrays(
         array.flatten(), names=[array.type.field(i).name for i in range(array.type.num_fields)]
     )
 
 
 def alive_lists(array: pa.Array, alive_of: Callable[[pa.RecordBatch], Mask] | None) -> tuple[pa.Array, Offsets]:
-    """The elements (structs) of all lists and n+1 offsets, without those that are not alive."""
+    """Return the elements (structs) of all lists that are alive, and n+1 offsets; ``alive_of`` None: all are."""
     elements, offsets = list_parts(array)
     if alive_of is not None and len(elements):
         alive = alive_of(rows_of(elements))
@@ -68,7 +68,7 @@ def alive_lists(array: pa.Array, alive_of: Callable[[pa.RecordBatch], Mask] | No
 
 
 def sizes_of(array: pa.Array) -> npt.NDArray[np.int64]:
-    """About how many bytes each value takes when stored."""
+    """Return about how many bytes each value takes when stored."""
     kind = array.type
     dtype = fixed_dtype(kind)
     if dtype is not None:
@@ -88,7 +88,10 @@ def sizes_of(array: pa.Array) -> npt.NDArray[np.int64]:
 
 
 class LazyLists:
-    """Lists whose elements become Python values when they are asked for, some thousand at a time, keys in order."""
+    """Lists whose elements are made into Python values when they are asked for, some thousand at a time.
+
+    ``decode`` makes Python values of elements. Lists that are asked for in order are decoded once.
+    """
 
     def __init__(self, elements: pa.Array, offsets: Offsets, decode: Callable[[pa.RecordBatch], list[Any]]) -> None:
         self.elements = elements
@@ -99,7 +102,7 @@ class LazyLists:
         self._block: list[Any] = []
 
     def __getitem__(self, i: int) -> list[Any]:
-        """The elements of list ``i``, in a list of its own."""
+        """Return the elements of list ``i``, in a new list."""
         a, b = self._bounds[i], self._bounds[i + 1]
         if a == b:
             return []

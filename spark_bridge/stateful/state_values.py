@@ -1,4 +1,4 @@
-"""Values on their way into a state variable: checked, copied, and in the form in which they will come back."""
+"""Values that a processor puts into a state variable: checked, copied, and in the form in which they will come back."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _EXACT: dict[type[T.DataType], type] = {
     T.BinaryType: bytes,
     T.DateType: dt.date,
 }
-"""Types of which every Python value of one class comes back as it went in (or is too large, which the codec finds)."""
+"""Types whose Python values of one class come back as they went in (or are too large, which the codec finds)."""
 _SIGNATURES_KEPT = 1024
 
 
 class _UnusualError(Exception):
-    """A value that only the codec can judge."""
+    """Says that only the codec can judge a value."""
 
 
 class StateValues:
-    """Checks the values of one schema. What it returns shares nothing with what it was given that could change."""
+    """Checks values of one schema. A returned value shares no object that can change with the given value."""
 
     def __init__(self, variable: str, what: str, codec: RowCodec) -> None:
         self._variable = variable
@@ -47,18 +47,18 @@ class StateValues:
         self.is_immutable = not any(map(_is_mutable, (f.dataType for f in codec.struct.fields)))
 
     def accept(self, value: Any) -> tuple[Any, ...]:
-        """The value as a tuple of its fields; raises ``IllegalStateValueError``."""
-        # The usual case costs no more than looking up the classes of the fields.
+        """Return the value as a tuple of its fields; raises ``IllegalStateValueError``."""
+        # In most calls, the classes of the fields are known to be fine: one look-up.
         if type(value) is tuple and tuple(map(type, value)) in self._plain:
             return value
         return self._accept(value)
 
     def copied(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A copy of an accepted value: changes that a user makes to what is in it are no updates."""
+        """Return a copy of an accepted value, so that a user's changes to objects in it do not change the state."""
         return tuple(f(v) for f, v in zip(self._fields, value, strict=True))
 
     def refusal(self, reason: object) -> IllegalStateValueError:
-        """The error for a value that does not fit."""
+        """Return the error for a value that does not fit."""
         return IllegalStateValueError(
             f"[ILLEGAL_STATE_STORE_VALUE] State variable {self._variable!r} cannot keep its {self._what}: {reason} "
             f"Its schema is {self._codec.struct.simpleString()}: give a tuple of these fields."
@@ -84,7 +84,7 @@ class StateValues:
         return accepted
 
     def _through_codec(self, value: Any) -> tuple[Any, ...]:
-        """The value as it would come back from the store."""
+        """Return the value as it would come back from the store; raises ``IllegalStateValueError``."""
         try:
             return self._codec.to_tuples(self._codec.to_batch([value]))[0]
         except (TypeError, ValueError, OverflowError) as error:
@@ -92,10 +92,10 @@ class StateValues:
 
 
 def null_value(variable: str, what: str = "value") -> IllegalStateValueError:
-    """The error for None where state must have a value."""
+    """Return the error for a None where state must have a value."""
     return IllegalStateValueError(
-        f"[ILLEGAL_STATE_STORE_VALUE.NULL_VALUE] State variable {variable!r} was given None as its {what}. State cannot be "
-        "None: call clear() to remove it; a single field may be None."
+        f"[ILLEGAL_STATE_STORE_VALUE.NULL_VALUE] State variable {variable!r} was given None as its {what}. State "
+        "cannot be None: call clear() to remove it; a single field may be None."
     )
 
 
@@ -104,7 +104,10 @@ def _is_mutable(data_type: T.DataType) -> bool:
 
 
 def _canonical(data_type: T.DataType) -> Callable[[Any], Any]:
-    """A function from a value to a copy of it as it would come back; raises ``_UnusualError`` for what it does not know."""
+    """Return a function that copies a value in the form in which it would come back from the store.
+
+    The function raises ``_UnusualError`` for values that it does not know.
+    """
     if isinstance(data_type, T.ArrayType):
         return _array(_canonical(data_type.elementType))
     if isinstance(data_type, T.MapType):

@@ -1,4 +1,7 @@
-"""What users write: a processor of keyed rows, with PySpark 4.2's names and meaning, on any PySpark."""
+"""What users of ``transform_with_state`` write: a processor of rows by key.
+
+Names and meaning are those of PySpark 4.2; any supported PySpark will do.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ class TimerValues:
         self._watermark_ms = currentWatermarkInMs
 
     def getCurrentProcessingTimeInMs(self) -> int:
-        """The batch's processing time; -1 with time mode "none"."""
+        """Return the batch's processing time, in ms since 1970; -1 with time mode "none"."""
         return self._processing_time_ms
 
     def getCurrentWatermarkInMs(self) -> int:
-        """The batch's watermark; -1 without one."""
+        """Return the batch's watermark, in ms since 1970; -1 with time mode "none"."""
         return self._watermark_ms
 
 
@@ -37,33 +40,37 @@ class ExpiredTimerInfo:
         self._expiry_ms = expiryTimeInMs
 
     def getExpiryTimeInMs(self) -> int:
-        """When the timer was to fire, in ms since 1970."""
+        """Return when the timer was to fire, in ms since 1970."""
         return self._expiry_ms
 
 
 class StatefulProcessor(ABC):
-    """The logic of ``transform_with_state``: called per key with its rows, keeping state between batches.
+    """The logic of ``transform_with_state``: called for each key with its rows, and keeping state between batches.
 
-    With ``transform_with_state_in_pandas``, rows, output and initial state are pandas DataFrames, else
-    ``pyspark.sql.Row``. A subclass of PySpark's own ``StatefulProcessor`` serves as well.
+    A subclass has ``init`` and ``handleInputRows``, and other methods as needed. Rows, output and initial state are
+    ``pyspark.sql.Row``; with ``transform_with_state_in_pandas`` they are pandas DataFrames. A subclass of PySpark's own
+    ``StatefulProcessor`` serves as well.
     """
 
     @abstractmethod
     def init(self, handle: StatefulProcessorHandle) -> None:
-        """Declare the state variables, by ``handle.getValueState`` and so on; called before anything else."""
+        """Declare the state variables, by ``handle.getValueState`` and so on; called before all else.
+
+        It is called on the driver as well as in each task and batch, and must declare the same variables every time.
+        """
 
     @abstractmethod
     def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: TimerValues) -> Iterator[Any]:
-        """Handle the rows that one key (a tuple) has in the batch, and give the rows to emit."""
+        """Handle the rows that one key (a tuple) has in the batch, and yield the rows to emit."""
 
     def handleExpiredTimer(
         self, key: Any, timerValues: TimerValues, expiredTimerInfo: ExpiredTimerInfo
     ) -> Iterator[Any]:
-        """Handle a timer of the key that has expired, and give the rows to emit."""
+        """Handle an expired timer of the key, and yield the rows to emit; the timer is deleted afterwards."""
         return iter(())
 
     def handleInitialState(self, key: Any, initialState: Any, timerValues: TimerValues) -> None:
-        """Take over one row (or DataFrame) of the key's initial state; called before the first batch only."""
+        """Make state of one row (or DataFrame) of the key's initial state; called before the first batch only."""
         return
 
     def close(self) -> None:

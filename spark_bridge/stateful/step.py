@@ -1,4 +1,4 @@
-"""What all state variables of a processor share: the keys at hand, which of them is the current one, and the store."""
+"""What the state variables of a processor share: the keys of the step, the current key, the store, and the figures."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass
 class StateFigures:
-    """What a processor did to its state: rows written and removed, and under Spark's names what else there is."""
+    """What a processor did to its state: rows written and removed, and further figures under Spark's names."""
 
     num_rows_updated: int = 0
     num_rows_removed: int = 0
     custom: dict[str, float] = field(default_factory=dict)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Add to one of the custom figures."""
+        """Add n to one of the custom figures."""
         self.custom[name] = self.custom.get(name, 0) + n
 
 
 @dataclass(frozen=True)
 class NoKey:
-    """Stands where the number of the current key would: whoever uses it as a number is told that there is none."""
+    """Stands for the number of the current key while there is none: use as a number raises ``HandleStateError``."""
 
     phase: str
 
@@ -41,24 +41,30 @@ PRE_INIT = NoKey("PRE_INIT")
 CREATED = NoKey("CREATED")
 INITIALIZED = NoKey("INITIALIZED")
 CLOSED = NoKey("CLOSED")
+_IN_INIT = (
+    "init() only declares state variables: use them in handleInputRows, handleExpiredTimer or handleInitialState."
+)
 _REMEDIES = {
-    "PRE_INIT": "init() only declares state variables: use them in handleInputRows, handleExpiredTimer or handleInitialState.",
-    "CREATED": "init() only declares state variables: use them in handleInputRows, handleExpiredTimer or handleInitialState.",
+    "PRE_INIT": _IN_INIT,
+    "CREATED": _IN_INIT,
     "CLOSED": "The batch is over: close() can use no state.",
 }
 
 
 def invalid_handle_state(operation: str, phase: str) -> HandleStateError:
-    """The error for what cannot be done now; ``phase`` in Spark's words."""
+    """Return the error for an operation that the phase does not allow; ``phase`` is in Spark's words."""
     remedy = _REMEDIES.get(phase, "Declare state variables in init() only, and use them only while a key is handled.")
     return HandleStateError(
-        f"[STATEFUL_PROCESSOR_CANNOT_PERFORM_OPERATION_WITH_INVALID_HANDLE_STATE] Cannot perform {operation} with invalid "
-        f"handle state={phase}. {remedy}"
+        f"[STATEFUL_PROCESSOR_CANNOT_PERFORM_OPERATION_WITH_INVALID_HANDLE_STATE] Cannot perform {operation} with "
+        f"invalid handle state={phase}. {remedy}"
     )
 
 
 class Step:
-    """The sorted distinct keys of one step, and ``index``, the number of the current one among them, or a ``NoKey``."""
+    """The sorted distinct stored keys of one step; ``index`` is the number of the current key, or a ``NoKey``.
+
+    ``store`` None: on the driver, where state variables are declared only.
+    """
 
     __slots__ = ("_last", "_store", "figures", "index", "keys", "timestamp_ms")
 
@@ -72,18 +78,18 @@ class Step:
 
     @property
     def store(self) -> StateAccess:
-        """The partition's state."""
+        """Return the partition's state; raises ``HandleStateError`` on the driver."""
         if self._store is None:
             raise invalid_handle_state("access to the state store", "PRE_INIT")
         return self._store
 
     def begin(self, keys: pa.BinaryArray) -> None:
-        """Go on to other keys; raises ``StatefulProcessorError`` unless they come behind all earlier ones."""
+        """Go on to other keys; raises ``StatefulProcessorError`` unless they are behind all earlier keys."""
         if len(keys):
             if self._last and keys[0].as_py() <= self._last:
                 raise StatefulProcessorError(
-                    f"The keys of a step begin with {keys[0].as_py().hex()}, which is not behind {self._last.hex()}, the "
-                    "last one of the step before: a key's changes would be lost."
+                    f"The keys of a step begin with {keys[0].as_py().hex()}, which is not behind {self._last.hex()}, "
+                    "the last one of the step before: a key's changes would be lost."
                 )
             self._last = keys[-1].as_py()
         self.keys = keys
@@ -91,10 +97,10 @@ class Step:
 
     @property
     def current(self) -> int:
-        """The number of the current key; raises ``HandleStateError`` if there is none."""
+        """Return the number of the current key; raises ``HandleStateError`` if there is none."""
         return operator.index(self.index)
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray | None, family: str) -> None:
-        """Put the values of keys into the commit, or remove the keys."""
+        """Add the values of keys to the commit; with ``values`` None, the removal of the keys."""
         if len(keys):
             self.store.stage(keys, pa.nulls(len(keys), pa.binary()) if values is None else values, family)

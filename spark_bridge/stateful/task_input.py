@@ -1,4 +1,4 @@
-"""The rows that a stateful processor's task is given: which columns they have, which are the key, which rows are late."""
+"""The input of a processor's task: the columns of the rows, the key among them, and which rows are late."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from functools import cached_property
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from spark_bridge.task.sorted_runs import RowSorter
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.external_sort import RowSorter
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, late_rows_removed
 
 
 @dataclass(frozen=True)
 class TaskInput:
-    """All columns of the rows, and those of the key. Rows that are late by ``event_time`` are dropped (None: none is)."""
+    """The columns of the rows (``struct``) and of the key (``keys``).
+
+    Rows that are late by ``event_time`` are dropped; None: no row is late.
+    """
 
     struct: StructType
     keys: pa.Schema
@@ -24,13 +27,13 @@ class TaskInput:
 
     @cached_property
     def key_struct(self) -> StructType:
-        """The columns of the key, in their order."""
+        """Return the columns of the key, in their order."""
         return StructType([self.struct[name] for name in self.keys.names])
 
     def read(
         self, batches: Iterable[pa.RecordBatch], sorter: RowSorter, late_watermark_ms: int, timer: StepTimer
     ) -> int:
-        """Give all rows to the sorter but those that are late; returns how many are."""
+        """Give all rows that are not late to the sorter; return the number of late rows."""
         num_late = 0
         timer.restart()
         for batch in batches:

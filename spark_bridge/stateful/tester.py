@@ -1,7 +1,7 @@
-"""Processors tried without a cluster: give rows, move time on, look at state. PySpark 4.2 has ``TwsTester`` for this.
+"""``ProcessorTester``: unit tests of processors without a cluster. The counterpart in PySpark 4.2 is ``TwsTester``.
 
-The state is kept by the code that a query runs, in a store of its own, so that TTL, limits of values and batches
-of one micro-batch each are what they are there.
+The state is kept by the same code as in a query, in a store of the tester's own, so that TTL and checks of values are
+the same as in a query.
 """
 
 from __future__ import annotations
@@ -53,18 +53,26 @@ _KEY_TYPES: tuple[tuple[type, T.DataType], ...] = (
     (dt.date, T.DateType()),
     (Decimal, T.DecimalType(38, 18)),
 )
-"""Types of keys by their values; the first that fits."""
+"""The type of a key's column by the class of its value; the first that fits counts."""
 
 
 class ProcessorTester:
-    """Runs a processor on rows of one key at a time. Each call is a micro-batch.
+    """Runs a processor on the rows of one key at a time; each call is a micro-batch.
 
-    A key is a value, or a tuple where it has several columns; the types of its columns are those of the first key, or
-    ``keySchema`` (a StructType, or DDL text). ``timeMode``: "None", "ProcessingTime" or "EventTime". The latter needs
-    ``eventTimeExtractor``, which gives a row's event time in ms since 1970: rows at or before the watermark are late,
-    and dropped. Timers fire when ``setProcessingTime`` or ``setWatermark`` moves on to them.
+    Names and meaning are those of PySpark 4.2's ``TwsTester``. Timers fire when ``setProcessingTime`` or
+    ``setWatermark`` moves time on to them.
 
-    Initial state, as (key, Row) or (key, DataFrame), is handed to ``handleInitialState`` at once.
+    Arguments:
+
+    - ``processor``: the processor, of rows or of pandas DataFrames.
+    - ``initialStateRow``, ``initialStatePandas``: pairs of a key and a ``Row`` or DataFrame, which are handed to
+      ``handleInitialState`` at once.
+    - ``timeMode``: "None", "ProcessingTime" or "EventTime".
+    - ``eventTimeExtractor``: with "EventTime", a function that returns the event time of a row in ms since 1970. Rows
+      at or before the watermark are late, and dropped.
+    - ``keySchema``: the schema of the key, a StructType or DDL text; by default that of the first key.
+
+    A key is a value, or a tuple if it has several columns. Raises ``ProcessorTesterError`` for wrong arguments.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class ProcessorTester:
         self._finalizer = weakref.finalize(self, _remove, self._provider, directory)
         self._keys: RowCodec | None = None if keySchema is None else RowCodec(struct_of(keySchema))
         self._schema: OperatorSchema | None = None
-        # Mistakes in init show now, whatever the keys will be.
+        # Mistakes in init() are raised here, not with the first key.
         self._declared(RowCodec(struct_of("key STRING")))
         initial = initialStateRow if initialStateRow is not None else initialStatePandas
         for key, state in initial or ():
@@ -113,7 +121,7 @@ class ProcessorTester:
                 processor.handleInitialState(keys[0], state, batch.timer_values)
 
     def test(self, key: Any, input: Sequence[Row]) -> list[Row]:
-        """What the processor gives for a key's rows, those that are late left out."""
+        """Return the rows that the processor gives for a key's rows; late rows are left out."""
         self._uses_pandas = False
         extractor, watermark = self._event_time, self._times.watermark_ms
         if self._time_mode == EVENT_TIME and extractor is not None:
@@ -121,7 +129,7 @@ class ProcessorTester:
         return self._handle_rows(key, iter(input))
 
     def testInPandas(self, key: Any, input: pd.DataFrame) -> pd.DataFrame:
-        """What the processor gives for a key's rows, those that are late left out; all in DataFrames."""
+        """Return the DataFrame that the processor gives for a key's DataFrame; late rows are left out."""
         self._uses_pandas = True
         extractor, watermark = self._event_time, self._times.watermark_ms
         if self._time_mode == EVENT_TIME and extractor is not None:
@@ -130,29 +138,36 @@ class ProcessorTester:
         return _one_frame(self._handle_rows(key, iter([input])))
 
     def setProcessingTime(self, currentTimeMs: int) -> Any:
-        """Move processing time on, which lets state expire; gives the output of the timers that fire."""
+        """Move processing time on to ``currentTimeMs`` (since 1970), and return the output of the timers that fire.
+
+        Values whose TTL has passed expire. Raises ``ProcessorTesterError`` if time would not move forward, or in
+        another time mode.
+        """
         self._check_advance(PROCESSING_TIME, "Processing time", self._times.timestamp_ms, currentTimeMs)
         self._times = BatchTimes(timestamp_ms=currentTimeMs)
         return self._handle_timers()
 
     def setWatermark(self, currentWatermarkMs: int) -> Any:
-        """Move the watermark on; gives the output of the timers that fire."""
+        """Move the watermark on to ``currentWatermarkMs`` (since 1970), and return the output of the timers that fire.
+
+        Raises ``ProcessorTesterError`` if the watermark would not move forward, or in another time mode.
+        """
         self._check_advance(EVENT_TIME, "The watermark", self._times.watermark_ms, currentWatermarkMs)
         self._times = BatchTimes(watermark_ms=currentWatermarkMs, late_watermark_ms=currentWatermarkMs)
         return self._handle_timers()
 
     def updateValueState(self, stateName: str, key: Any, value: tuple[Any, ...]) -> None:
-        """Set a key's value."""
+        """Set a key's value; raises ``ProcessorTesterError`` if there is no such value state."""
         with self._state(ValueState, stateName, key) as state:
             state.update(value)
 
     def peekValueState(self, stateName: str, key: Any) -> tuple[Any, ...] | None:
-        """A key's value, or None."""
+        """Return a key's value or None; raises ``ProcessorTesterError`` if there is no such value state."""
         with self._state(ValueState, stateName, key) as state:
             return state.get()
 
     def updateListState(self, stateName: str, key: Any, value: Sequence[tuple[Any, ...]]) -> None:
-        """Set a key's list."""
+        """Set a key's list; raises ``ProcessorTesterError`` if there is no such list state."""
         with self._state(ListState, stateName, key) as state:
             if value:
                 state.put(value)
@@ -160,24 +175,24 @@ class ProcessorTester:
                 state.clear()
 
     def peekListState(self, stateName: str, key: Any) -> list[tuple[Any, ...]]:
-        """A key's list."""
+        """Return a key's list; raises ``ProcessorTesterError`` if there is no such list state."""
         with self._state(ListState, stateName, key) as state:
             return list(state.get())
 
     def updateMapState(self, stateName: str, key: Any, value: dict[tuple[Any, ...], tuple[Any, ...]]) -> None:
-        """Set a key's map."""
+        """Set a key's map; raises ``ProcessorTesterError`` if there is no such map state."""
         with self._state(MapState, stateName, key) as state:
             state.clear()
             for user_key, user_value in value.items():
                 state.updateValue(user_key, user_value)
 
     def peekMapState(self, stateName: str, key: Any) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-        """A key's map."""
+        """Return a key's map; raises ``ProcessorTesterError`` if there is no such map state."""
         with self._state(MapState, stateName, key) as state:
             return dict(state.iterator())
 
     def deleteState(self, stateName: str, key: Any) -> None:
-        """Remove what a variable has for a key."""
+        """Remove a key's value, list or map; raises ``ProcessorTesterError`` if there is no such state variable."""
         with self._batch([key]) as (batch, _):
             if stateName not in batch.states:
                 raise _unknown("state variable", stateName, batch)
@@ -216,7 +231,7 @@ class ProcessorTester:
 
     @contextmanager
     def _state(self, kind: type[State], name: str, key: Any) -> Iterator[State]:
-        """A state variable of a key, in a micro-batch of its own."""
+        """Give a state variable with the key as the current key, in a micro-batch of its own."""
         with self._batch([key]) as (batch, _):
             state = batch.states.get(name)
             if not isinstance(state, kind):
@@ -226,7 +241,10 @@ class ProcessorTester:
 
     @contextmanager
     def _batch(self, keys: list[Any] | None) -> Iterator[tuple[ProcessorState, list[tuple[Any, ...]]]]:
-        """A micro-batch with these keys (None: those whose timers fire) at hand. It counts if no error comes of it."""
+        """Run a micro-batch with these keys (None: those whose timers fire); it is committed if no error is raised.
+
+        Gives the state, and the keys as tuples.
+        """
         if keys is not None and self._keys is None:
             self._keys = RowCodec(_struct_of_key(_columns(keys[0])))
         codec = self._keys or RowCodec(struct_of("key STRING"))
@@ -251,12 +269,12 @@ class ProcessorTester:
             return codec.to_batch([_columns(key) for key in keys])
         except (TypeError, ValueError) as error:
             raise ProcessorTesterError(
-                f"The keys {keys!r} are not of the key's schema, {codec.struct.simpleString()}: {error} Give keys of one "
-                "type, or keySchema=."
+                f"The keys {keys!r} are not of the key's schema, {codec.struct.simpleString()}: {error} Give keys of "
+                "one type, or keySchema=."
             ) from error
 
     def _declared(self, keys: RowCodec) -> OperatorSchema:
-        """What the processor declares, as the driver of a query learns it."""
+        """Return what the processor declares, as on the driver of a query."""
         driver = ProcessorState(self.processor, keys.schema, self._time_mode, None)
         self.processor.init(driver.handle)
         self.processor.close()
@@ -264,7 +282,7 @@ class ProcessorTester:
 
 
 def _columns(key: Any) -> tuple[Any, ...]:
-    """The columns of a key. A ``Row`` is one as well."""
+    """Return the columns of a key; a ``Row`` is a tuple of columns as well."""
     return tuple(key) if isinstance(key, tuple) else (key,)
 
 

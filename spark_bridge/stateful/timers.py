@@ -1,4 +1,4 @@
-"""Timers: per grouping key when they fire, and the same by time, so that those that fire now are one range per key group."""
+"""Timers of grouping keys: stored by key, and by time, so that the timers that fire are one range per key group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_bridge.stateful.step import Step
 
 
 class Timers:
-    """The timers of one partition's grouping keys. ``until_ms``: those fire now that are due then or earlier."""
+    """The timers of one partition's grouping keys; those at or before ``until_ms`` (since 1970) fire in this batch."""
 
     def __init__(self, variable: StateVariable, step: Step, until_ms: int) -> None:
         self._family, self._schema = family_of(variable, TIMERS_BY_KEY)
@@ -31,7 +31,7 @@ class Timers:
         self._before: dict[int, list[int]] = {}
 
     def register(self, expiry_ms: int) -> None:
-        """Add a timer to the current key; one that it has already stays."""
+        """Add a timer to the current key, unless the key has it."""
         timers = self._changeable()
         at = bisect_left(timers, expiry_ms)
         if at == len(timers) or timers[at] != expiry_ms:
@@ -39,7 +39,7 @@ class Timers:
         self._step.figures.count("numRegisteredTimers")
 
     def delete(self, expiry_ms: int) -> None:
-        """Remove a timer of the current key, if it has it."""
+        """Remove a timer of the current key, if the key has it."""
         timers = self._changeable()
         at = bisect_left(timers, expiry_ms)
         if at < len(timers) and timers[at] == expiry_ms:
@@ -47,11 +47,11 @@ class Timers:
         self._step.figures.count("numDeletedTimers")
 
     def listed(self) -> Iterator[int]:
-        """The timers that the current key has now, ascending."""
+        """Yield the timers that the current key has at the time of the call, ascending."""
         return iter(list(self._all()[self._step.current] or ()))
 
     def expired(self) -> list[int]:
-        """Those of the current key's timers that fire now, ascending."""
+        """Return the current key's timers that fire in this batch, ascending."""
         timers = self._all()[self._step.current]
         if not timers or timers[0] > self.until_ms:
             return []
@@ -60,7 +60,7 @@ class Timers:
         return expired
 
     def keys_with_expired(self) -> pa.BinaryArray:
-        """The grouping keys that have a timer in the store that fires now, sorted."""
+        """Return the grouping keys that have a stored timer which fires in this batch, sorted."""
         ranges = expired_ranges(self._step.store.key_groups, self.until_ms)
         found = [without_expiry(batch.column(0)) for batch in self._step.store.scan(ranges, self._expiry_family)]
         keys = pc.unique(pa.chunked_array(found, pa.binary()))
@@ -99,13 +99,13 @@ class Timers:
         self.begin()
 
     def _by_expiry(self, timers: list[tuple[int, int]]) -> pa.BinaryArray:
-        """Stored keys of timers, which are numbers of keys and expiries; sorted, as are reads and writes of the store."""
+        """Return the stored keys of timers, given as numbers of keys and expiries, sorted as the store writes them."""
         columns = np.array(timers, np.int64).reshape(-1, 2)
         keys = by_expiry(self._step.keys.take(pa.array(columns[:, 0])), columns[:, 1])
         return keys.take(pc.sort_indices(keys))
 
     def _changeable(self) -> list[int]:
-        """The current key's timers, to be changed."""
+        """Return the current key's timers, to be changed, and remember what they were."""
         lists, i = self._all(), self._step.current
         timers = lists[i]
         if timers is None:
@@ -115,7 +115,7 @@ class Timers:
         return timers
 
     def _all(self) -> list[list[int] | None]:
-        """The timers of all keys of the step, fetched all at once when they are first needed."""
+        """Return the timers of all keys of the step, read for all keys at once when first needed."""
         lists = self._lists
         if lists is None:
             stored = self._step.store.get_many(self._step.keys, self._family)

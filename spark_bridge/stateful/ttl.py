@@ -1,7 +1,7 @@
-"""Values that live for a time only: their expiry, and the removal of what has expired or was deleted.
+"""TTL expiry: when values expire, and the removal of expired values and of deleted state variables.
 
-Expired values are invisible at once. What is left of them is removed when their key is handled, and else by a sweep:
-each batch looks at some key groups, another part of them every time, so that every batch takes about the same time.
+An expired value is invisible at once. It is removed from the store when its key is handled, and otherwise by a sweep:
+each batch looks at some key groups, at others every time, so that every batch takes about the same time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from spark_bridge.stateful.ranges import offsets_of, rows_of
 from spark_bridge.stateful.step import INT64_MAX, Step
 
 SWEPT_ROWS = 20_000
-"""Rows looked at in a batch, about."""
+"""Rows that a sweep looks at in a batch, about."""
 _HEADS_ASKED = 32
-"""Heads of long lists and large maps whose other rows are looked for, in one part of the scan."""
+"""Heads (rows beside the key) of long lists and large maps whose other rows are looked for, in one batch of a scan."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_PARTS = {VALUE: ("",), LIST: (CHUNKS, ""), MAP: (ENTRIES, "")}
+"""The share of the key groups by which sweeps move on: it spreads them evenly."""
+_PARTS_SWEPT = {VALUE: ("",), LIST: (CHUNKS, ""), MAP: (ENTRIES, "")}
 
 
 class Ttl:
-    """How long the values of one variable live, from the batch in which they are written. ``ttl_ms`` None: for good."""
+    """The TTL of one variable: its values live for ``ttl_ms`` after the batch that wrote them (None: for good)."""
 
     def __init__(self, ttl_ms: int | None, step: Step) -> None:
         self._ttl_ms = ttl_ms
@@ -49,20 +50,20 @@ class Ttl:
 
     @property
     def expiry(self) -> int | None:
-        """When what is written in this batch expires."""
-        return None if self._ttl_ms is None else min(self._step.timestamp_ms + self._ttl_ms, INT64_MAX)
+        """Return when values written in this batch expire, in ms since 1970; None without a TTL."""
+        return None if self._ttl_ms is None else expiry_at(self._step.timestamp_ms, self._ttl_ms)
 
     def alive(self, rows: pa.RecordBatch) -> Mask:
-        """Which rows have not expired."""
+        """Return which rows have not expired."""
         return alive_at(rows, self._step.timestamp_ms)
 
     def expiries(self, rows: pa.RecordBatch) -> list[int | None]:
-        """When the rows expire."""
+        """Return when each row expires; None without a TTL."""
         found: list[int | None] = rows.column(TTL_COLUMN).to_pylist() if self.is_on else [None] * rows.num_rows
         return found
 
     def stamped(self, rows: pa.RecordBatch, expiries: list[int | None] | None = None) -> pa.RecordBatch:
-        """The rows with their expiry, if they have one; by default that of this batch."""
+        """Return the rows with the column of their expiries, by default that of this batch; unchanged without a TTL."""
         if not self.is_on:
             return rows
         column: Any = np.full(rows.num_rows, self.expiry, np.int64) if expiries is None else expiries
@@ -71,23 +72,28 @@ class Ttl:
         )
 
 
+def expiry_at(timestamp_ms: int, ttl_ms: int) -> int:
+    """Return when a value expires that is written at ``timestamp_ms`` (ms since 1970)."""
+    return min(timestamp_ms + ttl_ms, INT64_MAX)
+
+
 def alive_at(rows: pa.RecordBatch, timestamp_ms: int) -> Mask:
-    """Which rows have no expiry, or one after ``timestamp_ms``."""
+    """Return which rows have no expiry, or one after ``timestamp_ms``."""
     alive: Mask = rows.column(TTL_COLUMN).fill_null(INT64_MAX).to_numpy() > timestamp_ms
     return alive
 
 
 def stage_expired(step: Step) -> None:
-    """Stage the removal of what has expired in some key groups, and of some of what deleted variables have left.
+    """Stage the removal of expired values in some key groups, and of some rows of deleted variables.
 
-    To be called before anything else is staged, for what a key's handling writes after it stays. An operator without either
-    costs nothing.
+    To be called before all other changes are staged: a change staged later to the same key counts. An operator without
+    a TTL and without deleted variables costs nothing.
     """
     _Sweep(step).stage()
 
 
 class _Sweep:
-    """Looks at some key groups of the partition, others in every batch."""
+    """The sweep of one batch: it looks at some key groups of the partition, at others in every batch."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -95,14 +101,14 @@ class _Sweep:
     def stage(self) -> None:
         """Stage the removals."""
         variables = [v for v in self._step.store.schema.variables if not v.deleted and v.ttl_ms is not None]
-        families = [(v, part) for v in variables for part in _PARTS[v.kind]]
+        families = [(v, part) for v in variables for part in _PARTS_SWEPT[v.kind]]
         for variable, part in families:
             family, schema = family_of(variable, part)
             self._stage_family(variable, part, family, schema, max(1, SWEPT_ROWS // len(families)))
         self._purge()
 
     def _purge(self) -> None:
-        """Stage the removal of some rows of deleted variables, which nobody writes any more."""
+        """Stage the removal of some rows of deleted variables, to which no processor writes."""
         store, left = self._step.store, SWEPT_ROWS
         deleted = [family for v in store.schema.variables if v.deleted for family in v.families]
         ranges = [group_range(group) for group in range(*store.key_groups)]
@@ -114,7 +120,7 @@ class _Sweep:
     def _stage_family(self, variable: StateVariable, part: str, family: str, schema: StateSchema, rows: int) -> None:
         store = self._step.store
         groups = _rotated(store.key_groups, store.batch_id)
-        # One key group wholly, so that no row is out of reach; then as many more as there is time for.
+        # One key group whole, so that every row is reached; then as many rows of the others as there is time for.
         for ranges, whole in ((groups[:1], True), (groups[1:], False)):
             limit = None if whole else max(rows, 0)
             if not ranges or limit == 0:
@@ -128,7 +134,7 @@ class _Sweep:
                     self._step.figures.count("numValuesRemovedDueToTTLExpiry", len(keys))
 
     def _is_over(self, variable: StateVariable, part: str, schema: StateSchema, batch: pa.RecordBatch) -> Mask:
-        """Which of the stored rows have expired, with all that they hold."""
+        """Return which stored rows have expired with all elements or entries that they hold."""
         rows = schema.decode_values(batch.column(1))
         now = self._step.timestamp_ms
         if variable.kind == VALUE or part == ENTRIES:
@@ -146,7 +152,7 @@ class _Sweep:
         return is_over & self._are_gone(is_over, batch.column(0), elsewhere, family_of(variable, ENTRIES)[0])
 
     def _are_gone(self, is_over: Mask, heads: pa.BinaryArray, elsewhere: Any, family: str) -> Mask:
-        """Which heads have no rows elsewhere, or had (``elsewhere`` not 0) and all of them are removed already."""
+        """Return which heads have no rows in ``family``: never had (``elsewhere`` is 0), or all have been removed."""
         gone: Mask = elsewhere == 0
         asked = np.flatnonzero(is_over & ~gone)[:_HEADS_ASKED]
         for i in asked.tolist():
@@ -156,7 +162,7 @@ class _Sweep:
 
 
 def _rotated(key_groups: tuple[int, int], batch_id: int) -> list[int]:
-    """The key groups in an order that begins elsewhere in every batch, and everywhere in as many batches as there are."""
+    """Return the key groups, from another one on in every batch, and from each one in n batches of n key groups."""
     first, end = key_groups
     n = end - first
     stride = max(1, round(n * _GOLDEN))

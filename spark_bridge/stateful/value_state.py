@@ -1,4 +1,4 @@
-"""A single value per grouping key."""
+"""``ValueState``: a single value per grouping key, as a processor uses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _UNREAD: Any = object()
 
 
 class ValueState:
-    """A state variable that holds one value per grouping key, a tuple of its schema's fields."""
+    """A state variable that holds one value per grouping key, a tuple of its schema's fields.
+
+    Methods read and change the value of the current key; see ``StatefulProcessorHandle.getValueState``.
+    """
 
     def __init__(self, declaration: Declaration, variable: StateVariable, step: Step) -> None:
         self._codec = declaration.codec
@@ -35,14 +38,14 @@ class ValueState:
         self._expired: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, np.int64)
 
     def exists(self) -> bool:
-        """Whether the key has a value."""
+        """Return whether the key has a value."""
         value = self._values[self._step.index]
         if value is _UNREAD:
             value = self._read()
         return value is not None
 
     def get(self) -> tuple[Any, ...] | None:
-        """The key's value, or None."""
+        """Return the key's value, None if it has none."""
         value = self._values[self._step.index]
         if value is _UNREAD:
             value = self._read()
@@ -68,7 +71,7 @@ class ValueState:
         self._expired = np.zeros(0, np.int64)
 
     def _read(self) -> Any:
-        """Fetch what the step's keys have, all at once; returns the current key's value."""
+        """Read the values of all keys of the step at once; return the current key's value."""
         stored = self._step.store.get_many(self._step.keys, self._family)
         present = pc.is_valid(stored).to_numpy(zero_copy_only=False)
         where = np.flatnonzero(present)

@@ -18,9 +18,9 @@ from backends.encoding.keys import KeyRange, decode_keys
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.aggregates.row_groups import merge_keys
 from spark_bridge.exceptions import StateTooLargeError
-from spark_bridge.task.sorted_runs import Limits, RowSorter
+from spark_bridge.task.external_sort import Limits, RowSorter
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Reduce: TypeAlias = Callable[[Ids, int, pa.RecordBatch], tuple[Ids, pa.RecordBatch]]

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 from backends.store import StateStore
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 

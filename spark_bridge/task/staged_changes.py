@@ -9,7 +9,7 @@ from typing import IO
 import pyarrow as pa
 
 from spark_bridge.task.local_directory import local_directory
-from spark_bridge.transport.protocol import CHANGES_SCHEMA
+from spark_bridge.transport.protocol import COMMIT_SCHEMA
 
 BUDGET_BYTES = 64 << 20
 _FAMILY = b"column_family"
@@ -29,7 +29,7 @@ class StagedChanges:
         """Add changes; a null value removes its key."""
         if not len(keys):
             return
-        batch = pa.RecordBatch.from_arrays([keys, values], schema=CHANGES_SCHEMA)
+        batch = pa.RecordBatch.from_arrays([keys, values], schema=COMMIT_SCHEMA)
         self._held.append((column_family, batch))
         self._held_bytes += batch.nbytes
         if self._held_bytes > self._budget:
@@ -38,7 +38,7 @@ class StagedChanges:
     def _spill(self) -> None:
         if self._writer is None:
             self._file = tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-changes-")  # noqa: SIM115 - closed by close()
-            self._writer = pa.ipc.new_stream(self._file, CHANGES_SCHEMA)
+            self._writer = pa.ipc.new_stream(self._file, COMMIT_SCHEMA)
         for family, batch in self._held:
             self._writer.write_batch(batch, custom_metadata={_FAMILY: family.encode()})
         self._held, self._held_bytes = [], 0

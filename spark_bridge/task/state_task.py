@@ -7,33 +7,23 @@ leaves a whole commit behind. Spark's counterpart is a task of its ``StateStoreR
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 import pyarrow as pa
 
-from backends.decoders import json_decoder
 from backends.encoding.key_groups import key_groups, partition_of
 from spark_bridge.exceptions import PartitionMismatchError, StateStoreRefusedError
+from spark_bridge.task.local_properties import endpoints_from
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.task_store import Endpoints, TaskStore
+from spark_bridge.task.step_timer import StepTimer
+from spark_bridge.task.task_store import TaskStore
 from spark_bridge.task.worker_process import settle_worker
 from spark_bridge.transport.protocol import TaskIdentity
-from spark_bridge.transport.tls import TlsConf
 
-RUN_ID = "statestore.runId"
-REFUSAL = "statestore.refusal"
-ADDRESSES = "statestore.addresses"
-TOKEN = "spark.statestore.token"
-"""Named as a setting of Spark, and there is one of this name (``settings.redact``), so that Spark's event log redacts it."""
-HOST_FILES = "statestore.hostFiles"
-TIMEOUT = "statestore.recoveryTimeout"
-TLS = "statestore.tls"
-"""The paths of a ``TlsConf``; not set if the hosts do not use TLS."""
 EMIT_ROWS = 1 << 16
 
 
@@ -44,24 +34,6 @@ class Logic(Protocol):
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
         """Consume all rows, read and commit state once, and only then give the rows to emit."""
-
-
-class StepTimer:
-    """Milliseconds spent by step, for progress reports; only names that end in ``_ms`` are work on state."""
-
-    def __init__(self) -> None:
-        self.milliseconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def restart(self) -> None:
-        """Forget the time since the last step: it was not ours."""
-        self._last = time.perf_counter()
-
-    def step(self, name: str) -> None:
-        """Book the time since the last step under ``name``."""
-        now = time.perf_counter()
-        self.milliseconds[name] = self.milliseconds.get(name, 0.0) + (now - self._last) * 1e3
-        self._last = now
 
 
 @dataclass(frozen=True)
@@ -146,35 +118,3 @@ def partitions_of(rows: pa.RecordBatch, keys: Sequence[str], num_key_groups: int
     """The shuffle partition of each of a few rows, by their key columns."""
     groups = key_groups(rows.select(list(keys)), num_key_groups)
     return [partition_of(group, num_key_groups, num_partitions) for group in groups.tolist()]
-
-
-def endpoints_from(local_property: Callable[[str], str | None], operator: str) -> tuple[Endpoints, str]:
-    """Where the hosts are and which run this is, from the properties that the listener has set.
-
-    Raises ``StateStoreRefusedError``, before any state is touched, where the query may not run.
-    """
-    refusal = local_property(REFUSAL)
-    if refusal:
-        raise StateStoreRefusedError(refusal)
-    run_id, endpoints = local_property(RUN_ID), local_endpoints(local_property)
-    if not run_id or endpoints is None:
-        raise StateStoreRefusedError(
-            f"Operator {operator!r} runs in a query that the state store does not know: its Spark session has no state "
-            "store listener. Start the query from the session that init_spark returned or that attach(spark) was "
-            "called with; sessions made by spark.newSession() reach no listener, and a batch query keeps no state."
-        )
-    return endpoints, run_id
-
-
-def local_endpoints(local_property: Callable[[str], str | None]) -> Endpoints | None:
-    """Where the hosts are, from a task's local properties; None if they do not say."""
-    addresses, token, tls = local_property(ADDRESSES), local_property(TOKEN), local_property(TLS)
-    if not addresses or not token:
-        return None
-    return Endpoints(
-        addresses=tuple(json_decoder(list[str]).decode(addresses)),
-        token=token,
-        host_files=local_property(HOST_FILES) or "",
-        timeout=float(local_property(TIMEOUT) or 60),
-        tls=TlsConf.from_json(tls) if tls else None,
-    )

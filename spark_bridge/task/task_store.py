@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
 
-from backends.decoders import json_decoder
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
@@ -22,44 +19,16 @@ from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, other_key_groups
+from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.transport.flight_client import HostClient, client_for, forget_client
-from spark_bridge.transport.protocol import CommitCommand, GetCommand, HostFile, Opened, ScanCommand, TaskIdentity
-from spark_bridge.transport.tls import TlsConf
+from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, ScanCommand, TaskIdentity
 
 RETRIABLE = (HostUnavailableError, NotOwnerError, StaleOwnerError, UnknownHostError, UnknownRunError)
 RETRY_DELAY = 0.1
 HELD_DELAY = 0.5
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Endpoints:
-    """Where a task may find hosts. ``host_files`` is the directory in which hosts leave their addresses."""
-
-    addresses: tuple[str, ...]
-    token: str
-    host_files: str
-    timeout: float
-    tls: TlsConf | None = None
-
-    def candidates(self) -> list[tuple[str, str]]:
-        """Addresses and tokens to try: those found on this node are newer than those known at query start."""
-        found = read_host_files(Path(self.host_files))
-        known = [(a, self.token) for a in self.addresses]
-        return list(dict.fromkeys([*((f.address, f.token) for f in found), *known]))
-
-
-def read_host_files(directory: Path) -> list[HostFile]:
-    """The hosts that have left their address in a directory; unreadable or foreign files are an error."""
-    files = []
-    for path in sorted(directory.glob("*.json")) if directory.is_dir() else []:
-        try:
-            files.append(json_decoder(HostFile).decode(path.read_bytes()))
-        except FileNotFoundError:
-            continue  # the host went away between the listing and the read
-    return files
 
 
 _owners: dict[tuple[str, str, int], tuple[str, str]] = {}
@@ -81,7 +50,7 @@ class TaskStore:
         self._key = (task.run_id, task.operator, task.partition)
         self._owner: HostClient | None = None
         self._owner_token = endpoints.token
-        self._opened: Opened | None = None
+        self._opened: OpenReply | None = None
         self._schema: OperatorSchema | None = None
         self._staged = StagedChanges()
 
@@ -99,7 +68,7 @@ class TaskStore:
         """The micro-batch, which is the version that is read."""
         return self._task.batch_id
 
-    def _told(self) -> Opened:
+    def _told(self) -> OpenReply:
         if self._opened is None:
             # The owner was known from an earlier task of this worker: it has yet to say what it knows of this one.
             self._owner = None
@@ -173,7 +142,7 @@ class TaskStore:
         self._staged.close()
 
     def _with_owner(
-        self, call: Callable[[HostClient], T], opening: Callable[[HostClient], tuple[Opened, T]] | None = None
+        self, call: Callable[[HostClient], T], opening: Callable[[HostClient], tuple[OpenReply, T]] | None = None
     ) -> T:
         """Call the owner; ``opening`` is the same call for a store that is not open, which it opens."""
         deadline = time.monotonic() + self._endpoints.timeout
@@ -208,7 +177,7 @@ class TaskStore:
         self._owner = None
         _owners.pop(self._key, None)
 
-    def _open_with(self, opening: Callable[[HostClient], tuple[Opened, T]]) -> tuple[Opened, T]:
+    def _open_with(self, opening: Callable[[HostClient], tuple[OpenReply, T]]) -> tuple[OpenReply, T]:
         """Open the store at the host that is known to be its owner; if it is not any more, it names who is."""
         address, token = _owners[self._key]
         host = client_for(address, token, self._endpoints.tls)
@@ -223,7 +192,7 @@ class TaskStore:
             _owners[self._key] = (opened.redirect, token)
         return opened, answer
 
-    def _opened_at(self, host: HostClient, token: str, opened: Opened) -> None:
+    def _opened_at(self, host: HostClient, token: str, opened: OpenReply) -> None:
         if opened.key_groups != self.num_key_groups:
             raise other_key_groups(self._task.operator, self.num_key_groups, opened.key_groups)
         _owners[self._key] = (host.address, token)

@@ -16,7 +16,7 @@ from coordinator_actor.messages import Acknowledged, OperatorLocation
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError, TlsError
 from spark_bridge.transport.error_codec import rebuilt_error
 from spark_bridge.transport.protocol import (
-    CHANGES_SCHEMA,
+    COMMIT_SCHEMA,
     END_OF_CHANGES,
     KEYS_SCHEMA,
     RANGES_SCHEMA,
@@ -26,7 +26,7 @@ from spark_bridge.transport.protocol import (
     GetCommand,
     LocateRequest,
     OpenAndGetCommand,
-    Opened,
+    OpenReply,
     ScanCommand,
     TaskIdentity,
 )
@@ -42,7 +42,7 @@ UNREACHABLE = (
 REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
 
-def error_from(error: flight.FlightError) -> Exception:
+def _error_of(error: flight.FlightError) -> Exception:
     """The error that the host raised, rebuilt by class name and message; else the Flight error as one of ours."""
     extra = getattr(error, "extra_info", None)
     if extra:
@@ -78,14 +78,14 @@ class HostClient:
         try:
             results = list(self._client.do_action(flight.Action(name, msgspec.json.encode(body)), self._options))
         except flight.FlightError as error:
-            raise error_from(error) from None
+            raise _error_of(error) from None
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
         return json_decoder(answer).decode(results[0].body.to_pybytes())
 
-    def open(self, task: TaskIdentity) -> Opened:
+    def open(self, task: TaskIdentity) -> OpenReply:
         """Open a task's partition."""
-        opened: Opened = self._action("open", task, Opened)
+        opened: OpenReply = self._action("open", task, OpenReply)
         return opened
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
@@ -109,12 +109,12 @@ class HostClient:
 
     def open_and_get(
         self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
-    ) -> tuple[Opened, pa.BinaryArray]:
+    ) -> tuple[OpenReply, pa.BinaryArray]:
         """``open`` and ``get_many`` at the version opened, in one call; without values if another host is the owner."""
         values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
         if metadata is None:
             raise HostUnavailableError(f"{self.address} did not say what it has opened.")
-        opened = json_decoder(Opened).decode(metadata)
+        opened = json_decoder(OpenReply).decode(metadata)
         return opened, values if opened.redirect is not None else self._of_all(values, keys)
 
     def _get(
@@ -130,7 +130,7 @@ class HostClient:
                 writer.done_writing()
                 chunks = list(reader)
         except flight.FlightError as error:
-            raise error_from(error) from None
+            raise _error_of(error) from None
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
         values = [chunk.data.column(0) for chunk in chunks if chunk.data is not None]
@@ -166,15 +166,15 @@ class HostClient:
         except flight.FlightError as error:
             if is_stopped:
                 return
-            raise error_from(error) from None
+            raise _error_of(error) from None
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
 
     def commit(self, command: CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
-        """Commit a task's changes: column families and batches of ``CHANGES_SCHEMA``; sorted by key is fastest."""
+        """Commit a task's changes: column families and batches of ``COMMIT_SCHEMA``; sorted by key is fastest."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
-            writer, reader = self._client.do_put(descriptor, CHANGES_SCHEMA, self._options)
+            writer, reader = self._client.do_put(descriptor, COMMIT_SCHEMA, self._options)
             with writer:
                 for family, batch in changes:
                     writer.write_with_metadata(batch, family.encode())
@@ -183,7 +183,7 @@ class HostClient:
                 answer = reader.read()
         except flight.FlightError as error:
             # If ``changes`` raised, that is why the host was not told their end.
-            raise error_from(error) from error.__context__
+            raise _error_of(error) from error.__context__
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
         if answer is None:

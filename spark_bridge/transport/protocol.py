@@ -14,7 +14,7 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 
 KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])
 VALUES_SCHEMA = pa.schema([pa.field("value", pa.binary())])
-CHANGES_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+COMMIT_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
 END_OF_CHANGES = b"end"
 """The metadata of the last message of a commit, which has no batch: a task that dies in the midst of its changes does not say it."""
 RANGES_SCHEMA = pa.schema([pa.field("start", pa.binary(), nullable=False), pa.field("end", pa.binary())])
@@ -31,7 +31,7 @@ class TaskIdentity(Struct, frozen=True):
     invocation: str
 
 
-class Opened(Struct, frozen=True):
+class OpenReply(Struct, frozen=True):
     """The answer to ``open``: the address of the owner to go to, or None if the host asked is the owner.
 
     ``times`` are those of the batch, if the operator uses them; ``schema`` is the operator's, with its history.
@@ -57,7 +57,7 @@ class GetCommand(Struct, frozen=True, tag="get"):
 class OpenAndGetCommand(Struct, frozen=True, tag="open_and_get"):
     """Open a task's partition as ``open`` does, and read the values of keys at the version opened.
 
-    The first batch of the answer has ``Opened`` for its metadata; if that redirects, it has no values.
+    The first batch of the answer has ``OpenReply`` for its metadata; if that redirects, it has no values.
     """
 
     task: TaskIdentity

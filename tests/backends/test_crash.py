@@ -83,7 +83,7 @@ def check_durable(backend, directory, at_least, at_most):
     with provider_in(backend, directory, local="fresh") as provider:
         latest = provider.latest_version()
         assert at_least <= latest <= at_most
-        oldest = provider._log.oldest_version()
+        oldest = provider._manifests.oldest_version()
         assert oldest <= max(0, latest - CONF.min_versions_to_retain - 1)
         for version in range(oldest, latest + 1):
             assert dict(provider.get_read_store(version).iterator()) == content_of(version)
@@ -106,7 +106,7 @@ def check_goes_on(backend, directory, latest, *, conf=CONF, local="local", more=
 
 def check_no_litter(provider, directory, oldest):
     """Every file is one that something kept refers to, and every such file is there."""
-    log = provider._log
+    log = provider._manifests
     assert log.oldest_version() >= oldest, "what the dead process left is of versions that are no longer kept"
     needed = {log._path(m.id) for m in log._chain.values()}
     for version in range(log.oldest_version(), log.latest_version() + 1):
@@ -209,7 +209,7 @@ def dead_between_write_and_link(files, path):
 def test_unfinished_files_are_removed_as_well(tmp_path):
     with provider_in("file", tmp_path, conf=LITTLE_KEPT) as provider:
         make_version(provider, 1)
-        log = provider._log
+        log = provider._manifests
         for name in ("2-0.changelog", "2-1.pairs", "manifests/00000000000000000002.json"):
             dead_between_write_and_link(provider._storage._files, f"{log.directory}/{name}")
         for version in range(2, 6):

@@ -29,6 +29,6 @@ assert pa.array([3.0, float("nan")]).null_count == 0
     )
 
 
-@pytest.mark.parametrize("module", ["spark_bridge.host_actor.actor", "coordinator_actor.actor"])
+@pytest.mark.parametrize("module", ["spark_bridge.host_actor.actor", "coordinator_actor.on_ray.actor"])
 def test_actors_import_neither_pandas_nor_spark(module: str) -> None:
     run(f"import sys, {module}; assert not {{'pandas', 'pyspark'}} & set(sys.modules)")

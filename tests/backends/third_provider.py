@@ -13,7 +13,7 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from backends.exceptions import DamagedFileError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 
 
 class DictEngine:

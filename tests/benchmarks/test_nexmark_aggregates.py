@@ -17,8 +17,8 @@ from spark_bridge import functions as S
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.functions import AggregateFunction
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.columns import output_of
-from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.aggregate.output_columns import output_of
+from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.stateful.ddl import struct_of
 from tests.spark_bridge.operator_runs import TS, WINDOW, OperatorRun

@@ -39,8 +39,8 @@ def tokens(world: World) -> AccessTokens:
 
 
 def test_a_token_names_itself_and_is_verified_by_the_secret(world: World, tokens: AccessTokens) -> None:
-    token = tokens.issue("dashboard", 60)
-    (issued,) = tokens.list()
+    token = tokens.issue_token("dashboard", 60)
+    (issued,) = tokens.list_tokens()
     assert token.startswith(f"ssr1.{issued.id}.1800000061.") and is_read_only(token)
     assert verified_id(token, SECRET, (), world.now) == issued.id
     assert (issued.name, issued.created, issued.expires, issued.revoked) == (
@@ -52,21 +52,21 @@ def test_a_token_names_itself_and_is_verified_by_the_secret(world: World, tokens
 
 
 def test_a_token_ends_at_its_time(world: World, tokens: AccessTokens) -> None:
-    soon, never = tokens.issue("soon", 60), tokens.issue("never")
+    soon, never = tokens.issue_token("soon", 60), tokens.issue_token("never")
     assert never.split(".")[2] == "never"
     assert verified_id(soon, SECRET, (), 1_800_000_060.9)
     with pytest.raises(InvalidTokenError, match="expired"):
         verified_id(soon, SECRET, (), 1_800_000_061.0)
     assert verified_id(never, SECRET, (), 1e12)
     world.now += 61
-    assert [t.is_valid(world.now) for t in tokens.list()] == [False, True]
+    assert [t.is_valid(world.now) for t in tokens.list_tokens()] == [False, True]
 
 
 def test_the_registry_outlives_the_coordinator_and_has_no_tokens(world: World, tokens: AccessTokens) -> None:
-    issued = [tokens.issue("a"), tokens.issue("b", 3600)]
-    tokens.revoke("a")
+    issued = [tokens.issue_token("a"), tokens.issue_token("b", 3600)]
+    tokens.revoke_token("a")
     again = world.tokens()
-    assert again.list() == tokens.list() and again.revoked() == tokens.revoked() != ()
+    assert again.list_tokens() == tokens.list_tokens() and again.revoked() == tokens.revoked() != ()
     saved = world.store.content
     assert saved is not None
     for token in issued:
@@ -77,71 +77,71 @@ def test_the_registry_outlives_the_coordinator_and_has_no_tokens(world: World, t
 def test_what_cannot_be_saved_is_neither_issued_nor_revoked(
     world: World, tokens: AccessTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens.issue("a")
+    tokens.issue_token("a")
 
     def fail(content: bytes) -> None:
         raise OSError("no store")
 
     monkeypatch.setattr(world.store, "save", fail)
     with pytest.raises(OSError, match="no store"):
-        tokens.revoke("a")
+        tokens.revoke_token("a")
     with pytest.raises(OSError, match="no store"):
-        tokens.issue("b")
-    assert [t.name for t in tokens.list()] == ["a"] and tokens.revoked() == ()
+        tokens.issue_token("b")
+    assert [t.name for t in tokens.list_tokens()] == ["a"] and tokens.revoked() == ()
 
 
 def test_revoked_by_name_or_id_for_good(world: World, tokens: AccessTokens) -> None:
-    first, second = tokens.issue("first"), tokens.issue("second")
-    by_name = tokens.revoke("first")
+    first, second = tokens.issue_token("first"), tokens.issue_token("second")
+    by_name = tokens.revoke_token("first")
     world.now += 10
-    assert tokens.revoke(by_name.id) == by_name == tokens.revoke("first"), "again changes nothing"
+    assert tokens.revoke_token(by_name.id) == by_name == tokens.revoke_token("first"), "again changes nothing"
     assert tokens.revoked() == (by_name.id,)
     with pytest.raises(InvalidTokenError, match=f"{by_name.id} has been revoked"):
         verified_id(first, SECRET, tokens.revoked(), world.now)
     assert verified_id(second, SECRET, tokens.revoked(), world.now)
     with pytest.raises(InvalidRequestError, match=r"no token 'third'; tokens that are valid: 'second' \("):
-        tokens.revoke("third")
+        tokens.revoke_token("third")
 
 
 def test_a_name_is_used_by_one_valid_token(world: World, tokens: AccessTokens) -> None:
-    tokens.issue("a")
+    tokens.issue_token("a")
     with pytest.raises(InvalidRequestError, match="already"):
-        tokens.issue("a")
-    old = tokens.revoke("a")
-    new = tokens.issue("a", 5)
-    assert tokens.revoke("a").id == new.split(".")[1] != old.id
-    tokens.issue("a", 5)
+        tokens.issue_token("a")
+    old = tokens.revoke_token("a")
+    new = tokens.issue_token("a", 5)
+    assert tokens.revoke_token("a").id == new.split(".")[1] != old.id
+    tokens.issue_token("a", 5)
     world.now += 6
-    tokens.issue("a")
+    tokens.issue_token("a")
 
 
 def test_tokens_that_have_long_expired_are_forgotten(world: World, tokens: AccessTokens) -> None:
-    tokens.issue("short", 60)
-    tokens.revoke("short")
-    tokens.issue("long")
-    tokens.revoke("long")
+    tokens.issue_token("short", 60)
+    tokens.revoke_token("short")
+    tokens.issue_token("long")
+    tokens.revoke_token("long")
     world.now += 40 * 86400
-    tokens.issue("new")
-    assert [t.name for t in tokens.list()] == ["long", "new"]
+    tokens.issue_token("new")
+    assert [t.name for t in tokens.list_tokens()] == ["long", "new"]
     assert len(tokens.revoked()) == 1, "one that never expires must be refused for ever"
 
 
 @pytest.mark.parametrize("name", ["", "  ", "two\nlines", "x" * 101, "\x1b[31m"])
 def test_names_that_cannot_be(tokens: AccessTokens, name: str) -> None:
     with pytest.raises(InvalidRequestError, match="no name"):
-        tokens.issue(name)
+        tokens.issue_token(name)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 0.5, math.nan, math.inf, 1e12])
 def test_times_that_cannot_be(tokens: AccessTokens, seconds: float) -> None:
     with pytest.raises(InvalidRequestError, match="expire"):
-        tokens.issue("a", seconds)
+        tokens.issue_token("a", seconds)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 200), st.characters(exclude_categories=["Cs"]) | st.just(""))
 def test_an_altered_token_is_no_token(at: int, other: str) -> None:
-    token = World().tokens().issue("a", 60)
+    token = World().tokens().issue_token("a", 60)
     at %= len(token)
     if token[at] == other:
         return
@@ -157,8 +157,8 @@ def test_anything_else_is_no_token(text: str) -> None:
 
 
 def test_whoever_has_no_signed_token_learns_nothing_of_ids(world: World, tokens: AccessTokens) -> None:
-    token = tokens.issue("a", 60)
-    token_id = tokens.revoke("a").id
+    token = tokens.issue_token("a", 60)
+    token_id = tokens.revoke_token("a").id
     forged = f"ssr1.{token_id}.never.{'0' * 64}"
     with pytest.raises(InvalidTokenError, match="unknown") as caught:
         verified_id(forged, SECRET, (token_id,), world.now)
@@ -170,8 +170,8 @@ def test_whoever_has_no_signed_token_learns_nothing_of_ids(world: World, tokens:
 def test_hosts_are_told_with_every_heartbeat(world: World, tmp_path: Path) -> None:
     coordinator = Coordinator(lambda: world.now, CheckpointStorage.open, tokens=world.tokens())
     assert coordinator.heartbeat_host("h", "a").revoked_tokens == ()
-    coordinator.tokens.issue("a")
-    gone = coordinator.tokens.revoke("a").id
+    coordinator.tokens.issue_token("a")
+    gone = coordinator.tokens.revoke_token("a").id
     assert coordinator.heartbeat_host("h", "a").revoked_tokens == (gone,), "also a host that has yet to register"
     coordinator.register_host(HostInfo("h", "a", "grpc://127.0.0.1:1", "node", "s"), HostReport())
     orders = coordinator.heartbeat_host("h", "a")

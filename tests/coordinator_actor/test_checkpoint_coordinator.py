@@ -45,8 +45,8 @@ from coordinator_actor.exceptions import (
     CheckpointNotTriggeredError,
     CoordinatorError,
     InvalidRequestError,
-    error_from,
 )
+from spark_bridge.transport.error_codec import rebuilt_error
 from tests.patience import HANG, PATIENCE
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)
@@ -214,7 +214,7 @@ def test_tasks_that_cannot_be_told_abort_the_checkpoint(world: World) -> None:
         assert coord.get_number_of_pending_checkpoints() == 0
         assert seen.cancelled[0] == 1 and seen.triggered[0].is_discarded
     assert coord.stats.counts() == {"triggered": 2, "in_progress": 0, "completed": 0, "failed": 2, "restored": 0}
-    assert isinstance(error_from("CheckpointNotTriggeredError", "x"), CheckpointNotTriggeredError)
+    assert isinstance(rebuilt_error("CheckpointNotTriggeredError", "x"), CheckpointNotTriggeredError)
 
 
 def test_a_checkpoint_that_completes_while_its_tasks_are_told_counts(world: World) -> None:

@@ -15,10 +15,11 @@ from backends.encoding.schema import StateSchema
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.compatibility import evolved_operators, refusal_of
-from coordinator_actor.manifests import ManifestLog, SparkCommits, schema_path
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import OperatorSpec
-from coordinator_actor.query import QueryState
+from coordinator_actor.query.compatibility import evolved_operators, refusal_of
+from coordinator_actor.query.query_state import QueryState
 
 from .test_coordinator import SCHEMA, World
 from .test_savepoints import G, Stream, stream
@@ -53,8 +54,8 @@ class Query:
         log = ManifestLog(self.world.storage(registration.state_location, {}), "c")
         log.refresh()
         spark = SparkCommits(self.world.storage(registration.checkpoint_location, {}))
-        run = QueryState(registration, log, spark, lambda: 0.0, completed=self.version)
-        run.chain = log.chain()
+        run = QueryState(registration, log, spark, lambda: 0.0)
+        run.load(self.version)
         return run
 
     def go_on(self, *schemas: OperatorSchema | str) -> list[OperatorSchema]:
@@ -63,27 +64,27 @@ class Query:
         assert refusal_of(run) is None, refusal_of(run)
         made = evolved_operators(run)
         for spec in made:
-            run.log.ensure(schema_path(OperatorSchema.from_json(spec.schema).id), spec.schema.encode())
-        run.log.claim(run.run_id)
+            run.manifests.ensure_schema(OperatorSchema.from_json(spec.schema).id, spec.schema)
+        run.manifests.claim(run.run_id)
         operators = {}
         for spec in made:
             changes = FileRef(f"operators/{spec.name}/1/0/default/1-x.changelog", 1, "d")
             held = {0: PartitionEntry("t", changes)}
             operators[spec.name] = OperatorEntry.of(1, OperatorSchema.from_json(spec.schema).id, "rocksdb", held)
-        below = run.chain.get(self.version)
+        below = run.versions.chain.get(self.version)
         self.version += 1
         manifest = Manifest(
             id=self.version,
             parent=below.id if below else None,
             version=self.version,
-            epoch=run.log.epoch,
+            epoch=run.manifests.epoch,
             run_id=run.run_id,
             created_ms=0,
             operators=operators,
             oldest=0,
             chain_from=1,
         )
-        run.log.append(manifest, CheckpointIDCounter())
+        run.manifests.append(manifest, CheckpointIDCounter())
         # Asked again, by a coordinator that was restarted: from the program, and from what hosts report.
         for given in (schemas, tuple(s.schema for s in made)):
             again = self.run(*given)

@@ -20,8 +20,8 @@ from backends.formats.file_names import changelog_path
 from backends.formats.manifest import Manifest
 from backends.formats.sealed import unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.assignment import assign
-from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import (
     CoordinatorError,
     FencedError,
@@ -34,7 +34,6 @@ from coordinator_actor.exceptions import (
     UnknownHostError,
     UnknownOperatorError,
     UnknownRunError,
-    error_from,
 )
 from coordinator_actor.messages import (
     Acknowledge,
@@ -45,6 +44,9 @@ from coordinator_actor.messages import (
     OperatorSpec,
     QueryRegistration,
 )
+from coordinator_actor.query.partition_owners import assign
+from spark_bridge.transport.error_codec import rebuilt_error
+from tests.coordinator_actor.coordinators import acknowledge
 
 SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
 OTHER_KEY = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())])).to_json()
@@ -130,7 +132,7 @@ class World:
     def run_batch(self, c: Coordinator, batch: int, n: int = 2, run: str = "run1", attempt: str = "t") -> list[Any]:
         answers = []
         for p in range(n):
-            answers.append(c.acknowledge(self.stage(self.open(c, batch, p, run), p, batch, attempt, run)))
+            answers.append(acknowledge(c, self.stage(self.open(c, batch, p, run), p, batch, attempt, run)))
         self.commit_spark(batch)
         return answers
 
@@ -179,7 +181,7 @@ def test_a_lost_progress_event_is_made_up_for_by_the_drivers_heartbeat(world: Wo
 
 def test_a_version_is_not_completed_before_sparks_commit(world: World, started: Coordinator) -> None:
     for p in range(2):
-        started.acknowledge(world.stage(world.open(started, 0, p), p, 0, "t"))
+        acknowledge(started, world.stage(world.open(started, 0, p), p, 0, "t"))
     with pytest.raises(InvalidRequestError, match="commits/0"):
         world.open(started, 1)
     with pytest.raises(InvalidRequestError, match="not completed"):
@@ -202,14 +204,14 @@ def test_the_last_acknowledgement_is_not_answered_before_the_manifest_is_durable
         if path.startswith("manifests/"):
             raise StorageError("disk full")
 
-    started.acknowledge(world.stage(world.open(started, 0, 0), 0, 0, "t"))
+    acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     last = world.stage(world.open(started, 0, 1), 1, 0, "t")
     world.put_hook = full
     with pytest.raises(StorageError):
-        started.acknowledge(last)
+        acknowledge(started, last)
     assert world.manifests() == []
     world.put_hook = None
-    assert started.acknowledge(last).manifest_id == 1
+    assert acknowledge(started, last).manifest_id == 1
 
 
 def test_a_repeated_attempt_replaces_the_first_by_a_manifest_with_a_higher_id(
@@ -217,8 +219,8 @@ def test_a_repeated_attempt_replaces_the_first_by_a_manifest_with_a_higher_id(
 ) -> None:
     world.run_batch(started, 0)
     for p in range(2):
-        started.acknowledge(world.stage(world.open(started, 1, p), p, 1, "first"))
-    again = started.acknowledge(world.stage(world.open(started, 1, 1), 1, 1, "second"))
+        acknowledge(started, world.stage(world.open(started, 1, p), p, 1, "first"))
+    again = acknowledge(started, world.stage(world.open(started, 1, 1), 1, 1, "second"))
     assert again.manifest_id == 3
     made = world.manifests()
     assert [(m["id"], m["parent"], m["version"]) for m in made] == [(1, None, 1), (2, 1, 2), (3, 1, 2)]
@@ -230,8 +232,8 @@ def test_a_repeated_attempt_replaces_the_first_by_a_manifest_with_a_higher_id(
 
 def test_an_acknowledgement_whose_answer_was_lost_makes_no_other_manifest(world: World, started: Coordinator) -> None:
     messages = [world.stage(world.open(started, 0, p), p, 0, "t") for p in range(2)]
-    assert [started.acknowledge(m).manifest_id for m in messages] == [None, 1]
-    assert [started.acknowledge(m).manifest_id for m in messages] == [1, 1]
+    assert [acknowledge(started, m).manifest_id for m in messages] == [None, 1]
+    assert [acknowledge(started, m).manifest_id for m in messages] == [1, 1]
     assert len(world.manifests()) == 1
 
 
@@ -240,7 +242,7 @@ def test_late_commits_are_refused_and_change_nothing(world: World, started: Coor
     world.run_batch(started, 0)
     world.open(started, 1)
     with pytest.raises(StaleBatchError):
-        started.acknowledge(late)
+        acknowledge(started, late)
     with pytest.raises(StaleBatchError):
         world.open(started, 0)
     assert len(world.manifests()) == 1
@@ -250,15 +252,15 @@ def test_acknowledgements_count_only_from_the_owner_that_is_known(world: World, 
     good = world.stage(world.open(started, 0), 0, 0, "t")
     other = "h1" if good.host_id == "h0" else "h0"
     with pytest.raises(StaleOwnerError, match="does not own"):
-        started.acknowledge(msgspec.structs.replace(good, host_id=other))
+        acknowledge(started, msgspec.structs.replace(good, host_id=other))
     with pytest.raises(UnknownHostError):
-        started.acknowledge(msgspec.structs.replace(good, incarnation="older"))
+        acknowledge(started, msgspec.structs.replace(good, incarnation="older"))
     with pytest.raises(LineageError):
-        started.acknowledge(msgspec.structs.replace(good, base="elsewhere"))
+        acknowledge(started, msgspec.structs.replace(good, base="elsewhere"))
     with pytest.raises(InvalidRequestError, match="2 partitions"):
-        started.acknowledge(msgspec.structs.replace(good, partition=2))
+        acknowledge(started, msgspec.structs.replace(good, partition=2))
     with pytest.raises(UnknownRunError):
-        started.acknowledge(msgspec.structs.replace(good, run_id="nobody"))
+        acknowledge(started, msgspec.structs.replace(good, run_id="nobody"))
 
 
 def test_a_newer_run_retires_the_older_and_starts_from_the_last_committed_batch(
@@ -269,7 +271,7 @@ def test_a_newer_run_retires_the_older_and_starts_from_the_last_committed_batch(
     answer = started.register_query(world.registration("run2"))
     assert (answer.refusal, answer.completed_version, answer.epoch) == (None, 1, 2)
     with pytest.raises(RetiredRunError, match="run2"):
-        started.acknowledge(old)
+        acknowledge(started, old)
     with pytest.raises(RetiredRunError, match="run2"):
         world.open(started, 1)
     assert started.heartbeat_host("h0", "a", {"run1": 0}).unload_runs == ("run1",)
@@ -283,7 +285,7 @@ def test_an_uncommitted_version_of_an_older_run_is_done_again_from_its_base(worl
     world.run_batch(started, 0)
     world.plan_spark(1)
     for p in range(2):
-        started.acknowledge(world.stage(world.open(started, 1, p), p, 1, "t"))
+        acknowledge(started, world.stage(world.open(started, 1, p), p, 1, "t"))
     answer = world.coordinator().register_query(world.registration("run2"))
     assert answer.completed_version == 1
     c = world.coordinator()
@@ -338,7 +340,7 @@ def test_commits_without_state_are_refused(world: World) -> None:
 
 
 def test_a_batch_of_which_only_a_part_ran_is_named_with_its_remedy(world: World, started: Coordinator) -> None:
-    started.acknowledge(world.stage(world.open(started, 0, 0), 0, 0, "t"))
+    acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     world.commit_spark(0)
     with pytest.raises(IncompleteBatchError, match=r"op/1.*foreachBatch.*delete commits/0 and offsets/1"):
         world.open(started, 1)
@@ -370,9 +372,9 @@ def test_of_two_coordinators_only_the_newer_completes_versions(world: World, sta
     held = [world.stage(world.open(started, 1, p), p, 1, "old") for p in range(2)]
     newer = world.coordinator()
     assert newer.register_query(world.registration("run2")).epoch == 2
-    started.acknowledge(held[0])
+    acknowledge(started, held[0])
     with pytest.raises(FencedError, match="epoch 2"):
-        started.acknowledge(held[1])
+        acknowledge(started, held[1])
     world.run_batch(newer, 1, run="run2")
     head = max(world.manifests(), key=lambda m: (m["epoch"], m["id"]))
     assert head["run_id"] == "run2"
@@ -387,7 +389,7 @@ def test_a_takeover_around_the_manifest_write_loses_no_answered_acknowledgement(
     world: World, started: Coordinator, moment: str
 ) -> None:
     """If the old coordinator answers, the new one has seen its manifest; else it does not answer."""
-    started.acknowledge(world.stage(world.open(started, 0, 0), 0, 0, "t"))
+    acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
     last = world.stage(world.open(started, 0, 1), 1, 0, "t")
     newer = world.coordinator()
 
@@ -399,9 +401,9 @@ def test_a_takeover_around_the_manifest_write_loses_no_answered_acknowledgement(
     if moment == "before":
         world.put_hook = take_over
         with pytest.raises(FencedError):
-            started.acknowledge(last)
+            acknowledge(started, last)
     else:
-        assert started.acknowledge(last).manifest_id == 1
+        assert acknowledge(started, last).manifest_id == 1
         newer.register_query(world.registration("run2"))
     world.commit_spark(0)
     third = world.coordinator()
@@ -413,13 +415,13 @@ def test_a_restarted_coordinator_learns_the_running_batch_from_its_hosts(world: 
     world.run_batch(started, 0)
     grants = [world.open(started, 1, p) for p in range(2)]
     first = world.stage(grants[0], 0, 1, "t")
-    started.acknowledge(first)
+    acknowledge(started, first)
 
     restarted = world.coordinator(hosts=0)
     report = HostReport((world.registration(),), (first,), {"run1": 1})
     for i in range(2):
         restarted.register_host(world.host(i), report)
-    answer = restarted.acknowledge(world.stage(grants[1], 1, 1, "t"))
+    answer = acknowledge(restarted, world.stage(grants[1], 1, 1, "t"))
     assert answer.manifest_id == 3
     assert world.manifests()[-1]["epoch"] == 2
 
@@ -432,7 +434,7 @@ def test_acknowledgements_lost_with_coordinator_and_host_are_found_in_storage(
         grant = world.open(started, 1, p)
         message = world.stage(grant, p, 1, "t")
         if p == 0:
-            started.acknowledge(message)
+            acknowledge(started, message)
     restarted = world.coordinator()
     restarted.register_query(world.registration())
     for p in (0, 1):
@@ -553,5 +555,5 @@ def test_assignment_without_hosts_left_over() -> None:
 
 
 def test_errors_cross_the_network_by_name() -> None:
-    assert type(error_from("FencedError", "x")) is FencedError
-    assert type(error_from("os", "x")) is CoordinatorError
+    assert type(rebuilt_error("FencedError", "x")) is FencedError
+    assert type(rebuilt_error("os", "x", CoordinatorError)) is CoordinatorError

@@ -15,11 +15,12 @@ import pytest
 
 from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
-from coordinator_actor.coordinator import CoordinatorConf
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownQueryError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.transport.protocol import TaskIdentity
+from tests.coordinator_actor.coordinators import acknowledge, run_of
 from tests.patience import HANG, PATIENCE
 
 from .test_coordinator import World
@@ -49,7 +50,7 @@ def owners(s: Stream, run: str = "run1") -> list[str]:
 
 
 def loaded(s: Stream) -> dict[int, list[int]]:
-    return {i: sorted(held.partition for held in host._instances.values()) for i, host in s.hosts.items()}
+    return {i: sorted(held.partition for held in host.held.instances.values()) for i, host in s.hosts.items()}
 
 
 def pass_time(s: Stream, seconds: float) -> None:
@@ -125,13 +126,13 @@ def test_a_host_is_told_what_it_owns_of_the_runs_that_it_asks_about(stream):
 def test_a_host_unloads_at_its_maintenance_what_has_moved_and_nothing_else(stream):
     s = stream(hosts=1)
     assert loaded(s) == {0: [0, 1, 2, 3]}
-    s.hosts[0].do_maintenance()
+    s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {0: [0, 1, 2, 3]}
     s.add_host(1)
     s.batch(1)
     moved = loaded(s)[1]
     assert len(moved) == 2 and loaded(s)[0] == [0, 1, 2, 3]
-    s.hosts[0].do_maintenance()
+    s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {0: [p for p in range(4) if p not in moved], 1: moved}
     assert s.rows() == s.at[2]
 
@@ -141,7 +142,7 @@ def test_a_coordinator_that_does_not_know_the_owners_yet_has_nothing_unloaded(st
     before = loaded(s)
     s.restart_coordinator()
     for host in s.hosts.values():
-        host.do_maintenance()
+        host.maintenance.do_maintenance()
     assert loaded(s) == before and sum(map(len, before.values())) == 4
     s.batch(1)
     assert loaded(s) == before, "the owners are those that reported"
@@ -175,7 +176,7 @@ def test_rebalancing_a_quiet_stream_moves_no_more_than_the_new_hosts_share(strea
     assert sorted(after) == ["h0"] * 3 + ["h1"] * 3 and set(before) == {"h0"}
     assert s.c.get_locations([instance(s, p) for p in range(6)]) == [f"executor_127.0.0.1_{h}" for h in after]
     assert s.rows() == s.at[1]
-    s.hosts[0].do_maintenance()
+    s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {i: [p for p in range(6) if after[p] == f"h{i}"] for i in (0, 1)}
     assert s.c.rebalance() == {"run1": 0}
     s.batch(1)
@@ -239,12 +240,12 @@ def test_a_host_that_was_lost_and_comes_back_is_not_believed_about_what_has_move
     s.lose(1)
     s.begin(1, {1: 5}, range(4))
     task = TaskIdentity("run1", "op", of_h1, 1, uuid.uuid4().hex, uuid.uuid4().hex)
-    away._registrations.setdefault("run1", s.registration)
+    away.held.registrations.setdefault("run1", s.registration)
     away.register()
     assert away.open(task).redirect == s.hosts[0].info.address
-    message = next(a for a in s.hosts[0].report().pending if a.partition == of_h1)
+    message = next(a for a in s.hosts[0].held.report().pending if a.partition == of_h1)
     with pytest.raises(StaleOwnerError, match="h0 does"):
-        s.c.acknowledge(msgspec.structs.replace(message, host_id="h1"))
+        acknowledge(s.c, msgspec.structs.replace(message, host_id="h1"))
 
 
 def test_a_restarted_host_keeps_its_partitions(stream):
@@ -303,7 +304,7 @@ def test_a_repeated_attempt_that_comes_with_the_last_missing_one_counts(stream, 
     """The last acknowledged attempt counts, whatever it comes together with."""
     s = stream(n=2, hosts=1)
     s.hosts[0].open(TaskIdentity("run1", "op", 0, 1, "x", uuid.uuid4().hex))
-    s.c.acknowledge(staged(s, 1, 1, "first"))
+    acknowledge(s.c, staged(s, 1, 1, "first"))
     both = [staged(s, 0, 1, "missing"), staged(s, 1, 1, "repeated")]
     answers = s.c.acknowledge_many("run1", "h0", "a", [both[i] for i in order])
     newest = s.log().head()
@@ -357,7 +358,7 @@ def test_the_figures_of_batches(stream):
 def test_the_figures_name_every_partition_that_took_part(stream, which):
     """The first one as well, whose acknowledgement begins the checkpoint."""
     s = stream()
-    figures = s.c._runs["run1"].stats.task_stats()
+    figures = run_of(s.c, "run1").stats.task_stats()
     entries = s.log().manifests[1].operators["op"].partitions
     assert figures is not None and len(figures["op"][which]) == 4
     if which == "size":
@@ -409,9 +410,9 @@ def lag_stream(stream: Callable[..., Stream]) -> Stream:
 def upload(s: Stream, *partitions: int) -> None:
     """What maintenance does, for some partitions only."""
     s.heartbeat()
-    for held in list(s.hosts[0]._instances.values()):
+    for held in list(s.hosts[0].held.instances.values()):
         if held.partition in partitions:
-            s.hosts[0]._upload_snapshot(held)
+            s.hosts[0].maintenance.upload_snapshot(held)
 
 
 def test_partitions_whose_snapshots_lag_behind_are_named(stream, caplog):
@@ -450,7 +451,7 @@ def test_looking_does_not_wait_for_a_run_that_is_busy(tmp_path):
     world = World(tmp_path)
     c = world.coordinator()
     c.register_query(world.registration())
-    run = c._runs["run1"]
+    run = run_of(c, "run1")
     go, at = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from backends import StateStoreId, StateStoreProviderId
 from coordinator_actor.exceptions import UnknownHostError
+from coordinator_actor.handlers.host_registry import HostRegistry
+from coordinator_actor.handlers.instance_registry import InstanceRegistry
 from coordinator_actor.messages import HostInfo
-from coordinator_actor.registry import HostRegistry, InstanceRegistry
 
 
 def host(number: int, incarnation: str = "a", session: str = "s", node: str = "n") -> HostInfo:

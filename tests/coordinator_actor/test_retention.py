@@ -12,11 +12,13 @@ import pytest
 from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal
-from backends.formats.snapshot import Snapshot, SnapshotFile
+from backends.formats.snapshot import SnapshotDescriptor, SnapshotFile
 from backends.storage.file_ref import FileRef
-from coordinator_actor.coordinator import BUSY_SECONDS, Coordinator
+from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import SnapshotUploaded
+from coordinator_actor.query.files_in_use import BUSY_SECONDS
+from tests.coordinator_actor.coordinators import run_of
 
 from .test_coordinator import World
 
@@ -53,7 +55,7 @@ def upload(
     world: World, c: Coordinator, partition: int, run: str = "run1", *, head: str | None = None, counts: bool = True
 ) -> SnapshotRef:
     """What a host does: a snapshot of the completed version, which shares a file with the one before it."""
-    version = c._runs[run].completed
+    version = run_of(c, run).versions.completed
     lineage = c.lineage(run, "op", partition, version)
     storage = world.storage(str(world.root / "ck/statestore"), {})
     directory = f"operators/op/2/{partition}/default"
@@ -63,7 +65,9 @@ def upload(
     if reused is not None:
         old = next(
             iter(
-                c._runs[run].descriptors[reused.file.path].paths if reused.file.path in c._runs[run].descriptors else ()
+                run_of(c, run).versions.descriptors[reused.file.path].paths
+                if reused.file.path in run_of(c, run).versions.descriptors
+                else ()
             ),
             None,
         )
@@ -71,7 +75,7 @@ def upload(
             files.append(SnapshotFile("old.sst", file=FileRef(old, 1, data.digest)))
     path = f"{directory}/{version}-{uuid.uuid4().hex}.snapshot"
     state = LocalState(version, lineage.head, 1)
-    ref = storage.put_new(path, seal(Snapshot(path, "rocksdb", state, tuple(files))))
+    ref = storage.put_new(path, seal(SnapshotDescriptor(path, "rocksdb", state, tuple(files))))
     assert lineage.head is not None
     made = SnapshotRef(version, head or lineage.head, ref)
     owner = world.open_owner(c, partition, run)
@@ -213,7 +217,7 @@ def test_going_back_keeps_the_snapshots_that_only_later_manifests_name(world: Wo
         (world.root / f"ck/offsets/{batch}").unlink()
         (world.root / f"ck/commits/{batch}").unlink()
     again = begin(world, "run2")
-    assert again._runs["run2"].completed == 3
+    assert run_of(again, "run2").versions.completed == 3
     assert again.lineage("run2", "op", 0, 3).snapshots == (made,)
     run_batches(world, again, 3, 3, "run2")
     assert begin(world, "run3").lineage("run3", "op", 0, 4).snapshots == (made,)

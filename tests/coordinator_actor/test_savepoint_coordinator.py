@@ -33,9 +33,9 @@ from coordinator_actor.exceptions import (
     SavepointDeclinedError,
     SavepointExpiredError,
     SavepointFailedError,
-    error_from,
 )
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
+from spark_bridge.transport.error_codec import rebuilt_error
 from tests.coordinator_actor.test_checkpoint_coordinator import World
 from tests.patience import HANG, PATIENCE
 
@@ -155,7 +155,7 @@ def fails(future: Future[str], kind: type[Exception], match: str) -> BaseExcepti
     assert future.done()
     with pytest.raises(kind, match=match) as raised:
         future.result(0)
-    assert type(raised.value) is kind and type(error_from(kind.__name__, "x")) is kind
+    assert type(raised.value) is kind and type(rebuilt_error(kind.__name__, "x")) is kind
     return raised.value.__cause__
 
 

@@ -28,13 +28,13 @@ from backends.exceptions import (
     SchemaMismatchError,
     StoreClosedError,
 )
-from backends.formats import chain as chains
+from backends.formats import manifest_chain as chains
 from backends.formats.sealed import seal
 from backends.partition.partition_state import open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import SavepointError
-from coordinator_actor.exported_file import ExportedFile
-from coordinator_actor.manifests import ManifestLog
+from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition, file_schema
 from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint

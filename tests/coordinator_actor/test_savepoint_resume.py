@@ -15,8 +15,8 @@ from backends.formats.sealed import unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.exceptions import SavepointError
-from coordinator_actor.manifests import QueryFile
 from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, QueryRegistration
 from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
 

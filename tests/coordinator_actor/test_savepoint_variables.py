@@ -19,8 +19,8 @@ from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from backends.formats.changelog import Changes
 from backends.formats.sealed import seal
+from coordinator_actor.durable.manifests import ManifestLog, schema_path
 from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
-from coordinator_actor.manifests import ManifestLog, schema_path
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints.restore import restore_savepoint
 from coordinator_actor.savepoints.run_savepoints import variables_of

@@ -22,14 +22,15 @@ from backends.encoding.values import decode_values, encode_values
 from backends.exceptions import StorageError
 from backends.formats.changelog import Changes
 from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
-from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import (
     BatchHeldError,
     InvalidRequestError,
     UnknownHostError,
     UnknownQueryError,
 )
-from coordinator_actor.manifests import ManifestLog
 from coordinator_actor.messages import (
     OperatorSpec,
     QueryRegistration,
@@ -45,6 +46,7 @@ from coordinator_actor.savepoints.savepoint_format import (
 )
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
+from tests.coordinator_actor.coordinators import run_of
 from tests.patience import PATIENCE
 
 from .test_coordinator import SCHEMA, World
@@ -122,7 +124,7 @@ class Stream:
             open_storage=self.world.storage,
             clock=lambda: self.world.now,
         )
-        host._exports._sleep = lambda seconds: None
+        host.exports._sleep = lambda seconds: None
         host.register()
         self.hosts[i] = host
         return host
@@ -132,7 +134,7 @@ class Stream:
         self.c = self.coordinator()
         self.background.clear()
         for host in self.hosts.values():
-            host._coordinator.c = self.c
+            host.coordinator.c = self.c
         self.heartbeat()
         self.register()
 
@@ -142,14 +144,14 @@ class Stream:
         for _ in range(3):
             self.world.now += 4
             for host in self.hosts.values():
-                host._coordinator.heartbeat_host(host.info.host_id, host.info.incarnation, {})
+                host.coordinator.heartbeat_host(host.info.host_id, host.info.incarnation, {})
             self.c.driver_heartbeat(self.registration.run_id)
         self.c.expire()
 
     def kill(self, i: int) -> None:
         host = self.hosts.pop(i)
-        host._exports.close()
-        host._uploads.shutdown(cancel_futures=True)
+        host.exports.close()
+        host.maintenance._uploads.shutdown(cancel_futures=True)
 
     def begin(self, batch: int, rows: dict[int, int | None], partitions: Iterator[int] | range | None = None) -> None:
         """Some tasks of a batch, all by default: with them, the version is prepared."""
@@ -197,7 +199,7 @@ class Stream:
         """All hosts, or some, hear of their orders and carry them out."""
         for i in hosts or tuple(self.hosts):
             self.hosts[i].heartbeat()
-            self.hosts[i]._exports._pool.submit(lambda: None).result(PATIENCE)
+            self.hosts[i].exports._pool.submit(lambda: None).result(PATIENCE)
 
     def status(self, request: str = "r1") -> SavepointStatus:
         return self.c.savepoint_status(request)
@@ -239,7 +241,7 @@ class Stream:
             owner = self.c.open_for_read(self.registration.run_id, "op", p).owner
             (host,) = (h for h in self.hosts.values() if h.info == owner)
             names = [k for k in stored_keys if partition_of(int.from_bytes(k[:2], "big"), G, self.n) == p]
-            values = host.get_many(self.registration.run_id, "op", p, None, pa.array(names, pa.binary()))
+            values = host.reads.get_many(self.registration.run_id, "op", p, None, pa.array(names, pa.binary()))
             held = [(stored_keys[k], v) for k, v in zip(names, values, strict=True) if v.is_valid]
             numbers = decode_values(pa.array([v.as_py() for _, v in held], pa.binary()), VALUES).column(0).to_pylist()
             found.update(zip([k for k, _ in held], numbers, strict=True))
@@ -303,11 +305,11 @@ def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(str
     if applied:
         for host in s.hosts.values():
             for order in s.c.heartbeat_host(host.info.host_id, "a", {"run1": 0}).completed:
-                host.on_completed(order)
+                host.loading.complete(order)
     for host in s.hosts.values():
-        host._coordinator.calls.clear()
+        host.coordinator.calls.clear()
     assert s.savepoint_rows(s.finish()) == s.at[2]
-    was_loaded = any("lineage" in host._coordinator.calls for host in s.hosts.values())
+    was_loaded = any("lineage" in host.coordinator.calls for host in s.hosts.values())
     assert was_loaded is (later > 2), "what is held is exported as it is held"
 
 
@@ -317,16 +319,16 @@ def test_what_was_held_when_the_order_came_is_not_read_back_however_many_batches
     s.trigger()
     s.copy_spark_files()
     for host in s.hosts.values():
-        host._exports._pool.submit(go_on.wait, 20)
+        host.exports._pool.submit(go_on.wait, 20)
         host.heartbeat()
-        host._coordinator.calls.clear()
+        host.coordinator.calls.clear()
     s.batches(2, 9)
     for host in s.hosts.values():
         host.heartbeat()
     go_on.set()
     s.heartbeat()
     assert s.savepoint_rows(s.status().path) == s.at[2]
-    assert not any("lineage" in host._coordinator.calls for host in s.hosts.values())
+    assert not any("lineage" in host.coordinator.calls for host in s.hosts.values())
 
 
 def test_batches_go_on_between_the_exports_of_two_hosts(stream):
@@ -413,8 +415,8 @@ def test_a_partition_that_moves_half_way_is_exported_by_its_new_owner(stream):
     s.copy_spark_files()
     s.add_host(1)
     s.batch(2)  # the new host takes its share
-    s.hosts[0].do_maintenance()
-    assert {i.partition for i in s.hosts[1]._instances.values()} and len(s.hosts[0]._instances) == 2
+    s.hosts[0].maintenance.do_maintenance()
+    assert {i.partition for i in s.hosts[1].held.instances.values()} and len(s.hosts[0].held.instances) == 2
     s.heartbeat(1)
     assert s.is_pending()
     s.heartbeat(0)
@@ -436,9 +438,9 @@ def test_a_report_that_is_lost_is_made_again(stream):
     s.trigger()
     s.copy_spark_files()
     for host in s.hosts.values():
-        send, host._exports._send = host._exports._send, lost
+        send, host.exports._send = host.exports._send, lost
         s.heartbeat(int(host.info.host_id[1:]))
-        host._exports._send = send
+        host.exports._send = send
     assert s.is_pending()
     s.heartbeat()
     assert s.savepoint_rows(s.status().path) == s.at[2]
@@ -469,7 +471,7 @@ def decline(s: Stream) -> None:
         raise ValueError("row 7 is odd")
 
     s.copy_spark_files()
-    s.hosts[1]._exports._held = scan
+    s.hosts[1].exports._held = scan
     s.heartbeat()
 
 
@@ -540,7 +542,7 @@ def test_it_fails_with_the_reason(stream, happen):
     assert re.search(words, message), message
     assert list_savepoints(str(s.world.root / "sp")) == []
     s.c.expire()
-    assert all(run.pinned == {} for run in s.c._current_runs()), "its version need not be kept"
+    assert all(run.versions.pinned == {} for run in s.c.registries.runs.current()), "its version need not be kept"
 
 
 @pytest.mark.parametrize("happen", [decline, spark_files_are_gone, take_too_long, storage_fails])
@@ -551,12 +553,12 @@ def test_the_stream_and_the_next_savepoint_go_on_behind_one_that_failed(stream, 
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.batch(2)
     s.trigger("again")
     assert s.savepoint_rows(s.finish("again")) == s.at[3]
     s.c.expire()
-    assert s.c._runs["run1"].pinned == {}
+    assert run_of(s.c, "run1").versions.pinned == {}
 
 
 def test_one_that_is_not_late_yet_is_not_given_up(stream):
@@ -634,7 +636,7 @@ def test_stopping_holds_the_next_batch_until_the_query_has_ended(stream):
 def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream):
     s, slept = stream(), []
     for host in s.hosts.values():
-        host._exports._sleep = slept.append
+        host.exports._sleep = slept.append
     s.trigger("beside", stop=False)
     s.finish("beside")
     assert slept
@@ -670,7 +672,7 @@ def test_a_query_goes_on_if_the_savepoint_to_stop_with_fails(stream, happen):
     s.reason()
     s.world.put_hook = None
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.c.expire()  # what the coordinator does once a second
     s.batch(2)
     s.trigger("again", stop=True)
@@ -740,7 +742,7 @@ def test_a_stop_that_failed_long_ago_does_not_make_a_later_one_old(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.c.expire()
     s.batches(2, 5)
     s.restart_coordinator()
@@ -754,7 +756,7 @@ def test_nor_does_it_leave_out_the_batch_that_was_let_go_then(stream):
     decline(s)
     s.reason()
     for host in s.hosts.values():
-        host._exports._held = host._held_for_savepoint
+        host.exports._held = host.savepoint_partitions.held
     s.c.expire()
     s.begin(2, {3: 33}, range(1))  # its tasks run, and the sink may have seen some of it
     s.restart_coordinator()
@@ -794,7 +796,7 @@ def test_ids_ascend_for_good_and_are_shared_with_the_manifests(stream):
     path = s.finish("after")
     assert describe_savepoint(path).metadata.checkpoint_id == 9 and s.savepoint_rows(path) == s.at[4]
     assert max(s.log().manifests) == 10
-    assert [(r.checkpoint_id, r.version) for r in s.log().savepoints()] == [(3, 2), (5, 3), (7, 4), (9, 4)]
+    assert [(r.checkpoint_id, r.version) for r in s.log().savepoints.all()] == [(3, 2), (5, 3), (7, 4), (9, 4)]
     assert Path(path).name == "savepoint-q-9"
 
 
@@ -829,8 +831,8 @@ def run_and_clean(s: Stream, first: int, end: int) -> None:
         s.batch(batch)
         for host in s.hosts.values():
             for order in s.c.heartbeat_host(host.info.host_id, host.info.incarnation, {"run1": 0}).completed:
-                host.on_completed(order)
-            for uploaded in host.do_maintenance():
+                host.loading.complete(order)
+            for uploaded in host.maintenance.do_maintenance():
                 uploaded.result(PATIENCE)
         s.world.now += 2
         s.c.maintain()
@@ -844,11 +846,11 @@ def test_the_version_of_a_savepoint_is_not_removed_while_it_is_made(stream):
     s.trigger()
     s.copy_spark_files()
     run_and_clean(s, 4, 12)
-    assert s.c._runs["run1"].oldest <= 4
+    assert run_of(s.c, "run1").versions.oldest <= 4
     assert s.savepoint_rows(s.finish()) == s.at[4]
     s.c.expire()
     run_and_clean(s, 12, 17)
-    assert s.c._runs["run1"].oldest > 12, "and let go of then"
+    assert run_of(s.c, "run1").versions.oldest > 12, "and let go of then"
 
 
 def test_a_savepoint_outlives_what_it_was_made_of(stream):
@@ -860,7 +862,7 @@ def test_a_savepoint_outlives_what_it_was_made_of(stream):
     before = {f: f.read_bytes() for f in Path(path).rglob("*") if f.is_file()}
     s.c.expire()
     run_and_clean(s, 3, 9)
-    assert s.c._runs["run1"].oldest > 3
+    assert run_of(s.c, "run1").versions.oldest > 3
     assert {f: f.read_bytes() for f in Path(path).rglob("*") if f.is_file()} == before
     assert s.savepoint_rows(path) == s.at[3]
 
@@ -879,7 +881,7 @@ def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend
     assert (restored.version, restored.batch_id) == (3, 2)
     after = Stream(root, n, backend=backend, at=dict(s.at), query_id=restored.query_id)
     try:
-        assert after.c._runs["run1"].completed == 3
+        assert run_of(after.c, "run1").versions.completed == 3
         assert after.rows() == after.at[3]
         after.batch(3)
         assert after.rows() == after.at[4]
@@ -896,7 +898,7 @@ def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend
 def test_the_coordinators_of_both_kinds_are_apart(stream):
     """A savepoint neither queues behind a batch nor ends it."""
     s = stream()
-    run = s.c._runs["run1"]
-    assert isinstance(run.checkpoints, CheckpointCoordinator)
-    assert s.c._savepoints["run1"].coordinator is not run.checkpoints
-    assert s.c._savepoints["run1"].coordinator.id_counter is run.checkpoints.id_counter
+    run = run_of(s.c, "run1")
+    assert isinstance(run.batch.checkpoints, CheckpointCoordinator)
+    assert s.c.registries.runs.savepoints_of("run1").coordinator is not run.batch.checkpoints
+    assert s.c.registries.runs.savepoints_of("run1").coordinator.id_counter is run.batch.checkpoints.id_counter

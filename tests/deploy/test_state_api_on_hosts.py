@@ -40,7 +40,7 @@ class Coordinator:
     def __call__(self, method: str) -> Any:
         if self.is_away:
             raise HostUnavailableError("The coordinator does not answer.")
-        return {"token": lambda: SECRET, "list_tokens": self.tokens.list}[method]()
+        return {"token": lambda: SECRET, "list_tokens": self.tokens.list_tokens}[method]()
 
 
 @contextmanager
@@ -246,7 +246,7 @@ def test_tokens_are_those_of_the_coordinator() -> None:
     now = [0.0]
     coordinator = Coordinator()
     tokens = CoordinatorTokens(coordinator, lambda: now[0])
-    token = coordinator.tokens.issue("browser")
+    token = coordinator.tokens.issue_token("browser")
     made = create_app(_nobody, tokens)
 
     def status(given: str) -> Any:
@@ -256,11 +256,11 @@ def test_tokens_are_those_of_the_coordinator() -> None:
     assert (status(token), status("")) == (503, 401)
     tokens.ask()
     assert (status(token), status(SECRET), status("wrong"), status(token + "0")) == (200, 200, 401, 401)
-    coordinator.tokens.revoke("browser")
+    coordinator.tokens.revoke_token("browser")
     assert status(token) == 200
     tokens.ask()
     assert status(token) == 401
-    other = coordinator.tokens.issue("other")
+    other = coordinator.tokens.issue_token("other")
     coordinator.is_away = True
     with pytest.raises(HostUnavailableError):
         tokens.ask()
@@ -274,7 +274,7 @@ def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = Coordinator()
     coordinator.is_away = True
     tokens = CoordinatorTokens(coordinator)
-    token = coordinator.tokens.issue("browser")
+    token = coordinator.tokens.issue_token("browser")
 
     def status(http: TestClient) -> Any:
         return http.get("/openapi.json", headers={"Authorization": f"Bearer {token}"}).status_code
@@ -283,7 +283,7 @@ def test_a_replica_keeps_asking(monkeypatch: pytest.MonkeyPatch) -> None:
         assert status(http) == 503
         coordinator.is_away = False
         eventually(lambda: status(http) == 200)
-        coordinator.tokens.revoke("browser")
+        coordinator.tokens.revoke_token("browser")
         eventually(lambda: status(http) == 401)
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
-from coordinator_actor.coordinator import Coordinator, CoordinatorConf
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import HostInfo
 from spark_bridge.host.host import Host
 from tests.simulation import engine
 from tests.simulation import scheduler as scheduling
-from tests.simulation.network import KNOWN_ERRORS, CoordinatorPort, UnreachableError
+from tests.simulation.network import KNOWN_ERRORS, SimulatedPort, UnreachableError
 from tests.simulation.scheduler import Process, Task
 
 if TYPE_CHECKING:
@@ -73,9 +74,9 @@ class Cluster:
             if method == "maintain":
                 self.world.after_maintenance()
 
-    def port(self) -> CoordinatorPort:
+    def port(self) -> SimulatedPort:
         """A way to the coordinator."""
-        return CoordinatorPort(self.world.network, lambda: self.coordinator, RECOVERY_TIMEOUT)
+        return SimulatedPort(self.world.network, lambda: self.coordinator, RECOVERY_TIMEOUT)
 
 
 class HostSlot:
@@ -147,7 +148,7 @@ class HostSlot:
             s.log(self.host_id, "could not register:", str(error))
             s.kill(process)
         process.memory["is_ready"] = True
-        s.spawn(process, lambda: self._every(process, 1.0, made.do_maintenance), "maintenance")
+        s.spawn(process, lambda: self._every(process, 1.0, made.maintenance.do_maintenance), "maintenance")
         self._every(process, HEARTBEAT_SECONDS, made.heartbeat)
 
     def _every(self, process: Process, seconds: float, call: Callable[[], Any]) -> None:

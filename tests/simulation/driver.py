@@ -18,8 +18,9 @@ from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import Acknowledged, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host_actor.flight_server import changes_of
-from spark_bridge.task.task_store import Endpoints, TaskStore
-from spark_bridge.transport.protocol import CommitCommand, GetCommand, Opened, TaskIdentity
+from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.task.task_store import TaskStore
+from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, TaskIdentity
 from tests.simulation import model
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import RECOVERY_TIMEOUT, Session
@@ -60,27 +61,30 @@ class HostClient:
         except UnreachableError as error:
             raise HostUnavailableError(f"{self.address}: {error}") from error
 
-    def open(self, task: TaskIdentity) -> Opened:
+    def open(self, task: TaskIdentity) -> OpenReply:
         """Open a task's partition."""
-        opened: Opened = self._call("open", task)
+        opened: OpenReply = self._call("open", task)
         return opened
 
     def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
         """Values of keys."""
-        return self._call("get_many", command.run_id, command.operator, command.partition, command.version, keys)
+        asked = (command.run_id, command.operator, command.partition, command.version, keys)
+        return self._run("get_many", lambda host: host.reads.get_many(*asked))
 
     def open_and_get(
         self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
-    ) -> tuple[Opened, pa.BinaryArray]:
+    ) -> tuple[OpenReply, pa.BinaryArray]:
         """Open a task's partition and give values of keys."""
 
-        def work(host: Any) -> tuple[Opened, pa.BinaryArray]:
-            opened: Opened = host.open(task)
+        def work(host: Any) -> tuple[OpenReply, pa.BinaryArray]:
+            opened: OpenReply = host.open(task)
             if opened.redirect is not None:
                 return opened, pa.nulls(0, pa.binary())
-            return opened, host.get_many(task.run_id, task.operator, task.partition, task.batch_id, keys, column_family)
+            return opened, host.reads.get_many(
+                task.run_id, task.operator, task.partition, task.batch_id, keys, column_family
+            )
 
-        answer: tuple[Opened, pa.BinaryArray] = self._run("open_and_get", work)
+        answer: tuple[OpenReply, pa.BinaryArray] = self._run("open_and_get", work)
         return answer
 
     def commit(self, command: CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:

@@ -16,7 +16,7 @@ from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
-from backends.providers.local_provider import LocalStateStoreProvider
+from backends.providers.standalone_provider import LocalStateStoreProvider
 from tests.simulation import scheduler as scheduling
 
 _kept: dict[str, tuple[LocalState, dict[bytes, bytes]]] = {}

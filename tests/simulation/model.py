@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from backends.formats import chain as chains
-from backends.formats.chain import Layout
+from backends.formats import manifest_chain as chains
 from backends.formats.changelog import read_changelog
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
+from backends.formats.manifest_chain import Layout
 from backends.formats.sealed import unseal
-from backends.formats.snapshot import Snapshot
+from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
 from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
@@ -286,7 +286,7 @@ class Model:
     @staticmethod
     def _is_sound(ref: SnapshotRef, files: dict[str, bytes]) -> bool:
         data = files.get(ref.file.path)
-        return data is not None and all(p in files for p in unseal(data, Snapshot, ref.file.path).paths)
+        return data is not None and all(p in files for p in unseal(data, SnapshotDescriptor, ref.file.path).paths)
 
     def check_durable(self, plan: Plan, run_id: str, files: dict[str, bytes], n: int, backend: str) -> None:
         """Spark has committed a batch: its version must be there, or be recoverable from its changelogs."""

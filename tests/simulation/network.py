@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
+from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError, SparkBridgeError
+from coordinator_actor.port import CoordinatorPort
 from tests.simulation import scheduler as scheduling
 from tests.simulation.scheduler import Killed, Process, Task, Violation
 from tests.simulation.storage import Faults
@@ -115,15 +115,15 @@ class Network:
         s.at(self.delay(), arrive)
 
 
-class CoordinatorPort:
-    """The coordinator's messages as ``spark_bridge.host_actor.actor.RayCoordinatorPort`` sends them: again, until a deadline."""
+class SimulatedPort(CoordinatorPort):
+    """Sends the coordinator's messages as ``RayCoordinatorPort`` does: again, until a deadline."""
 
     def __init__(self, network: Network, find: Callable[[], Process | None], timeout: float) -> None:
         self._network = network
         self._find = find
         self._timeout = timeout
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """One message."""
         s = scheduling.active
         deadline = s.now + self._timeout
@@ -132,7 +132,7 @@ class CoordinatorPort:
 
             def carry_out(target: Process | None = target) -> Any:
                 assert target is not None
-                answer = getattr(target.memory["coordinator"], method)(*args, **kwargs)
+                answer = target.memory["coordinator"].call(method, *args, **kwargs)
                 if method == "acknowledge_many":
                     self._network.acknowledged(target.name, args[3], answer)
                 return answer
@@ -144,14 +144,5 @@ class CoordinatorPort:
                     raise HostUnavailableError(f"The coordinator did not answer {method}: {error}") from error
                 s.sleep(0.1)
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        if method.startswith("_"):
-            raise AttributeError(method)
 
-        def message(*args: Any, **kwargs: Any) -> Any:
-            return self.call(method, *args, **kwargs)
-
-        return message
-
-
-__all__ = ["KNOWN_ERRORS", "CoordinatorPort", "Network", "UnreachableError", "Violation"]
+__all__ = ["KNOWN_ERRORS", "Network", "SimulatedPort", "UnreachableError", "Violation"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from backends.exceptions import StorageError
-from coordinator_actor import manifests
+from coordinator_actor.durable import fencing
 from coordinator_actor.messages import Acknowledged
 from spark_bridge.host import host
 from tests.effort import effort
@@ -56,7 +56,7 @@ def first_failure(seeds: range) -> Result:
 
 def test_a_manifest_that_is_not_fenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that has lost the query goes on completing versions."""
-    monkeypatch.setattr(manifests.ManifestLog, "check_epoch", lambda self: None)
+    monkeypatch.setattr(fencing.Epochs, "check", lambda self: None)
     found = first_failure(range(2013, 2053))
     assert isinstance(found.failure, Violation), found
     assert f"--seed {found.seed}" in str(found) and len(found.last_events) > 10

@@ -414,15 +414,19 @@ TIME = types.SimpleNamespace(
 MODULES = (
     "backends.partition.",
     "backends.formats.snapshot",
-    "backends.formats.chain",
+    "backends.formats.manifest_chain",
+    "backends.formats.retention",
     "coordinator_actor.",
-    "spark_bridge.host.acknowledgements",
-    "spark_bridge.host.host",
-    "spark_bridge.host.savepoint_exports",
+    "spark_bridge.host.",
     "spark_bridge.task.task_store",
 )
 """The modules under test, and beginnings of their names."""
-REAL = ("coordinator_actor.actor", "coordinator_actor.reference", "spark_bridge.host_actor.actor")
+REAL = (
+    "coordinator_actor.on_ray.actor",
+    "coordinator_actor.on_ray.ray_port",
+    "coordinator_actor.on_ray.reference",
+    "spark_bridge.host_actor.actor",
+)
 _FACTORIES: dict[Any, Any] = {
     threading.Lock: Lock,
     threading.RLock: RLock,

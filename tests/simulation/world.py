@@ -321,7 +321,9 @@ class World:
                     partition: int = partition,
                     keys: list[bytes] = keys,
                 ) -> Any:
-                    return process.memory["host"].get_many(run_id, operator, partition, None, model.to_array(keys))
+                    return process.memory["host"].reads.get_many(
+                        run_id, operator, partition, None, model.to_array(keys)
+                    )
 
                 values = self.network.call(process, "read", read, 20.0, through_ray=False).to_pylist()
             except (UnreachableError, *KNOWN_ERRORS) as error:
@@ -400,8 +402,8 @@ class World:
         for slot in session.hosts:
             assert slot.process is not None
             host = slot.process.memory["host"]
-            if host._instances:
-                raise Violation(f"{slot.host_id} still holds {sorted(host._instances)} after the query has ended.")
+            if host.held.instances:
+                raise Violation(f"{slot.host_id} still holds {sorted(host.held.instances)} after the query has ended.")
         verifier = s.spawn(s.process("verifier"), self._verify, "verify")
         s.join(verifier)
         self.model.check_openable(self.disk.all_files(STATE))
@@ -434,14 +436,16 @@ class World:
         answer = coordinator.register_query(registration)
         if answer.refusal is not None:
             raise Violation(f"The query cannot be started again: {answer.refusal}")
-        run = coordinator._runs["verify"]
+        run = coordinator.registries.runs.by_id["verify"]
         commits = self.disk.directory(CHECKPOINT, "commits")
         last = max(int(p.split("/")[1]) for p in commits)
-        if run.completed != last + 1:
-            raise Violation(f"Spark has committed batch {last}, and version {run.completed} is the last completed.")
+        if run.versions.completed != last + 1:
+            raise Violation(
+                f"Spark has committed batch {last}, and version {run.versions.completed} is the last completed."
+            )
         token = self.disk.directory(CHECKPOINT, "offsets")[f"offsets/{last}"].decode()
         plan = self.model.plans[token]
-        for version in range(run.completed, max(run.oldest, 1) - 1, -1):
+        for version in range(run.versions.completed, max(run.versions.oldest, 1) - 1, -1):
             for operator in self.model.operators:
                 for partition in range(self.num_partitions):
                     self._verify_one(run, plan, version, operator, partition)
@@ -454,10 +458,10 @@ class World:
         layout = partition_directory(operator, n, partition)
         local = self.root / "verify" / f"{version}-{operator}-{partition}"
         state = open_partition(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
-        state.load(run.lineage(operator, partition, version))
+        state.load(run.versions.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
         contents = state.get_many(model.to_array(keys)).to_pylist()
-        self.model.check_attempts(run.chain[version].id, operator, keys, contents)
+        self.model.check_attempts(run.versions.chain[version].id, operator, keys, contents)
         values = [model.value_in(c) for c in contents]
         expected = [plan.values.get((operator, k)) for k in keys]
         if values != expected:
@@ -490,11 +494,12 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     try:
         with _quiet(), threads.installed(replacements):
             world = World(seed, root, traced=traced)
-            import spark_bridge.task.task_store as task_client
+            from spark_bridge.task import endpoints
+            from spark_bridge.task import task_store as task_client
 
-            real_client, real_files = task_client.client_for, task_client.read_host_files
+            real_client, real_files = task_client.client_for, endpoints.read_host_files
             task_client.client_for = lambda address, token, tls=None: HostClient(world, address)  # type: ignore[assignment,return-value]
-            task_client.read_host_files = lambda directory: _host_files(world, str(directory))
+            endpoints.read_host_files = lambda directory: _host_files(world, str(directory))
             try:
                 world.scheduler.spawn(world.outside, world.begin, "begin")
                 world.scheduler.run(max_steps)
@@ -503,7 +508,7 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
                 events = [_in_words(e) for e in list(world.scheduler.events)[-50:]]
                 world.scheduler.close()
             finally:
-                task_client.client_for, task_client.read_host_files = real_client, real_files
+                task_client.client_for, endpoints.read_host_files = real_client, real_files
     finally:
         engine.forget_all()
         shutil.rmtree(root, ignore_errors=True)

@@ -15,7 +15,8 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.task.local_state import LocalStateAccess
-from spark_bridge.task.state_task import Logic, StepTimer
+from spark_bridge.task.state_task import Logic
+from spark_bridge.task.step_timer import StepTimer
 
 NUM_GROUPS = 16
 TS = pa.timestamp("us", "UTC")

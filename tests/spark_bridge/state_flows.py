@@ -23,7 +23,8 @@ from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.host.host import Host
 from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.task.state_task import Logic, StepTimer
+from spark_bridge.task.state_task import Logic
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.transport.protocol import ScanCommand, TaskIdentity
 from tests.coordinator_actor.test_coordinator import World
 
@@ -46,14 +47,14 @@ class HostAccess:
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = "default") -> pa.BinaryArray:
         task = self._task
-        return self._host.get_many(task.run_id, task.operator, task.partition, task.batch_id, keys, column_family)
+        return self._host.reads.get_many(task.run_id, task.operator, task.partition, task.batch_id, keys, column_family)
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = "default", limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
         task = self._task
         command = ScanCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family, limit)
-        return self._host.scan(command, ranges)
+        return self._host.reads.scan(command, ranges)
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = "default") -> None:
         self._staged.setdefault(column_family, []).append((keys, values))

@@ -13,7 +13,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.outputs import Output
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
-from spark_bridge.operators.aggregate.columns import output_of
+from spark_bridge.operators.aggregate.output_columns import output_of
 
 SCHEMA = T.StructType(
     [

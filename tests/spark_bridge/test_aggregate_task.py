@@ -18,8 +18,8 @@ from spark_bridge.aggregates.outputs import Output
 from spark_bridge.operators.aggregate import aggregate_task
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.partial_aggregation import PartialTask
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import one_batch
-from spark_bridge.task.sorted_runs import Limits
 from spark_bridge.task.watermark import EventTime
 from tests.effort import examples
 

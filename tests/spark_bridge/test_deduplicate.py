@@ -14,7 +14,7 @@ from spark_bridge.operators.deduplicate import deduplicate_task
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.state_format.families import EXPIRY_FAMILY
 from spark_bridge.state_format.layouts import deduplicate_schema
-from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.watermark import EventTime
 from tests.effort import examples
 

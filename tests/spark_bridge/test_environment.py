@@ -10,7 +10,7 @@ import pytest
 
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.session import java
-from spark_bridge.session import spark_session as session
+from spark_bridge.session import lifecycle as session
 
 
 @pytest.fixture

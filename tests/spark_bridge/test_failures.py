@@ -21,7 +21,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
-from spark_bridge.session.spark_session import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.effort import effort
 from tests.patience import HANG
 

@@ -26,7 +26,7 @@ from spark_bridge.exceptions import RequestError
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.protocol import (
-    CHANGES_SCHEMA,
+    COMMIT_SCHEMA,
     END_OF_CHANGES,
     KEYS_SCHEMA,
     RANGES_SCHEMA,
@@ -65,8 +65,8 @@ class Served:
         for partition in (0, 1):
             self.host.open(task(1, partition))
         self.open_scans = 0
-        self._scan = self.host.scan
-        self.host.scan = self.scan
+        self._scan = self.host.reads.scan
+        self.host.reads.scan = self.scan
 
         def call_coordinator(method: str, args: dict[str, object]) -> object:
             return {"method": method, "args": args}
@@ -130,7 +130,7 @@ ACTIONS = [
 SCHEMAS = [
     KEYS_SCHEMA,
     RANGES_SCHEMA,
-    CHANGES_SCHEMA,
+    COMMIT_SCHEMA,
     pa.schema([]),
     pa.schema([("key", pa.string())]),
     pa.schema([("key", pa.binary()), ("value", pa.int64())]),
@@ -209,7 +209,7 @@ def exchange(client: flight.FlightClient, rng: random.Random, given: flight.Flig
 
 def put(client: flight.FlightClient, rng: random.Random, given: flight.FlightCallOptions) -> None:
     descriptor = flight.FlightDescriptor.for_command(odd_command(rng, COMMANDS[-1:]))
-    schema = rng.choice([CHANGES_SCHEMA, *SCHEMAS])
+    schema = rng.choice([COMMIT_SCHEMA, *SCHEMAS])
     writer, reader = client.do_put(descriptor, schema, given)
     _talk(rng, writer, None, reader.read, schema)
 
@@ -343,7 +343,7 @@ def test_streams_that_stay_half_open_end_with_their_clients(served):
     def begun(client: flight.FlightClient, command: Any) -> tuple[Any, Any]:
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         if command is COMMANDS[4]:
-            return client.do_put(descriptor, CHANGES_SCHEMA, options(timeout=0.5))
+            return client.do_put(descriptor, COMMIT_SCHEMA, options(timeout=0.5))
         writer, reader = client.do_exchange(descriptor, options(timeout=0.5))
         writer.begin(RANGES_SCHEMA if isinstance(command, ScanCommand) else KEYS_SCHEMA)
         return writer, reader
@@ -369,12 +369,12 @@ def test_changes_that_break_off_are_not_committed(served, ending):
     commits = served.host.describe()["commits"]
     client = flight.FlightClient(served.address, generic_options=[("grpc.use_local_subchannel_pool", 1)])
     command = CommitCommand(task(1, 0), {}, OperatorFigures())
-    part = pa.record_batch([pa.array([b"k"]), pa.array([b"part"])], schema=CHANGES_SCHEMA)
+    part = pa.record_batch([pa.array([b"k"]), pa.array([b"part"])], schema=COMMIT_SCHEMA)
     descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
 
     def begun() -> tuple[Any, Any]:
         given = options(timeout=0.3 if "time" in ending else PATIENCE)
-        stream = client.do_put(descriptor, CHANGES_SCHEMA, given)
+        stream = client.do_put(descriptor, COMMIT_SCHEMA, given)
         stream[0].write_with_metadata(part, b"default")
         return stream
 

@@ -96,7 +96,7 @@ def plan_spark(world: World, batch: int) -> None:
 
 
 def get(host: Any, run: str = "run1", p: int = 0, version: int | None = None) -> Any:
-    return host.get_many(run, "op", p, version, pa.array([b"k"])).to_pylist()[0]
+    return host.reads.get_many(run, "op", p, version, pa.array([b"k"])).to_pylist()[0]
 
 
 def test_a_batch_planned_anew_is_never_completed_with_rows_of_the_run_before(tmp_path):
@@ -198,7 +198,7 @@ def start(tmp_path, hosts=1):
 
 
 def held(h):
-    return len(h._instances)
+    return len(h.held.instances)
 
 
 def test_a_run_that_ends_is_unloaded(tmp_path):
@@ -328,13 +328,13 @@ def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
 def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
     """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
     _w, c, (h,) = start(tmp_path)
-    inst = next(iter(h._instances.values()))
+    inst = next(iter(h.held.instances.values()))
     done = c._runs["run1"].announced_by_host["h0"]
     err = []
 
     def go():
         try:
-            h.on_completed(done)
+            h.loading.complete(done)
         except (CoordinatorError, StateStoreError) as e:
             err.append(e)
 
@@ -342,8 +342,8 @@ def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
     t = threading.Thread(target=go)
     t.start()
     time.sleep(0.2)
-    with h._lock:
-        del h._instances[inst.key]
+    with h.held.lock:
+        del h.held.instances[inst.key]
     inst.state.destroy()
     inst.commit_lock.release()
     t.join()
@@ -357,7 +357,7 @@ def test_a_late_grant_does_not_roll_a_partition_back(tmp_path):
     slow = task(1, 0, attempt="speculative")
     go, granted = threading.Event(), threading.Event()
 
-    asked = h._grant
+    asked = h.grants.for_task
 
     def stall(task):
         grant = asked(task)
@@ -366,7 +366,7 @@ def test_a_late_grant_does_not_roll_a_partition_back(tmp_path):
             go.wait()
         return grant
 
-    h._grant = stall
+    h.grants.for_task = stall
     res = []
 
     def run():
@@ -397,7 +397,7 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
     slow = task(1, 0, attempt="old")
     go, granted = threading.Event(), threading.Event()
 
-    asked = h._grant
+    asked = h.grants.for_task
 
     def stall(task):
         grant = asked(task)
@@ -406,7 +406,7 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
             go.wait()
         return grant
 
-    h._grant = stall
+    h.grants.for_task = stall
 
     def open_late():
         with contextlib.suppress(RetiredRunError):
@@ -422,8 +422,8 @@ def test_a_late_grant_of_an_old_run_does_not_unload_the_new_one(tmp_path):
     t.join()
     for _ in range(3):
         h.heartbeat()
-    runs = {i.registration.run_id for i in h._instances.values()}
-    assert runs == {"run2"} and h.report().pending, (runs, h.report().pending)
+    runs = {i.registration.run_id for i in h.held.instances.values()}
+    assert runs == {"run2"} and h.held.report().pending, (runs, h.held.report().pending)
 
 
 def one(tmp_path, n=1):
@@ -464,7 +464,7 @@ def test_what_is_remembered_of_attempts_does_not_grow(tmp_path):
         w.commit_spark(b)
         c.batch_committed("run1", b)
         h.heartbeat()
-    assert len(next(iter(h._instances.values())).invocations) <= 2
+    assert len(next(iter(h.held.instances.values())).invocations) <= 2
 
 
 def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
@@ -486,7 +486,7 @@ def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
         w.commit_spark(b)
         c.batch_committed("run1", b)
         h.heartbeat()
-        for f in h.do_maintenance():
+        for f in h.maintenance.do_maintenance():
             f.result()
         w.now += 2
         c.maintain()
@@ -706,11 +706,11 @@ def test_a_run_without_partitions_here_is_forgotten_when_it_ends(tmp_path):
     w, c, h = one(tmp_path, 1)
     plan_spark(w, 0)
     run_task([h], 0)
-    h._unload(next(iter(h._instances.values())))  # its partition has moved: on_completed does this
+    h.loading.unload(next(iter(h.held.instances.values())))  # its partition has moved: on_completed does this
     c.deactivate_instances("run1")
     for _ in range(3):
         h.heartbeat()
-    left = dict(h._registrations)
+    left = dict(h.held.registrations)
     shutil.rmtree(tmp_path / "ck")  # the user removes the stopped query's checkpoint
     c2 = w.coordinator(0)
     h.port.c = c2  # the coordinator is restarted

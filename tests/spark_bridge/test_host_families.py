@@ -59,22 +59,22 @@ def commit(h: Any, batch: int, families: dict[str, dict[bytes, bytes | None]], p
 
 def scan(h: Any, version: int, family: str, *ranges: tuple[bytes, bytes | None], limit: int | None = None) -> list[Any]:
     command = ScanCommand("run1", "op", 0, version, family, limit)
-    return [tuple(r.values()) for batch in h.scan(command, ranges) for r in batch.to_pylist()]
+    return [tuple(r.values()) for batch in h.reads.scan(command, ranges) for r in batch.to_pylist()]
 
 
 def test_families_are_read_scanned_and_made_when_they_are_first_written(tmp_path):
     w, _, h = start(tmp_path)
     opened = h.open(task(0))
     assert (opened.key_groups, opened.schema, opened.times) == (1024, SCHEMA, None)
-    assert h.get_many("run1", "op", 0, 0, binary(b"k"), "a").to_pylist() == [None]
+    assert h.reads.get_many("run1", "op", 0, 0, binary(b"k"), "a").to_pylist() == [None]
     assert scan(h, 0, "a", (b"", None)) == []
     plan_spark(w, 0)
     commit(h, 0, {"default": {}, "a": {b"k1": b"1", b"k2": b"2", b"k3": b"3"}})
     commit(h, 0, {"default": {}}, p=1)
     w.commit_spark(0)
     opened = h.open(task(1))
-    assert h.get_many("run1", "op", 0, 1, binary(b"k2", b"x"), "a").to_pylist() == [b"2", None]
-    assert h.get_many("run1", "op", 0, 1, binary(b"k2"), "b").to_pylist() == [None]
+    assert h.reads.get_many("run1", "op", 0, 1, binary(b"k2", b"x"), "a").to_pylist() == [b"2", None]
+    assert h.reads.get_many("run1", "op", 0, 1, binary(b"k2"), "b").to_pylist() == [None]
     assert scan(h, 1, "a", (b"k3", None), (b"", b"k2")) == [(b"k3", b"3"), (b"k1", b"1")]
     assert scan(h, 1, "a", (b"", None), limit=2) == [(b"k1", b"1"), (b"k2", b"2")]
     assert scan(h, 1, "a", (b"", b"k2"), (b"k2", None), limit=2) == [(b"k1", b"1"), (b"k2", b"2")]
@@ -135,7 +135,7 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
     access.commit(OperatorFigures())
     initial = {"op": {0: access.entry}}
     assert c.register_query(registration, initial).refusal is None
-    assert h.get_many("run1", "op", 0, None, binary(b"\x00\x00k", b"\x00\x00l"), "a").to_pylist() == [b"1", None]
+    assert h.reads.get_many("run1", "op", 0, None, binary(b"\x00\x00k", b"\x00\x00l"), "a").to_pylist() == [b"1", None]
     plan_spark(w, 0)
 
     def batch(host: Any, number: int, run: str) -> None:
@@ -145,7 +145,7 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
                 given = type(given)(**{**{f: getattr(given, f) for f in given.__struct_fields__}, "operator": name})
                 assert host.open(given).redirect is None
                 if (name, p, number) == ("op", 0, 0):
-                    read = host.get_many(run, "op", 0, 0, binary(b"\x00\x00k", b"\x00\x00l"), "a")
+                    read = host.reads.get_many(run, "op", 0, 0, binary(b"\x00\x00k", b"\x00\x00l"), "a")
                     assert read.to_pylist() == [b"1", None]
                 key = b"\x00\x00new" if p == 0 else b"\x02\x00new"
                 host.commit(given, Changes.of(binary(key), binary(str(number).encode())), {})
@@ -158,7 +158,9 @@ def test_a_query_begins_with_its_initial_state(tmp_path, backend):
     assert c2.register_query(reg_of(w, spec(backend=backend), other, run="run2"), initial).refusal is None
     plan_spark(w, 1)
     batch(h2, 1, "run2")
-    assert h2.get_many("run2", "op", 0, 2 if h2.heartbeat() else None, binary(b"\x00\x00k"), "a").to_pylist() == [b"1"]
+    assert h2.reads.get_many("run2", "op", 0, 2 if h2.heartbeat() else None, binary(b"\x00\x00k"), "a").to_pylist() == [
+        b"1"
+    ]
 
 
 def test_a_first_batch_that_is_repeated_begins_with_the_initial_state_again(tmp_path):
@@ -177,7 +179,7 @@ def test_a_first_batch_that_is_repeated_begins_with_the_initial_state_again(tmp_
     h2 = make_host(w, c2, 0, tmp_path, inc="b")
     assert c2.register_query(reg_of(w, spec(), run="run2")).completed_version == 0
     assert h2.open(task(0, 0, "run2")).version == 0
-    assert h2.get_many("run2", "op", 0, 0, binary(b"\x00\x00k"), "a").to_pylist() == [b"1"]
+    assert h2.reads.get_many("run2", "op", 0, 0, binary(b"\x00\x00k"), "a").to_pylist() == [b"1"]
 
 
 @pytest.mark.parametrize("backend", ["file", "rocksdb"])
@@ -206,6 +208,6 @@ def test_a_query_with_an_initial_state_restarts_with_other_partitions_before_its
             given = task(0, p, "run2")
             given = type(given)(**{**{f: getattr(given, f) for f in given.__struct_fields__}, "operator": name})
             assert h2.open(given).redirect is None
-            scanned = h2.scan(ScanCommand("run2", name, p, 0, "a"), [(b"", None)])
+            scanned = h2.reads.scan(ScanCommand("run2", name, p, 0, "a"), [(b"", None)])
             found += [(name, *row.values()) for batch in scanned for row in batch.to_pylist()]
     assert found == [("op", b"\x00\x00k", b"1")]

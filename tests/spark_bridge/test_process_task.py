@@ -21,19 +21,18 @@ from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
 from spark_bridge.stateful.arrow_processor import (
     ArrowBatch,
-    ArrowLogic,
     ArrowResult,
     ArrowStatefulProcessor,
     ArrowStatefulProcessorHandle,
-    Declaring,
     arrow_processor,
 )
+from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.watermark import EventTime
 from tests.effort import examples

@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient
-from spark_bridge.session.spark_session import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.patience import PATIENCE
 
 from .conftest import Stream, driver_environment, settle, wait_until
@@ -187,10 +187,10 @@ from pathlib import Path
 import ray
 from pyspark.sql import SparkSession
 from backends import StateStoreConf
-from coordinator_actor.coordinator import CoordinatorConf
+from coordinator_actor.coordinator_conf import CoordinatorConf
 from spark_bridge import attach, stop_spark
 from spark_bridge.session.java import ensure_java
-from spark_bridge.session.spark_session import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.spark_bridge.conftest import Stream, settle
 from tests.spark_bridge.test_savepoint import SCHEMA, Flow
 

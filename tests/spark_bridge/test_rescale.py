@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient, rebalance
-from spark_bridge.session.spark_session import current_cluster
+from spark_bridge.session.current import current_cluster
 
 from .conftest import Stream, settle, wait_until
 from .test_recovery import Driver

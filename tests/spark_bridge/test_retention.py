@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from spark_bridge import QueryableStateClient
-from spark_bridge.session.spark_session import current_cluster
+from spark_bridge.session.current import current_cluster
 
 from .conftest import Stream, settle, wait_until
 from .test_failures import Totals, start

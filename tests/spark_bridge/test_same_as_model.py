@@ -18,7 +18,7 @@ from spark_bridge.stateful.process_task import InitialStateLogic, ProcessLogic
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.task_input import TaskInput
-from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.watermark import EventTime
 from tests.effort import effort
 

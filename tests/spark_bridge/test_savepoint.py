@@ -40,7 +40,7 @@ from spark_bridge import (
     trigger_savepoint,
 )
 from spark_bridge import functions as S
-from spark_bridge.session.spark_session import current_cluster
+from spark_bridge.session.current import current_cluster
 from tests.patience import HANG, PATIENCE
 
 from .conftest import Stream, remove_checkpoint, settle, wait_until

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import encode_keys
-from spark_bridge.task.sorted_runs import Limits, RowSorter, RowStep, with_keys
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
+from spark_bridge.task.output_spool import Spool
 from tests.effort import examples
 
 KEYS = pa.schema([("k", pa.string())])

@@ -18,7 +18,7 @@ from backends.exceptions import InvalidStateStoreArgument, MissingFileError, Ver
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.outputs import Output
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.state_data import state_tables
 from spark_bridge.state_data.state_tables import (

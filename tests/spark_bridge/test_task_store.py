@@ -21,10 +21,11 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.task import task_store as task_client
+from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.task.state_task import StateTask, partitions_of
-from spark_bridge.task.task_store import Endpoints, TaskStore
-from spark_bridge.transport.protocol import Opened
+from spark_bridge.task.task_store import TaskStore
+from spark_bridge.transport.protocol import OpenReply
 from tests.coordinator_actor.test_coordinator import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.test_host import make_host, task
@@ -187,7 +188,7 @@ def test_a_get_that_opens_finds_the_new_owner(
     # A host that is asked and is not the owner names whoever is.
     asked = Served(world, c, "c", tmp_path)
     served.append(asked)
-    asked.host.open = lambda task: Opened(successor.address, 1)
+    asked.host.open = lambda task: OpenReply(successor.address, 1)
     task_client._owners[("run1", "op", 1)] = (asked.address, "token")
     calls = calls_of(asked, monkeypatch)
     other = unopened(served, 1, 1)
@@ -242,14 +243,14 @@ def test_a_host_that_is_lost_between_open_and_get_is_asked_anew(
         held.commit(OperatorFigures())
     world.commit_spark(0)
     write_offsets(world, 1, 0, 2000)
-    gets, left = served[0].host.get_many, [lost]
+    gets, left = served[0].host.reads.get_many, [lost]
 
     def losing(*args: Any) -> Any:
         if left:
             raise left.pop()
         return gets(*args)
 
-    monkeypatch.setattr(served[0].host, "get_many", losing)
+    monkeypatch.setattr(served[0].host.reads, "get_many", losing)
     calls = calls_of(served[0], monkeypatch)
     again = unopened(served, 1)
     assert again.get_many(keys, "a").to_pylist() == keys.to_pylist()
@@ -315,7 +316,7 @@ def test_a_scan_goes_on_where_a_host_has_died(
     write_offsets(world, 1, 0, 2000)
     again = store(served, 1)
 
-    scan, died = served[0].host.scan, []
+    scan, died = served[0].host.reads.scan, []
 
     def dying(command: Any, ranges: Any) -> Iterator[pa.RecordBatch]:
         for batch in scan(command, ranges):
@@ -323,7 +324,7 @@ def test_a_scan_goes_on_where_a_host_has_died(
             died.append(True)
             raise HostUnavailableError("gone")
 
-    monkeypatch.setattr(served[0].host, "scan", dying)
+    monkeypatch.setattr(served[0].host.reads, "scan", dying)
     successor = Served(world, c, "b", tmp_path)
     again._endpoints = Endpoints((served[0].address, successor.address), "token", "", PATIENCE)
     served.append(successor)
@@ -356,7 +357,7 @@ def test_a_scan_that_is_left_early_is_not_read_to_its_end(
             sent.append(len(keys))
             yield pa.RecordBatch.from_arrays([keys, keys], schema=PAIRS_SCHEMA)
 
-    monkeypatch.setattr(served[0].host, "scan", endless)
+    monkeypatch.setattr(served[0].host.reads, "scan", endless)
     scanned = store(served, 0).scan([(b"", None)], "a")
     next(scanned)
     scanned.close()
@@ -383,7 +384,7 @@ def test_a_scan_that_never_succeeds_gives_up_after_the_time_allowed(
         return now[0]
 
     monkeypatch.setattr(task_client, "time", SimpleNamespace(monotonic=wait, sleep=wait))
-    monkeypatch.setattr(served[0].host, "scan", failing)
+    monkeypatch.setattr(served[0].host.reads, "scan", failing)
     with pytest.raises(HostUnavailableError, match=r"within 1 s.*always"):
         list(store(served, 0, timeout=0.6).scan([(b"", None)], "a"))
     assert 2 <= len(calls) < 50

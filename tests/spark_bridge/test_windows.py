@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.outputs import Output
-from spark_bridge.operators.aggregate import session_windows
-from spark_bridge.operators.aggregate.session_windows import SessionLogic, joined_sessions
+from spark_bridge.operators.aggregate import session_task
+from spark_bridge.operators.aggregate.session_task import SessionLogic
+from spark_bridge.operators.aggregate.session_windows import joined_sessions
 from spark_bridge.operators.windows import SessionWindow, Window, session_window, window
 from spark_bridge.state_format.families import ENDS_FAMILY
 from spark_bridge.state_format.layouts import session_schema
-from spark_bridge.task.sorted_runs import Limits
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.watermark import between
 from tests.effort import examples
 
@@ -130,7 +131,7 @@ def test_sessions_without_a_watermark_stay_for_good(batches: list[list[Row]], mo
 @pytest.mark.parametrize("mode", ["append", "complete"])
 @pytest.mark.parametrize("limits", [None, Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)])
 def test_many_sessions_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_windows, "KEYS_PER_STEP", 5)
+    monkeypatch.setattr(session_task, "KEYS_PER_STEP", 5)
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)
     batches = [[(f"k{i % 37}", base + i * 7 % 60, 3 + i % 5, i) for i in range(400)] for base in (0, 50, 300)]
     check(run_of(mode, 2, limits=limits), Model(mode), batches, 100)

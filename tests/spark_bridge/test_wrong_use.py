@@ -11,11 +11,11 @@ import pytest
 from pyspark.sql import DataFrame
 
 from backends.formats.sealed import seal, unseal
-from coordinator_actor.manifests import QueryFile
+from coordinator_actor.durable.manifests import QueryFile
 from spark_bridge import aggregate, attach, init_spark
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError, SessionError
-from spark_bridge.session.spark_session import current_cluster
+from spark_bridge.session.current import current_cluster
 
 from .conftest import Stream, remove_checkpoint
 

@@ -1,4 +1,4 @@
-"""The work of an ``aggregate`` operator in a state task: columns in, columns out."""
+"""The work of ``aggregate`` without session windows in a state task: columns in, columns out."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from backends.encoding.sorted_pairs import SortedPairs
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.row_groups import group_rows
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, StepSize, empty, parts_of, scanned
-from spark_bridge.task.sorted_runs import Limits
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, all_keys, between, late_rows_removed
 
 FIXED_KEYS_PER_STEP = 1 << 18
 KEYS_PER_STEP = 1 << 14
-"""Keys whose states are read and written at once, to begin with: with states of fixed width, and of any."""
+"""Keys whose states are read and written at once, to begin with: where all states have a fixed width, and elsewhere."""
 NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
 
 
@@ -33,10 +33,10 @@ NO_KEYS: pa.BinaryArray = pa.array([], pa.binary())
 class AggregateLogic:
     """Running aggregates by key.
 
-    ``schema`` has the stored keys, whose first column is that of ``event_time``, if any, and the aggregator's states.
-    ``output_mode`` "update" emits every key touched in the batch, "append" keys that are done, "complete" all keys.
-    Keys that are done go from the state, except in "complete". ``is_partial``: the rows are partial results already.
-    Spark's counterpart is ``StateStoreSaveExec``.
+    ``schema`` has the stored keys, whose first column is that of ``event_time`` if there is one, and the aggregator's
+    states. ``output_mode`` "update" emits every key that the batch touched, "append" the keys that are done (whose
+    event time the watermark has passed), "complete" all keys. Keys that are done are removed from the state, except in
+    "complete". ``is_partial`` says that the rows are partial results. Spark's counterpart is ``StateStoreSaveExec``.
     """
 
     schema: StateSchema
@@ -50,8 +50,8 @@ class AggregateLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Aggregate the rows, merge with the old states of their keys, commit, and give the results."""
-        work = _Work(self, store, timer)
+        """Aggregate the rows, merge them with the stored states of their keys, commit, and yield the results."""
+        work = _AggregateBatch(self, store, timer)
         with RowReducer(
             self.schema.key, store.num_key_groups, empty(self.aggregator.state_schema), self._reduce, self.limits
         ) as reducer:
@@ -64,7 +64,7 @@ class AggregateLogic:
                 yield from spool.batches()
 
     def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
-        """The states of the rows of each key."""
+        """Return the states of the rows of each key."""
         groups = group_rows(rows, self.schema.key, num_key_groups)
         if self.is_partial:
             rows = rows.select(self.aggregator.state_schema.names)
@@ -77,23 +77,23 @@ class AggregateLogic:
         return np.arange(num_keys), self.aggregator.merge(ids, num_keys, states)
 
 
-class _Work:
-    """One batch of one partition."""
+class _AggregateBatch:
+    """One micro-batch of one partition."""
 
     def __init__(self, logic: AggregateLogic, store: StateAccess, timer: StepTimer) -> None:
         self._logic = logic
         self._store = store
         self._timer = timer
-        # Without event time nothing is ever late or done, and with all keys in the output nothing goes.
+        # Without event time, nothing is ever late or done; in "complete", nothing is removed.
         self._event_time = logic.event_time if logic.output_mode != "complete" else None
         self._rows = self._late = self._updated = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """What was done to the state."""
+        """Return what was done to the state."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
-        """Aggregate rows."""
+        """Aggregate the rows that are not late."""
         if self._event_time is not None:
             rows, late = late_rows_removed(rows, self._event_time, self._store.times.late_watermark_ms)
             self._late += late
@@ -102,7 +102,7 @@ class _Work:
             reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
 
     def merge(self, reducer: RowReducer, spool: Spool) -> None:
-        """Merge what was aggregated into the state, and what is to be emitted into the spool."""
+        """Merge the new states into the state, and put the rows to emit into the spool."""
         is_fixed = all(fixed_dtype(f.type) is not None for f in self._logic.aggregator.state_schema)
         size = StepSize(FIXED_KEYS_PER_STEP if is_fixed else KEYS_PER_STEP)
         ranges, behind = self._ranges_to_visit(), None
@@ -121,16 +121,16 @@ class _Work:
             self._visit(between(ranges, behind, None), NO_KEYS, spool)
 
     def _ranges_to_visit(self) -> list[KeyRange]:
-        """Where the state has keys that must be emitted or removed though the batch does not touch them."""
+        """Return where the state has keys that must be emitted or removed though the batch does not touch them."""
         if self._logic.output_mode == "complete":
             return all_keys(self._store.key_groups)
         times = self._store.times if self._event_time is not None else None
         if self._event_time is None or times is None or times.watermark_ms <= times.late_watermark_ms:
-            return []  # what the last watermark has done is gone already
+            return []  # the last batch has removed what this watermark has done
         return self._event_time.done_ranges(self._store.key_groups, times.watermark_ms)
 
     def _merge_step(self, keys: pa.BinaryArray, states: pa.RecordBatch, spool: Spool) -> int:
-        """Merge the states of keys into the stored ones; returns the bytes that both take."""
+        """Merge the new states of keys into the stored states; return the bytes that both take."""
         logic, store = self._logic, self._store
         self._timer.step("merge_ms")
         old = store.get_many(keys)
@@ -151,7 +151,7 @@ class _Work:
             stays = pc.invert(is_done)
             store.stage(keys.filter(stays), logic.schema.encode_values(states.filter(stays)))
             self._remove(keys.filter(pc.and_(is_done, present)))
-            # As in Spark, what comes and goes in one batch counts both as updated and as removed.
+            # As in Spark, a key that comes and goes in one batch counts both as updated and as removed.
             self._removed += int(np.count_nonzero(done & ~np.asarray(present)))
         if logic.output_mode == "update":
             spool.add(self._output(keys, states))
@@ -160,7 +160,7 @@ class _Work:
         return int(old.nbytes + states.nbytes)
 
     def _visit(self, ranges: list[KeyRange], touched: pa.BinaryArray, spool: Spool) -> None:
-        """Emit, and if they are done remove, the stored keys that are not among those touched."""
+        """Emit the stored keys of some ranges that are not among ``touched``, and remove those that are done."""
         logic = self._logic
         pairs_touched = SortedPairs(touched, touched)
         for pairs in scanned(self._store, ranges):

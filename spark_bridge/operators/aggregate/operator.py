@@ -7,40 +7,32 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import pyarrow as pa
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from backends.encoding.key_groups import DEFAULT_KEY_GROUPS
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
-from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.functions import AggregateFunction
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.columns import output_of
+from spark_bridge.operators.aggregate.output_columns import output_of
 from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahead
-from spark_bridge.operators.aggregate.session_windows import SessionLogic
-from spark_bridge.operators.declared import check_operator_name, declare
-from spark_bridge.operators.input import (
-    KEY_GROUPS_CONF,
-    check_keys,
-    columns_of,
-    event_time_of,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
-    routed,
-    watermark_columns,
-)
-from spark_bridge.operators.types import arrow_type
+from spark_bridge.operators.aggregate.session_task import SessionLogic
+from spark_bridge.operators.conf import key_group_count, partition_count
+from spark_bridge.operators.declared_operators import check_operator_name, declare
+from spark_bridge.operators.key_columns import check_keys
+from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.operators.partitioning import quote, routed
+from spark_bridge.operators.spark_types import arrow_type, spark_struct
+from spark_bridge.operators.ticks import with_ticks
+from spark_bridge.operators.watermark_columns import event_time_of, watermark_columns
 from spark_bridge.operators.windows import SessionWindow, Window, microseconds
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.state_task import StateTask
-
-__all__ = ["DEFAULT_KEY_GROUPS", "KEY_GROUPS_CONF", "aggregate"]
 
 OUTPUT_MODES = ("update", "append", "complete")
 GroupingKey: TypeAlias = str | Window | SessionWindow
@@ -56,24 +48,30 @@ def aggregate(
     partial_aggregation: bool | None = None,
     **aggregations: AggregateFunction,
 ) -> DataFrame:
-    """Keep running aggregates of a stream by key, in the state store.
+    """Keep running aggregates of a stream by key; the state is in the state store.
 
-    ``df`` is a streaming DataFrame, ``by`` its key column or columns (nulls are a key of their own), among them at most
-    one ``window(...)`` or ``session_window(...)`` of ``spark_bridge.functions``. ``operator`` is the name of this state in
-    the checkpoint and in queries. Each other keyword names an output column and gives its function. The result has the
-    keys (windows as Spark names them) and the outputs, and goes to any sink with ``outputMode("append")`` or
+    The counterpart in Spark is ``df.groupBy(...).agg(...)`` on a stream. The result is an ordinary streaming DataFrame
+    with the keys (windows as Spark names them) and the outputs. It goes to any sink with ``outputMode("append")`` or
     ``("update")``.
 
-    ``output_mode`` says what each micro-batch emits: "update" one row per key touched (of sessions, those that rows
-    of the batch belong to), "append" each window once it is closed, "complete" all keys. With a watermark on the event
-    time, late rows are dropped and closed windows go from the state, as in Spark; in "complete" they stay.
+    Arguments:
 
-    ``num_partitions`` is the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``; it stays
-    with the checkpoint. ``partial_aggregation=True`` aggregates before the shuffle as well: it pays where few keys have most
-    of the rows, or the network is slow; else the second pass through Python costs more than it saves (the default).
+    - ``df``: a streaming DataFrame.
+    - ``by``: the key column or columns; nulls are a key of their own. One of the keys may be a ``window(...)`` or a
+      ``session_window(...)`` of ``spark_bridge.functions``.
+    - ``operator``: the name of this state in the checkpoint and in queries.
+    - ``output_mode``: which rows a micro-batch emits. "update": one row per key that the batch touched (of sessions,
+      those that rows of the batch belong to). "append": each window once, when the watermark closes it. "complete": all
+      keys. With a watermark on the event time, late rows are dropped, and closed windows are removed from the state, as
+      in Spark; in "complete" they stay.
+    - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
+      number stays with the checkpoint.
+    - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays where few keys have
+      most of the rows, or where the network is slow; elsewhere the second pass through Python costs more than it saves,
+      which is why the default is not to.
+    - every other keyword names an output column and gives its function, such as ``n=S.count()``.
 
-    Raises ``InvalidOperatorError`` for whatever the DataFrame shows to be wrong. The counterpart in
-    Spark is ``groupBy(...).agg(...)`` on a stream.
+    Raises ``InvalidOperatorError`` for everything that the DataFrame and the arguments show to be wrong.
     """
     _check_arguments(df, aggregations, output_mode)
     keys = _keys_of(by)
@@ -86,8 +84,6 @@ def aggregate(
     _check_keys(df, keys, aggregator)
 
     if output_mode == "append" and marked:
-        from spark_bridge.operators.ticks import with_ticks
-
         df = with_ticks(df)
     rows = _windowed(df, keys, aggregator)
     try:
@@ -102,32 +98,34 @@ def aggregate(
     if partial_aggregation:
         if isinstance(logic, SessionLogic):
             raise InvalidOperatorError(
-                "partial_aggregation=True does not go with session windows: which rows are late is known only where the "
-                "state is, and a late row may join two sessions. Leave it out."
+                "partial_aggregation=True does not go with session windows: which rows are late is known only where "
+                "the state is, and a late row may join two sessions. Leave it out."
             )
         prepared = aggregated_ahead(prepared, logic)
         logic = replace(logic, is_partial=True)
     task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time)
-    output = T.StructType([*(rows.schema[k] for k in keys.names), *_result_fields(aggregator)])
+    output = T.StructType(
+        [*(rows.schema[k] for k in keys.names), *spark_struct(pa.schema(aggregator.result_fields)).fields]
+    )
     return map_in_arrow(routed(prepared, stored, partitions, key_groups), task, declare(spec), output)
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """Grouping keys in the user's order, and the window among them, if any."""
+    """Grouping keys in the user's order, and the window among them, if there is one."""
 
     names: tuple[str, ...]
     window: Window | SessionWindow | None
 
     @property
     def columns(self) -> list[str]:
-        """Those that are columns of the DataFrame."""
+        """Return the keys that are columns of the DataFrame."""
         return [n for n in self.names if self.window is None or n != self.window.name]
 
 
 @dataclass(frozen=True)
 class _Declared:
-    """What is kept, by which stored key columns, and how it is worked on."""
+    """What the operator keeps: its kind, its schema, the key columns in stored order, and the logic of its tasks."""
 
     kind: str
     schema: OperatorSchema
@@ -146,7 +144,8 @@ def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
     for key in given:
         if not isinstance(key, (str, Window, SessionWindow)):
             raise InvalidOperatorError(
-                f"by={key!r} is no key; give column names, S.window(...) or S.session_window(...) of spark_bridge.functions."
+                f"by={key!r} is no key; give column names, S.window(...) or S.session_window(...) of "
+                "spark_bridge.functions."
             )
     return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
 
@@ -159,8 +158,8 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
         )
     if output_mode not in OUTPUT_MODES:
         raise InvalidOperatorError(
-            f'output_mode={output_mode!r} is none of aggregate\'s: "update" (keys touched in the batch), "append" (windows '
-            'when they close), "complete" (all keys).'
+            f'output_mode={output_mode!r} is none of aggregate\'s: "update" (keys touched in the batch), "append" '
+            '(windows when they close), "complete" (all keys).'
         )
     if not aggregations:
         raise InvalidOperatorError("aggregate needs at least one output, for instance n=S.count().")
@@ -190,11 +189,15 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 
 
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
-    """The columns needed, and the windows of each row: a row for each window that it lies in."""
+    """Return the columns that are needed, and the window of each row: a row for each window that a row lies in."""
     inputs = list(dict.fromkeys([*keys.columns, *aggregator.inputs]))
     if keys.window is None:
-        return df.select(*columns_of(df, inputs))
-    return df.select(keys.window.column(), *columns_of(df, inputs))
+        return df.select(*_columns(inputs))
+    return df.select(keys.window.column(), *_columns(inputs))
+
+
+def _columns(names: Sequence[str]) -> list[Column]:
+    return [F.col(quote(name)) for name in names]
 
 
 def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
@@ -203,8 +206,8 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     event_time = event_time_of(rows.schema, keys.names)
     if output_mode == "append" and event_time is None:
         raise InvalidOperatorError(
-            'output_mode="append" emits a window when the watermark closes it, and no key has a watermark: put withWatermark '
-            "on the DataFrame, and a window of that column, or the column itself, into by=."
+            'output_mode="append" emits a window when the watermark closes it, and no key has a watermark: put '
+            "withWatermark on the DataFrame, and a window of that column, or the column itself, into by=."
         )
     if isinstance(keys.window, SessionWindow):
         window = keys.window.name
@@ -222,11 +225,3 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     uses_time = event_time is not None and output_mode != "complete"
     rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time)
     return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time)
-
-
-def _result_fields(aggregator: Aggregator) -> list[T.StructField]:
-    fields = [
-        {"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}}
-        for f in aggregator.result_fields
-    ]
-    return list(T.StructType.fromJson({"type": "struct", "fields": fields}).fields)

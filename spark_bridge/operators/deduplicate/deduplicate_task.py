@@ -1,4 +1,4 @@
-"""The work of a ``deduplicate`` operator in a state task: of rows with one key, only the first of all goes through."""
+"""The work of ``deduplicate`` in a state task: of the rows with one key, only the first row of all goes through."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from spark_bridge.aggregates.row_groups import group_rows
 from spark_bridge.state_format.families import EXPIRY_FAMILY
 from spark_bridge.state_format.layouts import EXPIRES_AT, is_present
 from spark_bridge.state_format.stored_keys import by_expiry, without_expiry
+from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import Ids, KeyedRows, RowReducer, parts_of, scanned
-from spark_bridge.task.sorted_runs import Limits
-from spark_bridge.task.spool import Spool
+from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess
-from spark_bridge.task.state_task import StepTimer
+from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime, late_rows_removed
 
 KEYS_PER_STEP = 1 << 18
+"""Keys that are looked up at once."""
 _GREATEST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
 class DeduplicateLogic:
-    """The first row of each key: the one of the least event time, if there is any, and of these the least by content.
+    """The first row of each key: the row with the least event time, if there is one; of several, the least by content.
 
-    ``columns`` are those of the output, ``compared`` those that can tell rows of the same time apart. ``event_time`` is the
-    column that makes rows late. Keys go from the state when the watermark passes ``key_time``, which is their first
-    column, or ``within_us`` after the event time of their first row. Spark's counterparts are ``StreamingDeduplicateExec``
-    and ``StreamingDeduplicateWithinWatermarkExec``.
+    ``columns`` are the columns of the output. ``compared`` are the columns by which rows with the same time are
+    compared, so that the result does not depend on the order in which rows come. ``event_time`` is the column that
+    makes rows late. A key is removed from the state when the watermark passes ``key_time``, which is the key's first
+    column, or ``within_us`` (microseconds) after the event time of the key's first row. Spark's counterparts are
+    ``StreamingDeduplicateExec`` and ``StreamingDeduplicateWithinWatermarkExec``.
     """
 
     schema: OperatorSchema
@@ -51,8 +53,8 @@ class DeduplicateLogic:
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Find the first row of each key, leave those out whose key is in the state, commit, and give the others."""
-        work = _Work(self, store, timer)
+        """Find the first row of each key, drop the rows whose key is in the state, commit, and yield the others."""
+        work = _DeduplicateBatch(self, store, timer)
         parts = parts_of(batches, timer, "deduplicate_ms")
         first = next(parts, None)
         if first is None:
@@ -79,12 +81,12 @@ class DeduplicateLogic:
         return self.schema.families[DEFAULT_FAMILY].key
 
     def by_key(self, rows: pa.RecordBatch, num_key_groups: int) -> KeyedRows:
-        """The first of the rows of each key."""
+        """Return the first of the rows of each key."""
         groups = group_rows(rows, self._keys, num_key_groups)
         return KeyedRows(groups.keys, *self.first_rows(groups.ids, len(groups.keys), rows.select(list(self.columns))))
 
     def first_rows(self, ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
-        """One row for each of the ids, all of which occur."""
+        """Return one row for each id; every id from 0 to ``num_keys - 1`` occurs."""
         chosen = np.arange(len(ids))
         if self.event_time is not None and len(chosen) > num_keys:
             times = self.event_time.times(rows).fill_null(_GREATEST).to_numpy()
@@ -95,7 +97,7 @@ class DeduplicateLogic:
             column = plain(rows.column(name).take(pa.array(chosen)))
             codes, mask = order_codes(column), null_mask(column)
             if mask is not None:
-                # A null is less than any value.
+                # A null is less than any value, as in Spark.
                 kept = least(ids[chosen], num_keys, (~mask).astype(np.int64))
                 chosen, codes = chosen[kept], np.where(mask, 0, codes)[kept]
             chosen = chosen[least(ids[chosen], num_keys, codes)]
@@ -105,14 +107,14 @@ class DeduplicateLogic:
 
 
 def least(ids: Ids, num_keys: int, values: npt.NDArray[np.int64]) -> Ids:
-    """The rows that have the least value of their id."""
+    """Return the rows that have the least value of their id."""
     best = np.full(num_keys, _GREATEST)
     np.minimum.at(best, ids, values)
     return np.flatnonzero(values == best[ids])
 
 
-class _Work:
-    """One batch of one partition."""
+class _DeduplicateBatch:
+    """One micro-batch of one partition."""
 
     def __init__(self, logic: DeduplicateLogic, store: StateAccess, timer: StepTimer) -> None:
         self._logic = logic
@@ -121,12 +123,12 @@ class _Work:
         self._rows = self._late = self._new = self._removed = 0
 
     def figures(self) -> OperatorFigures:
-        """What was done to the state."""
+        """Return what was done to the state."""
         duplicates = {"num_dropped_duplicate_rows": float(self._rows - self._new)}
         return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
-        """Take rows that are not late."""
+        """Take the rows that are not late."""
         if self._logic.event_time is not None:
             rows, late = late_rows_removed(rows, self._logic.event_time, self._store.times.late_watermark_ms)
             self._late += late
@@ -135,7 +137,7 @@ class _Work:
             reducer.add(self._logic.by_key(rows, self._store.num_key_groups))
 
     def pass_new(self, part: KeyedRows, spool: Spool) -> None:
-        """Let the rows through whose key is not in the state, and remember their keys."""
+        """Put the rows whose key is not in the state into the spool, and remember their keys."""
         self._timer.step("merge_ms")
         is_new = self._store.get_many(part.keys).is_null()
         self._timer.step("get_ms")
@@ -146,19 +148,19 @@ class _Work:
             self._remember(keys)
         else:
             assert self._logic.event_time is not None
-            # As in Spark, no time counts as 1970.
+            # As in Spark, a row without time counts as of 1970.
             self._remember_until(
                 keys, self._logic.event_time.times(rows).fill_null(0).to_numpy() + self._logic.within_us
             )
 
     def evict(self) -> None:
-        """Forget keys that the watermark has passed."""
+        """Remove the keys that the watermark has passed."""
         logic, store = self._logic, self._store
         if logic.key_time is None and logic.within_us is None:
             return
         times = store.times
         if times.watermark_ms <= times.late_watermark_ms:
-            return  # what the last watermark has passed is gone already
+            return  # the last batch has removed the keys that this watermark has passed
         column = logic.key_time or EventTime(EXPIRES_AT)
         ranges = column.done_ranges(store.key_groups, times.watermark_ms)
         family = DEFAULT_FAMILY if logic.within_us is None else EXPIRY_FAMILY

@@ -1,4 +1,4 @@
-"""``deduplicate``: of rows with one key, only the first goes through, as an ordinary streaming DataFrame."""
+"""``deduplicate``: of the rows with one key, only the first goes through, as an ordinary streaming DataFrame."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from pyspark.sql import DataFrame
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.declared import check_operator_name, declare
+from spark_bridge.operators.conf import key_group_count, partition_count
+from spark_bridge.operators.declared_operators import check_operator_name, declare
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
-from spark_bridge.operators.input import (
-    check_keys,
-    event_time_of,
-    key_group_count,
-    map_in_arrow,
-    partition_count,
-    routed,
-)
-from spark_bridge.operators.types import arrow_type, is_ordered
+from spark_bridge.operators.key_columns import check_keys
+from spark_bridge.operators.map_in_arrow import map_in_arrow
+from spark_bridge.operators.partitioning import routed
+from spark_bridge.operators.spark_types import arrow_type, is_ordered
+from spark_bridge.operators.watermark_columns import event_time_of
 from spark_bridge.operators.windows import microseconds
 from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.task.state_task import StateTask
@@ -34,22 +31,29 @@ def deduplicate(
     within: str | None = None,
     num_partitions: int | None = None,
 ) -> DataFrame:
-    """Drop the rows of a stream whose key has come before; what is left has all columns.
+    """Drop the rows of a stream whose key has come before; the other rows keep all their columns.
 
-    ``by`` is the key column or columns, ``operator`` the name of this state in the checkpoint and in queries. Of the rows
-    of one key in a batch, the one of the least event time goes through. Late rows are dropped where there is a watermark.
+    The counterparts in Spark are ``dropDuplicates`` and, with ``within``, ``dropDuplicatesWithinWatermark``.
 
-    Keys are remembered for good, as by Spark's ``dropDuplicates``; if the watermark column is among them, until the
-    watermark passes it. With ``within``, a duration such as ``"10 minutes"``, a key is forgotten that long after the
-    event time of its first row; with the delay of the watermark this is Spark's ``dropDuplicatesWithinWatermark``.
+    Arguments:
 
-    ``num_partitions`` is the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``; it stays
-    with the checkpoint. Raises ``InvalidOperatorError`` for whatever the DataFrame shows to be wrong.
+    - ``df``: a streaming DataFrame. Where it has a watermark, late rows are dropped.
+    - ``by``: the key column or columns. Of the rows that have one key in a batch, the one with the least event time
+      goes through.
+    - ``operator``: the name of this state in the checkpoint and in queries.
+    - ``within``: a duration such as ``"10 minutes"``; a key is forgotten that long after the event time of its first
+      row. With the delay of the watermark this is ``dropDuplicatesWithinWatermark``. Without ``within``, keys are
+      remembered for good, or, if the watermark column is one of them, until the watermark passes it.
+    - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
+      number stays with the checkpoint.
+
+    Raises ``InvalidOperatorError`` for everything that the DataFrame and the arguments show to be wrong.
     """
     keys = [by] if isinstance(by, str) else list(by)
     if not df.isStreaming:
         raise InvalidOperatorError(
-            "deduplicate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use df.dropDuplicates(...)."
+            "deduplicate takes a streaming DataFrame (spark.readStream); for a batch DataFrame use "
+            "df.dropDuplicates(...)."
         )
     check_keys(df.schema, keys)
     if len(set(df.columns)) != len(df.columns):
@@ -62,7 +66,8 @@ def deduplicate(
     if within is not None:
         if event_time is None or event_time.is_window:
             raise InvalidOperatorError(
-                f"within={within!r} counts from the event time of a key's first row: put withWatermark on a time column first."
+                f"within={within!r} counts from the event time of a key's first row: put withWatermark on a time "
+                "column first."
             )
         within_us = microseconds(df.sparkSession, within)
         if within_us < 0:

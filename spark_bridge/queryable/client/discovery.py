@@ -6,12 +6,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from backends.decoders import json_decoder
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import OperatorLocation, RunningOperator
+from coordinator_actor.messages import OperatorLocation
+from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import (
     EnvironmentProblemError,
     HostUnavailableError,
@@ -20,9 +19,6 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import Locate, Located
-from spark_bridge.transport.error_codec import rebuilt_error
-
-T = TypeVar("T")
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
@@ -82,23 +78,13 @@ def addresses_in(location: OperatorLocation) -> list[str]:
     return list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
 
 
-class Coordinator(Protocol):
-    """What a client asks the coordinator itself."""
-
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Where an operator's partitions are."""
-
-    def operators(self) -> tuple[RunningOperator, ...]:
-        """The operators of all running queries."""
-
-
 class CoordinatorEntry:
     """The coordinator; hosts are those that it has named.
 
     ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within`` gives one that takes so many seconds, for who has fewer.
     """
 
-    def __init__(self, coordinator: Coordinator, within: Callable[[float], Coordinator] | None = None) -> None:
+    def __init__(self, coordinator: CoordinatorPort, within: Callable[[float], CoordinatorPort] | None = None) -> None:
         self._coordinator = coordinator
         self._within = within
         self._addresses: list[str] = []
@@ -111,14 +97,14 @@ class CoordinatorEntry:
             if left <= 0:
                 raise HostUnavailableError("There was no time left to ask the coordinator.")
             coordinator = self._within(left)
-        location = _as_ours(lambda: coordinator.locate(operator, query))
+        location = coordinator.locate(operator, query)
         self._addresses = addresses_in(location) or self._addresses
         return location
 
     def proxy(self) -> str:
         """See ``Entry``. Raises ``QueryableStateError`` if no query runs: then there is nobody to ask."""
         if not self._addresses:
-            running = _as_ours(self._coordinator.operators)
+            running = self._coordinator.operators()
             if not running:
                 raise NobodyError("No query with state is running.")
             self.locate(running[0].operator.name, running[0].run_id, math.inf)
@@ -134,14 +120,6 @@ class CoordinatorEntry:
 
 class NobodyError(QueryableStateError):
     """No query is running, so that there is no host that could be asked."""
-
-
-def _as_ours(call: Callable[[], T]) -> T:
-    """The coordinator's errors as those that a host would have passed on."""
-    try:
-        return call()
-    except (CoordinatorError, StateStoreError) as error:
-        raise rebuilt_error(type(error).__name__, str(error)) from error
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
@@ -179,7 +157,7 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
             "Without an address the coordinator is found by Ray, which is not installed here. Give address= and token=, or set "
             f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
         ) from error
-    from spark_bridge.host_actor.actor import RayCoordinatorPort
+    from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 
     if not ray.is_initialized():
         try:
@@ -189,6 +167,6 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
                 f"No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give address= and "
                 f"token=. Ray says: {error}"
             ) from error
-    token: str = RayCoordinatorPort(namespace, coordinator_name, timeout).call("token")
+    token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, COORDINATOR_SECONDS))
     return CoordinatorEntry(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token

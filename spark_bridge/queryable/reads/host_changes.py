@@ -27,8 +27,8 @@ from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import state_reader
+from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError
-from coordinator_actor.manifests import ManifestLog
 from coordinator_actor.state_reader import LOOKS, ChangedPairs, Piece, StatePlace, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError
 from spark_bridge.host.host import Host
@@ -75,8 +75,8 @@ class HostChanges:
         self._lock = threading.RLock()  # a stream that nobody has any more may be released by any allocation
         self._manifests: dict[str, _Manifests] = {}
         self._followers: dict[PieceKey, list[_Follower]] = {}
-        host.on_run_ended(self._drop)
-        host.on_maintenance(self.release_idle)
+        host.held.on_run_ended(self._drop)
+        host.maintenance.on_maintenance(self.release_idle)
 
     def read(
         self,
@@ -94,7 +94,7 @@ class HostChanges:
         """
         if after > until:
             raise RequestError(f"Changes behind version {after} up to version {until}: there can be none.")
-        noted = self._host.completed_version(plan.run_id, until, self._wait)
+        noted = self._host.version_requests.completed_version(plan.run_id, until, self._wait)
         if noted is None or noted.version < until:
             there = "none is known" if noted is None else f"version {noted.version} is the last one that is"
             raise StateVersionError(f"Version {until} of operator {plan.operator!r} is not completed; {there}.")
@@ -132,7 +132,7 @@ class HostChanges:
         with self._lock:
             held = self._manifests.get(plan.run_id)
             if held is None:
-                log = ManifestLog(self._host.open_storage(place.state_location, place.options), "reader")
+                log = ManifestLog(self._host.files.open_storage(place.state_location, place.options), "reader")
                 held = self._manifests[plan.run_id] = _Manifests(log, self._clock())
             held.used = self._clock()
         with held.lock:
@@ -146,7 +146,7 @@ class HostChanges:
                     if look + 1 == LOOKS:
                         raise
             held.log.forget({m.id for m in chain.values()})
-            newest = held.log.newest_epoch()
+            newest = held.log.epochs.newest()
         # A run claims its epoch before it writes manifests: without a later claim, none of those are another run's.
         if newest is not None and newest.run_id != plan.run_id:
             self._drop(plan.run_id)
@@ -183,7 +183,7 @@ class HostChanges:
     ) -> Iterator[Changed]:
         """What each version has written to the variable's families, ascending."""
         place = self._place(plan)
-        storage = self._host.open_storage(place.state_location, place.options)
+        storage = self._host.files.open_storage(place.state_location, place.options)
         since = piece.since if piece.since is not None else piece.lineage.version
         before = _Before(self._host, self, plan, piece, keep)
         for ref in piece.lineage.changelogs:
@@ -227,8 +227,8 @@ class HostChanges:
                 chosen = max(fitting, key=lambda f: f.state.version)
                 held.remove(chosen)
                 return chosen
-        local = self._host.scratch / uuid.uuid4().hex
-        state = self._host.open_copy(plan.registration, piece.directory, piece.backend, local)
+        local = self._host.files.copies / uuid.uuid4().hex
+        state = self._host.files.open_copy(plan.registration, piece.directory, piece.backend, local)
         return _Follower(state, self._clock())
 
     def give_back(self, plan: OperatorPlan, piece: Piece, follower: _Follower) -> None:
@@ -255,7 +255,7 @@ class HostChanges:
             for follower, key in gone:
                 self._followers[key].remove(follower)
             for run in [r for r, m in self._manifests.items() if m.used <= until]:
-                if self._host.registration(run) is None:
+                if self._host.held.registration(run) is None:
                     del self._manifests[run]
         for follower, _ in gone:
             follower.state.destroy()
@@ -275,7 +275,7 @@ def _require_same_history(plan: OperatorPlan, versions: StateVersions, after: in
     made = versions.chain.get(after)
     if made is None or made.run_id == behind_run:
         return  # the empty version is every run's, and one that is not kept is refused anyway
-    runs = list(versions.log.runs())  # the last one first
+    runs = list(versions.log.epochs.runs())  # the last one first
     if behind_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(behind_run):
         return
     raise StateVersionError(
@@ -303,7 +303,7 @@ class _Before:
         if version == 0 and 0 not in self._heads and not self._piece.lineage.snapshots:
             return pa.nulls(len(keys), pa.binary())
         head = self._heads.get(version)
-        instance = self._host.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
+        instance = self._host.held.instance(self._plan.run_id, self._plan.operator, self._piece.partition)
         if head is not None and instance is not None and self._follower is None:
             # Of an earlier layout it knows no head.
             with suppress(VersionNotFoundError, StoreClosedError):
@@ -318,7 +318,7 @@ class _Before:
         of = self._plan.registration
         place = StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
         try:
-            state_reader.load(place, state, self._piece, version, open_storage=self._host.open_storage)
+            state_reader.load(place, state, self._piece, version, open_storage=self._host.files.open_storage)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
         return state

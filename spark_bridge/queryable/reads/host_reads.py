@@ -68,7 +68,7 @@ class HostReads:
         self._locations: dict[tuple[str, str | None], tuple[float, OperatorLocation]] = {}
         self._operators: tuple[float, tuple[RunningOperator, ...]] = (-math.inf, ())
         self._asking = threading.Semaphore(ASKED_AT_ONCE)
-        host.on_run_ended(self._forget_locations)
+        host.held.on_run_ended(self._forget_locations)
 
     # -- what there is -------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class HostReads:
         key, now = (operator, query), time.monotonic()
         until, location = self._locations.get(key, (-math.inf, None))
         if location is None or now >= until:
-            location = self._host.locate(operator, query)
+            location = self._host.coordinator.locate(operator, query)
             self._locations.pop(key, None)
             while len(self._locations) >= _KNOWN_PLANS:
                 self._locations.pop(next(iter(self._locations)), None)
@@ -92,7 +92,7 @@ class HostReads:
         until, operators = self._operators
         now = time.monotonic()
         if now >= until:
-            operators = self._host.operators()
+            operators = self._host.coordinator.operators()
             self._operators = (now + KEPT_SECONDS, operators)
         return operators
 
@@ -101,10 +101,10 @@ class HostReads:
         info = self._host.info
         asked = [o for o in self._running() if _is_asked(o, operator, query)]
         if operator is not None and not asked:
-            self._host.locate(operator, query)  # says what there is, or that the query has ended
+            self._host.coordinator.locate(operator, query)  # says what there is, or that the query has ended
         described = []
         for found in asked:
-            held = self._host.partitions(found.run_id, found.operator.name)
+            held = self._host.reads.partitions(found.run_id, found.operator.name)
             noted = self._host.completed.newest(found.run_id)
             described.append(
                 {
@@ -127,7 +127,7 @@ class HostReads:
         deadline = time.monotonic() + seconds
         newest = self._host.completed.newest(run_id)
         if newest is None:
-            newest = self._host.completed_version(run_id, 0, self._views.wait_seconds)
+            newest = self._host.version_requests.completed_version(run_id, 0, self._views.wait_seconds)
         while newest is None or newest.version <= after:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -149,7 +149,7 @@ class HostReads:
             self._asked.pop(next(iter(self._asked)), None)
         self._asked[run_id] = now
         try:
-            return self._host.completed_version(run_id, after + 1, _BRIEFLY)
+            return self._host.version_requests.completed_version(run_id, after + 1, _BRIEFLY)
         except CoordinatorError:
             self._host.completed.forget(run_id)  # the others find out, too
             self._forget_locations(run_id)
@@ -173,7 +173,7 @@ class HostReads:
         at = request.at
         if at.isolation == "completed":
             noted = self._host.completed.newest(plan.run_id)
-            instance = self._host.instance(plan.run_id, plan.operator, partition)
+            instance = self._host.held.instance(plan.run_id, plan.operator, partition)
             is_there = instance is not None and not instance.state.is_loading
             if noted is not None and instance is not None and is_there and noted.version >= at.version:
                 head = noted.head(plan.operator, partition)
@@ -209,7 +209,7 @@ class HostReads:
                 keep,
             )
         values = joined(found)
-        self._host.count_keys_read(len(keys))
+        self._host.counters.add("keys_read", len(keys))
         return version, values if order is None else placed([values], [order])
 
     # -- rows ----------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class HostReads:
         def read(found: Sequence[FoundPairs]) -> Iterator[pa.RecordBatch]:
             return rows_of_keys(plan, rows, found, by_window=window is not None)
 
-        self._host.count_keys_read(len(keys))
+        self._host.counters.add("keys_read", len(keys))
         return self._answer(plan, partitions, request, find, read, selection)
 
     def scan(self, request: Scan) -> StateAnswer:
@@ -326,12 +326,14 @@ class HostReads:
         held = self._plans.get((run_id, operator))
         if held is not None:
             return held
-        registration = self._host.registration(run_id)
+        registration = self._host.held.registration(run_id)
         if registration is None:
-            self._host.completed_version(run_id, 0, self._views.wait_seconds)  # raises if there is no such run
+            self._host.version_requests.completed_version(
+                run_id, 0, self._views.wait_seconds
+            )  # raises if there is no such run
             registration = self._views.loads.result(
                 (run_id, operator),
-                lambda: self._host.open_for_read(run_id, operator, 0).registration,
+                lambda: self._host.grants.for_read(run_id, operator, 0).registration,
                 f"What operator {operator!r} (run {run_id}) is like",
             )
         plan = OperatorPlan.of(registration, operator)
@@ -346,7 +348,7 @@ class HostReads:
     def _own_partitions(self, plan: OperatorPlan) -> list[int]:
         """Those that the coordinator has given to this host."""
         with self._asking:  # not what is kept: of a partition that has just come, rows would be missing
-            owners = self._host.locate(plan.operator, plan.run_id).owners
+            owners = self._host.coordinator.locate(plan.operator, plan.run_id).owners
         ours = (self._host.info.host_id, self._host.info.incarnation)
         return [p for p, owner in enumerate(owners) if (owner.host_id, owner.incarnation) == ours]
 

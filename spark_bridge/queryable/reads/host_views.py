@@ -16,7 +16,8 @@ from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.partition.partition_state import PartitionState
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, RequestError, StateVersionError
 from spark_bridge.host.completed_versions import CompletedVersion
-from spark_bridge.host.host import Host, Instance, RunKey
+from spark_bridge.host.host import Host
+from spark_bridge.host.instance import Instance, RunKey
 from spark_bridge.queryable.protocol.messages import At
 from spark_bridge.queryable.reads.background_loads import BackgroundLoads
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
@@ -98,9 +99,9 @@ class HostViews:
     def noted(self, plan: OperatorPlan, at_least: int) -> CompletedVersion:
         """The last completed version, which is ``at_least`` that; raises ``HostUnavailableError``, ``StateVersionError`` as ``read`` does."""
         begun = time.monotonic()
-        noted = self._host.completed_version(plan.run_id, at_least, self.wait_seconds)
+        noted = self._host.version_requests.completed_version(plan.run_id, at_least, self.wait_seconds)
         if noted is None or noted.version < at_least:
-            if noted is None or not self._host.has_asked_since(plan.run_id, begun):
+            if noted is None or not self._host.version_requests.has_asked_since(plan.run_id, begun):
                 there = "none is known" if noted is None else f"version {noted.version} is the last one that is known"
                 raise HostUnavailableError(
                     f"Host {self._host.info.host_id} could not find out within {self.wait_seconds:.1f} s whether version {at_least} of "
@@ -113,7 +114,7 @@ class HostViews:
         return noted
 
     def _view(self, plan: OperatorPlan, partition: int, noted: CompletedVersion) -> PartitionView:
-        instance = self._host.instance(plan.run_id, plan.operator, partition)
+        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
         head = noted.head(plan.operator, partition)
         if instance is None or (head is None and noted.version > 0):
             instance = self._load(plan, partition)
@@ -132,7 +133,7 @@ class HostViews:
         try:
             return self.loads.result(
                 (*key, again),
-                lambda: self._host.load_for_read(*key, again=again),
+                lambda: self._host.reads.load(*key, again=again),
                 _name(plan.run_id, plan.operator, partition),
             )
         except NotOwnerError as error:
@@ -152,11 +153,11 @@ class HostViews:
 
     def _settle(self, plan: OperatorPlan, partition: int, noted: CompletedVersion, failure: Exception) -> None:
         """Do what may help a partition that does not have the version that is noted last."""
-        instance = self._host.instance(plan.run_id, plan.operator, partition)
+        instance = self._host.held.instance(plan.run_id, plan.operator, partition)
         if instance is None or isinstance(failure, StoreClosedError):
             time.sleep(_PAUSE)  # it is being unloaded
         elif instance.state.version > noted.version:
-            self._host.completed_version(plan.run_id, noted.version + 1, _PAUSE)
+            self._host.version_requests.completed_version(plan.run_id, noted.version + 1, _PAUSE)
         else:
             # It has other changes than those that count, or lacks some: another host has made them.
             self._load(plan, partition, again=True)
@@ -183,7 +184,7 @@ class HostViews:
     def _latest_of(self, plan: OperatorPlan, partition: int, read: Callable[[PartitionView], T]) -> tuple[int, T]:
         deadline = time.monotonic() + self.wait_seconds
         while True:
-            held = self._host.instance(plan.run_id, plan.operator, partition)
+            held = self._host.held.instance(plan.run_id, plan.operator, partition)
             instance = self._load(plan, partition) if held is None else held
             self._wait_loaded(instance)
             version, head = instance.state.newest()
@@ -213,7 +214,7 @@ class HostViews:
     ) -> T:
         deadline = time.monotonic() + self.wait_seconds
         while True:
-            held = self._host.instance(plan.run_id, plan.operator, partition)
+            held = self._host.held.instance(plan.run_id, plan.operator, partition)
             instance = self._load(plan, partition) if held is None else held
             self._wait_loaded(instance)
             known = self._host.completed.at(plan.run_id, at.version)

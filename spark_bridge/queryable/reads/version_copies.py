@@ -59,8 +59,8 @@ class VersionCopies:
         self._lock = threading.RLock()  # a stream that nobody has any more may be released by any allocation
         self._loads = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
         self._held: dict[CopyKey, _Copies] = {}
-        host.on_run_ended(self.drop)
-        host.on_maintenance(self.release_idle)
+        host.held.on_run_ended(self.drop)
+        host.maintenance.on_maintenance(self.release_idle)
 
     @contextmanager
     def at(
@@ -133,8 +133,8 @@ class VersionCopies:
     ) -> None:
         try:
             directory = partition_directory(spec.name, spec.num_partitions, partition)
-            local = self._host.scratch / uuid.uuid4().hex
-            state = self._host.open_copy(registration, directory, spec.backend, local)
+            local = self._host.files.copies / uuid.uuid4().hex
+            state = self._host.files.open_copy(registration, directory, spec.backend, local)
             try:
                 self._fill(state, registration.run_id, spec.name, partition, version)
             except BaseException:
@@ -157,7 +157,7 @@ class VersionCopies:
 
     def _lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
         try:
-            return self._host.lineage(run_id, operator, partition, version)
+            return self._host.reads.lineage(run_id, operator, partition, version)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
 

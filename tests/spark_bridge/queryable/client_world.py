@@ -170,7 +170,7 @@ class Cluster:
     def remove_old_versions(self) -> None:
         """Snapshots are taken, and what is not retained goes."""
         for h in self.hosts:
-            for upload in h.host.do_maintenance():
+            for upload in h.host.maintenance.do_maintenance():
                 upload.result()
         self.world.now += 2
         self.c.maintain()
@@ -196,7 +196,9 @@ class Cluster:
 def served(query: Query, limits: RequestLimits | None = None) -> Iterator[QueryableStateClient]:
     """A client of a query that is run by ``state_flows``."""
     proxy = proxy_of(lambda: query.host, query.c, limits)
-    query.host.info = msgspec.structs.replace(query.host.info, query_address=proxy.server_address)
+    query.host.info = query.host.registration.info = msgspec.structs.replace(
+        query.host.info, query_address=proxy.server_address
+    )
     query.host.register()
     query.host.heartbeat()
     client = QueryableStateClient.connect(address=proxy.server_address, token=TOKEN, timeout=PATIENCE)

@@ -100,10 +100,10 @@ def test_the_clusters_token_is_for_every_port(cluster: Cluster) -> None:
 
 
 def test_a_read_only_token_is_for_the_query_port_alone(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     grant = cluster.verifier.verify(token)
-    assert grant.read_only and grant.name == cluster.tokens.list()[0].id
+    assert grant.read_only and grant.name == cluster.tokens.list_tokens()[0].id
     connection = cluster.connect(token)
     assert isinstance(looked_up(connection), Values)
     connection.close()
@@ -124,10 +124,10 @@ def test_a_read_only_token_is_for_the_query_port_alone(cluster: Cluster) -> None
 
 
 def test_a_revocation_reaches_a_host_with_its_heartbeat(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     assert cluster.verifier.verify(token)
-    cluster.tokens.revoke("dashboard")
+    cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
     with pytest.raises(AccessDeniedError, match="revoked"):
         cluster.verifier.verify(token)
@@ -136,11 +136,11 @@ def test_a_revocation_reaches_a_host_with_its_heartbeat(cluster: Cluster) -> Non
 
 
 def test_a_revocation_ends_connections_that_are_open(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     connection = cluster.connect(token)
     assert isinstance(looked_up(connection), Values)
-    cluster.tokens.revoke("dashboard")
+    cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
     deadline = time.monotonic() + PATIENCE
     while isinstance(answer := looked_up(connection), Values):
@@ -151,7 +151,7 @@ def test_a_revocation_ends_connections_that_are_open(cluster: Cluster) -> None:
 
 
 def test_an_expired_token_is_refused(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard", 60)
+    token = cluster.tokens.issue_token("dashboard", 60)
     cluster.host.heartbeat()
     assert cluster.verifier.verify(token)
     cluster.now += 61
@@ -160,7 +160,7 @@ def test_an_expired_token_is_refused(cluster: Cluster) -> None:
 
 
 def test_a_host_that_does_not_know_yet_what_is_revoked_says_so(cluster: Cluster) -> None:
-    token = cluster.tokens.issue("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
     assert not cluster.verifier.verify(SECRET).read_only
     with pytest.raises(HostUnavailableError, match="ask again soon"):
         cluster.connect(token)
@@ -176,11 +176,11 @@ def test_a_host_that_does_not_know_yet_what_is_revoked_says_so(cluster: Cluster)
 def test_an_answer_to_a_heartbeat_that_was_overtaken_brings_no_token_back(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    token = cluster.tokens.issue("dashboard")
-    early = cluster.host._coordinator.heartbeat_host("h0", "a")
-    cluster.tokens.revoke("dashboard")
+    token = cluster.tokens.issue_token("dashboard")
+    early = cluster.host.coordinator.heartbeat_host("h0", "a")
+    cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
-    monkeypatch.setattr(cluster.host._coordinator, "heartbeat_host", lambda *_: early)
+    monkeypatch.setattr(cluster.host.coordinator, "heartbeat_host", lambda *_: early)
     cluster.host.heartbeat()
     with pytest.raises(AccessDeniedError, match="revoked"):
         cluster.verifier.verify(token)

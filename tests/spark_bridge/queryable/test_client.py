@@ -37,7 +37,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
-from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import CoordinatorEntry, addresses_of

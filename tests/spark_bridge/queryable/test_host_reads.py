@@ -66,7 +66,7 @@ def test_partitions_are_read_at_one_version_while_a_commit_holds_one_of_them(mak
     w.batch(filled(1))
     w.batch(filled(2))
     with w.instance(0).commit_lock:
-        w.hosts[0].on_completed(Completed(w.run, 2, {}))
+        w.hosts[0].loading.complete(Completed(w.run, 2, {}))
         assert [w.instance(p).state.version for p in (0, 1)] == [2, 2]
     w.write(filled(3))
     with w.instance(0).commit_lock:
@@ -157,7 +157,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
         return w.c.completed(*args)
 
     w.port.completed = silent
-    first = threading.Thread(target=lambda: w.hosts[0].completed_version(w.run, 2, HANG))
+    first = threading.Thread(target=lambda: w.hosts[0].version_requests.completed_version(w.run, 2, HANG))
     first.start()
     try:
         assert asked.wait(PATIENCE)
@@ -283,7 +283,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
     w.batch(filled(1))
     w.write(filled(2))
     w.complete(tell=False)
-    w.hosts[0]._unload(w.instance(0))
+    w.hosts[0].loading.unload(w.instance(0))
     assert w.hosts[0].completed.newest(w.run).version == 1
     assert w.lookup(KEYS) == (2, [2] * len(KEYS)), "one can only be loaded at 2, so all are read there"
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
@@ -457,14 +457,14 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
         answer.batches.close()
     assert w.lookup(KEYS, exactly(5)) == (5, [5] * len(KEYS))
     copies._clock = lambda: time.monotonic() + version_copies.IDLE_SECONDS + 1
-    w.hosts[0].do_maintenance()
+    w.hosts[0].maintenance.do_maintenance()
     assert {key[2] for key in copies._held} == {3, 4}
     w.c.deactivate_instances(w.run)
     w.hosts[0].heartbeat()
     assert copies._held == {}
     assert sum(b.num_rows for b in unfinished[2].batches) == len(KEYS), "what was begun is read to its end"
     unfinished[3].batches.close()
-    assert not any(w.hosts[0].scratch.glob("*"))
+    assert not any(w.hosts[0].files.copies.glob("*"))
 
 
 def test_versions_that_are_no_longer_kept_are_refused_by_name(make):
@@ -473,7 +473,7 @@ def test_versions_that_are_no_longer_kept_are_refused_by_name(make):
     w.register("run2", min_versions_to_retain=2, maintenance_interval=1.0)
     for value in range(1, 9):
         w.batch(filled(value))
-        for upload in w.hosts[0].do_maintenance():
+        for upload in w.hosts[0].maintenance.do_maintenance():
             upload.result()
         w.world.now += 2
         w.c.maintain()
@@ -519,7 +519,7 @@ def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make,
     w.batch(filled(1))
     answer = w.reads[0].scan(Scan(w.run, "op"))
     for p in (0, 1):
-        w.hosts[0]._unload(w.instance(p))
+        w.hosts[0].loading.unload(w.instance(p))
     with pytest.raises(NotOwnerError, match="left this host while it was read"):
         list(answer.batches)
     with pytest.raises(StopIteration):
@@ -728,7 +728,7 @@ def test_a_host_whose_partitions_have_left_hears_of_versions_by_its_heartbeat(ma
     w.write(filled(2))
     w.complete(tell=False)
     for p in (0, 1):
-        w.hosts[0]._unload(w.instance(p))
+        w.hosts[0].loading.unload(w.instance(p))
     w.hosts[0].heartbeat()
     assert w.hosts[0].completed.newest(w.run).version == 2
 
@@ -831,7 +831,7 @@ def test_sums_hold_while_batches_partitions_and_readers_race(make, backend):
         else:
             w.complete(tell=rng.random() < 0.7)
         if rng.random() < 0.1 and (one := w.instance(rng.randrange(3))) is not None:
-            w.hosts[0]._unload(one)
+            w.hosts[0].loading.unload(one)
     stop.set()
     for reader in readers:
         reader.join()
@@ -849,7 +849,7 @@ def test_a_state_that_is_closed_while_it_is_read_is_read_again(make, monkeypatch
     def closed(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
-            w.hosts[0]._unload(instance)
+            w.hosts[0].loading.unload(instance)
             raise StoreClosedError("closed")
         return real(*args, **kwargs)
 

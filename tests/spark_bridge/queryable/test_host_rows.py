@@ -18,7 +18,7 @@ from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.aggregates.outputs import Output
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
-from spark_bridge.operators.aggregate.session_windows import SessionLogic
+from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.queryable.protocol.messages import At, Changes, Comparison, KeyRows, Lookup, Scan
 from spark_bridge.queryable.reads import host_changes, key_reads, key_windows
 from spark_bridge.queryable.reads.host_reads import HostReads
@@ -225,8 +225,8 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     f = Flow(tmp_path, n=2)
     asked = Asked(f)
     copies: list[int] = []
-    real = f.host.open_copy
-    monkeypatch.setattr(f.host, "open_copy", lambda *a: (copies.append(1), real(*a))[1])
+    real = f.host.files.open_copy
+    monkeypatch.setattr(f.host.files, "open_copy", lambda *a: (copies.append(1), real(*a))[1])
     rng = random.Random(2)
     for version in range(1, 6):
         f.batch(random_batch(rng))
@@ -247,17 +247,17 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
             load(place, state, piece, version, **k),
         )[1],
     )
-    f.host._unload(f.host.instance(f.run, "op", 0))
-    f.host._unload(f.host.instance(f.run, "op", 1))
+    f.host.loading.unload(f.host.held.instance(f.run, "op", 0))
+    f.host.loading.unload(f.host.held.instance(f.run, "op", 1))
     f.batch(random_batch(rng))
-    f.host._unload(f.host.instance(f.run, "op", 0))
-    f.host._unload(f.host.instance(f.run, "op", 1))
+    f.host.loading.unload(f.host.held.instance(f.run, "op", 0))
+    f.host.loading.unload(f.host.held.instance(f.run, "op", 1))
     asked.changes(5, 6, "total")
     assert len(copies) == 2 and loads, "the copies go on from where they were"
     assert all(behind - before <= 2 for before, behind in loads)
     asked.reads._changes._clock = lambda: 1e12
-    f.host.do_maintenance()
-    assert not any(f.host.scratch.glob("*"))
+    f.host.maintenance.do_maintenance()
+    assert not any(f.host.files.copies.glob("*"))
     f.close()
 
 
@@ -385,7 +385,7 @@ def test_after_a_reload_windows_are_looked_for_anew(tmp_path):
     q.host.heartbeat()
     assert len(asked.rows(ask(["a"]))) == 1
     for p in range(3):
-        q.host._unload(q.host.instance(q.run, "op", p))
+        q.host.loading.unload(q.host.held.instance(q.run, "op", p))
     q.process(logic, BY_WINDOW.names, batch_of(rows, [((10, 20), "a", 1.0)]))
     q.host.heartbeat()
     assert len(asked.rows(ask(["a"]))) == 2

@@ -85,8 +85,8 @@ def loading_anew(state: Any) -> Iterator[None]:
 
 
 def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(world: HostWorld) -> None:
-    world.hosts[0]._unload(world.instance(0))
-    lock = world.hosts[0]._loading_lock(next(key for key in world.hosts[0]._loading if key[2] == 0))
+    world.hosts[0].loading.unload(world.instance(0))
+    lock = world.hosts[0].loading.lock_of(next(key for key in world.hosts[0].loading._locks if key[2] == 0))
     with lock, pytest.MonkeyPatch.context() as patch:
         patch.setattr(world.reads[0]._views.loads, "wait_seconds", 0.5)
         begun = time.monotonic()
@@ -130,7 +130,7 @@ def test_describing_a_host_that_loads_keeps_nobody_waiting(world: HostWorld) -> 
         thread.start()
         thread.join(0.2)
         assert thread.is_alive(), "it waits for the size of the partition"
-        assert in_time(host.report) is not None
+        assert in_time(host.held.report) is not None
         assert in_time(host.heartbeat) is None
     thread.join(PATIENCE)
     assert [i["version"] for i in described[0]["instances"]] == [6, 6]
@@ -158,9 +158,9 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     copies.drop(world.run)
     over.set()
     until = time.monotonic() + PATIENCE
-    while any(world.hosts[0].scratch.glob("*")) and time.monotonic() < until:
+    while any(world.hosts[0].files.copies.glob("*")) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not any(world.hosts[0].scratch.glob("*")), "what was loaded for nobody is removed"
+    assert not any(world.hosts[0].files.copies.glob("*")), "what was loaded for nobody is removed"
 
 
 def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:

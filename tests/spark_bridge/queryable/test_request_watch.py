@@ -12,10 +12,11 @@ import msgspec
 import pyarrow as pa
 import pytest
 
+from backends.bounded_dict import BoundedDict
 from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.host import host as host_module
+from spark_bridge.host import version_requests
 from spark_bridge.queryable.protocol.messages import (
     At,
     Await,
@@ -182,19 +183,19 @@ def test_rows_that_are_dropped_are_checked_for_everywhere():
 
 
 def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, monkeypatch):
-    monkeypatch.setattr(host_module, "MOST_ASKED", 10)
     host, reads = world.hosts[0], world.reads[0]
+    host.version_requests._asking = BoundedDict(10)
     for i in range(30):
         with pytest.raises(UnknownRunError):
             reads.await_completed(f"nobody{i}", 0, 0.01)
-    assert len(host._asking) <= 10
-    monkeypatch.setattr(host_module, "UNKNOWN_SECONDS", HANG)
+    assert len(host.version_requests._asking) <= 10
+    monkeypatch.setattr(version_requests, "UNKNOWN_SECONDS", HANG)
     before = world.port.calls["completed"]
     for _ in range(30):
         with pytest.raises(UnknownRunError, match="nobody29"):
             reads.lookup(Lookup("nobody29", "op"), stored([1]))
     assert world.port.calls["completed"] == before
-    monkeypatch.setattr(host_module, "UNKNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(version_requests, "UNKNOWN_SECONDS", 0.0)
     with pytest.raises(UnknownRunError):
         reads.await_completed("nobody29", 0, 0.01)
     assert world.port.calls["completed"] == before + 1

@@ -19,7 +19,7 @@ from spark_bridge.exceptions import (
     RequestError,
     StateVersionError,
 )
-from spark_bridge.host.host import Host
+from spark_bridge.host.version_requests import VersionRequests
 from spark_bridge.queryable.client.scans import StateScan
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At, Scan
@@ -134,8 +134,8 @@ def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monk
     """Whether the next run has made the version anew, a host that knows nothing of it cannot say."""
     cluster.start("run2")
     reads = [HostReads(h.host, wait_seconds=0.2) for h in cluster.hosts]
-    monkeypatch.setattr(Host, "completed_version", lambda *_: None)
-    monkeypatch.setattr(Host, "has_asked_since", lambda *_: False)
+    monkeypatch.setattr(VersionRequests, "completed_version", lambda *_: None)
+    monkeypatch.setattr(VersionRequests, "has_asked_since", lambda *_: False)
     for r in reads:
         with pytest.raises(HostUnavailableError, match="The coordinator does not answer"):
             r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], behind_run="run1"))

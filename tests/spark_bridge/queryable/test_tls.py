@@ -25,9 +25,10 @@ from spark_bridge.queryable.protocol.connections import KvConnection
 from spark_bridge.queryable.protocol.messages import Describe
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
-from spark_bridge.task import state_task
+from spark_bridge.task import local_properties
 from spark_bridge.task import task_store as task_client
-from spark_bridge.task.task_store import Endpoints, TaskStore
+from spark_bridge.task.endpoints import Endpoints
+from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.tls import TlsConf
@@ -285,9 +286,9 @@ def test_rays_own_files(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tasks_get_paths_and_no_keys(files: Files, tmp_path: Path) -> None:
     conf = TlsConf(files.ca, **files.by_ip, client_auth=True, server_name="x")
-    properties = {state_task.ADDRESSES: '["grpc+tls://127.0.0.1:1"]', state_task.TOKEN: "t"}
-    endpoints = state_task.local_endpoints({**properties, state_task.TLS: conf.to_json()}.get)
+    properties = {local_properties.ADDRESSES: '["grpc+tls://127.0.0.1:1"]', local_properties.TOKEN: "t"}
+    endpoints = local_properties.local_endpoints({**properties, local_properties.TLS: conf.to_json()}.get)
     assert endpoints is not None and endpoints.tls == conf
     assert "PRIVATE" not in conf.to_json()
-    without = state_task.local_endpoints(properties.get)
+    without = local_properties.local_endpoints(properties.get)
     assert without is not None and without.tls is None

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
-from spark_bridge.host.host import IDLE_RUN_SECONDS
+from spark_bridge.host.version_requests import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol.messages import Changes
 from spark_bridge.queryable.reads.host_changes import IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
@@ -25,7 +25,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def outsider(c: Cluster) -> int:
     """The host that has no partition."""
-    (found,) = [i for i, h in enumerate(c.hosts) if h.host.instance(c.run, "totals", 0) is None]
+    (found,) = [i for i, h in enumerate(c.hosts) if h.host.held.instance(c.run, "totals", 0) is None]
     return found
 
 
@@ -52,7 +52,7 @@ def test_what_was_made_anew_behind_what_was_given_is_never_mixed_in(cluster: Clu
     changes = client.watch("totals", from_version=0)
     assert [count(next(changes)) for _ in range(6)] == [1, 2, 3, 4, 5, 6]
     cluster.batch({1: (7, "a")})
-    assert cluster.hosts[other].host.completed_version("run1", 7, 5.0).version == 7
+    assert cluster.hosts[other].host.version_requests.completed_version("run1", 7, 5.0).version == 7
     go_back(cluster, 5, "run2")
     cluster.batch({1: (60, "b")})
     cluster.batch({1: (70, "b")})
@@ -89,7 +89,7 @@ def test_the_changes_of_a_replaced_run_are_refused_and_it_is_forgotten(cluster: 
         reads.changes(Changes("run1", "totals", 0, 1), None)
     assert not reads._changes._manifests
     with pytest.raises((RetiredRunError, UnknownRunError)):
-        host.host.completed_version("run1", 2, 1.0)
+        host.host.version_requests.completed_version("run1", 2, 1.0)
     assert host.host.completed.newest("run1") is None
 
 
@@ -101,13 +101,13 @@ def test_runs_that_a_host_has_no_part_of_are_forgotten_when_nobody_asks(cluster:
         list(reads.changes(Changes("run1", "totals", 0, 1), None).batches)
     for i, kept in ((other, []), (1 - other, ["run1"])):
         host, reads = cluster.hosts[i].host, cluster.hosts[i].proxy._reads.own
-        host.do_maintenance()
+        host.maintenance.do_maintenance()
         assert host.completed.runs() == list(reads._changes._manifests) == ["run1"]
         clock = reads._changes._clock
         reads._changes._clock = lambda clock=clock: clock() + IDLE_SECONDS + 1
-        for asking in host._asking.values():
+        for asking in host.version_requests._asking.values():
             asking.at -= IDLE_RUN_SECONDS + 1
-        host.do_maintenance()
+        host.maintenance.do_maintenance()
         assert host.completed.runs() == list(reads._changes._manifests) == kept
         assert reads.await_completed("run1", 0, 5.0) == 1
 

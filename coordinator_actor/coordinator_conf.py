@@ -1,0 +1,27 @@
+"""The settings of a coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
+
+
+@dataclass(frozen=True)
+class CoordinatorConf:
+    """The settings of a coordinator. All times are in seconds.
+
+    A host is lost after ``host_timeout`` without a heartbeat, a driver is gone after ``driver_timeout``. A coordinator ends
+    itself after ``idle_timeout`` without a message from hosts or drivers. A savepoint fails after ``savepoint_timeout``. A
+    micro-batch that takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag`` says when a partition's
+    snapshots lag behind. For ``report_timeout`` after its start, a coordinator expects reports from the hosts and drivers of
+    the coordinator before it.
+    """
+
+    host_timeout: float = 10.0
+    driver_timeout: float = 60.0
+    idle_timeout: float = 600.0
+    savepoint_timeout: float = 600.0
+    slow_checkpoint: float = 600.0
+    report_timeout: float = 5.0
+    snapshot_lag: SnapshotLagConf = field(default_factory=SnapshotLagConf)

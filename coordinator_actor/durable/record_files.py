@@ -1,0 +1,64 @@
+"""Sealed JSON records below the state location of a query. Many of them are numbered by their file names."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from msgspec import Struct
+
+from backends.exceptions import FileExistsInStorageError, MissingFileError
+from backends.formats.sealed import seal, unseal
+from backends.storage.checkpoint_storage import CheckpointStorage
+
+T = TypeVar("T", bound=Struct)
+READERS = 16
+"""The number of threads that read several records at once."""
+
+
+def numbered_path(directory: str, number: int) -> str:
+    """Return the path of a numbered record. Paths sort by number."""
+    return f"{directory}/{number:020d}.json"
+
+
+class RecordFiles:
+    """Writes and reads the records of one query."""
+
+    def __init__(self, storage: CheckpointStorage) -> None:
+        self.storage = storage
+
+    def numbers(self, directory: str) -> list[int]:
+        """Return the numbers of the records in a directory, ascending."""
+        names = [path.rsplit("/", 1)[-1] for path, _ in self.storage.list(f"{directory}/")]
+        return sorted(int(n.removesuffix(".json")) for n in names if n.endswith(".json") and n[:-5].isdigit())
+
+    def create(self, path: str, record: Struct) -> None:
+        """Write a record durably. Raises ``FileExistsInStorageError`` if the path is taken."""
+        self.storage.put_new(path, seal(record))
+
+    def ensure(self, path: str, content: bytes) -> None:
+        """Write a file unless the path is taken. The path must say the content."""
+        try:
+            self.storage.put_new(path, content)
+        except FileExistsInStorageError:
+            return
+
+    def read(self, path: str, kind: type[T]) -> T:
+        """Read a record. Raises ``MissingFileError`` or ``DamagedFileError``."""
+        return unseal(self.storage.get(path), kind, self.storage.full_location(path))
+
+    def read_or_none(self, path: str, kind: type[T]) -> T | None:
+        """Read a record, or return None if it does not exist. Raises ``DamagedFileError``."""
+        try:
+            return self.read(path, kind)
+        except MissingFileError:
+            return None
+
+    def read_all(self, paths: list[str], kind: type[T]) -> list[T]:
+        """Read several records, without those that do not exist. Raises ``DamagedFileError``."""
+        if len(paths) < 2:
+            found = [self.read_or_none(path, kind) for path in paths]
+        else:
+            with ThreadPoolExecutor(READERS) as pool:
+                found = list(pool.map(lambda path: self.read_or_none(path, kind), paths))
+        return [record for record in found if record is not None]

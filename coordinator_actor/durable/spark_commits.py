@@ -1,0 +1,71 @@
+"""Spark's own logs of a query, ``commits/`` and ``offsets/``: which batches are committed or planned, and their times."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from backends.decoders import json_decoder
+from backends.exceptions import DamagedFileError
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.messages import BatchTimes
+
+
+class SparkCommits:
+    """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are done, and begun."""
+
+    def __init__(self, storage: CheckpointStorage) -> None:
+        self._storage = storage
+
+    def next_batch(self) -> int:
+        """The batch that Spark begins with when it starts: the last planned one, or the one behind it if it is committed.
+
+        As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever has been removed from either directory.
+        """
+        begun, done = self.last_begun(), self._last("commits")
+        if begun is None:
+            return 0 if done is None else done + 1
+        return begun + 1 if done is not None and done >= begun else begun
+
+    def last_begun(self) -> int | None:
+        """The last batch that Spark has planned, None if there is none."""
+        return self._last("offsets")
+
+    def _last(self, directory: str) -> int | None:
+        names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list(f"{directory}/")]
+        return max((int(n) for n in names if n.isdigit()), default=None)
+
+    def has_begun(self, batch_id: int) -> bool:
+        """Whether a batch is planned: if it is run again, it has the same rows."""
+        return self._storage.exists(f"offsets/{batch_id}")
+
+    def has(self, batch_id: int) -> bool:
+        """Whether a batch is committed."""
+        return self._storage.exists(f"commits/{batch_id}")
+
+    def times(self, batch_id: int) -> BatchTimes:
+        """The times of a batch that Spark has planned; rows that are late by the watermark of the one before are late.
+
+        Raises ``MissingFileError``, and ``DamagedFileError`` if a file is not as Spark writes it.
+        """
+        own = self._offsets(batch_id)
+        late = self._offsets(batch_id - 1).batchWatermarkMs if batch_id > 0 else 0
+        return BatchTimes(own.batchTimestampMs, own.batchWatermarkMs, late)
+
+    def _offsets(self, batch_id: int) -> _OffsetSeqMetadata:
+        path = f"offsets/{batch_id}"
+        lines = self._storage.get(path).split(b"\n")
+        try:
+            return json_decoder(_OffsetSeqMetadata).decode(lines[1])
+        except (IndexError, msgspec.MsgspecError) as error:
+            where = self._storage.full_location(path)
+            raise DamagedFileError(
+                f"{where} does not say the times of its batch as Spark writes them: {error}"
+            ) from error
+
+
+class _OffsetSeqMetadata(Struct):
+    """The second line of a file in ``offsets/``, as Spark names it."""
+
+    batchWatermarkMs: int
+    batchTimestampMs: int

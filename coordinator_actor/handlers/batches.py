@@ -1,0 +1,217 @@
+"""The micro-batches of runs: hosts open partitions, load them, and acknowledge their changes and snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backends.exceptions import StateStoreError, VersionNotFoundError
+from backends.formats.manifest import Lineage, PartitionEntry
+from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.exceptions import (
+    BatchHeldError,
+    CoordinatorError,
+    InvalidRequestError,
+    LineageError,
+    StaleBatchError,
+    StaleOwnerError,
+    UnknownRunError,
+)
+from coordinator_actor.handlers.completion import advance
+from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.messages import (
+    Acknowledge,
+    Acknowledged,
+    BatchGrant,
+    Completed,
+    OpenBatch,
+    OpenGrant,
+    Refused,
+    SnapshotUploaded,
+)
+from coordinator_actor.query.assignment import Assignment
+from coordinator_actor.query.query_state import QueryState
+
+
+class Batches:
+    """Opens batches and takes the acknowledgements of their tasks. All work on a run is done under its lock."""
+
+    def __init__(self, registries: Registries) -> None:
+        self._registries = registries
+        self._runs = registries.runs
+
+    def open_batch(self, request: OpenBatch) -> BatchGrant:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(request.run_id)
+        batch_id = request.batch_id
+        with run.lock:
+            run.require_current()
+            self._require_host(request.host_id, request.incarnation)
+            if batch_id < run.batch.highest_opened:
+                raise StaleBatchError(
+                    f"A task of batch {batch_id} is too late: batch {run.batch.highest_opened} of run {run.run_id} has begun."
+                )
+            advance(self._runs, run, batch_id)
+            if run.held_from is not None and batch_id >= run.held_from:
+                raise BatchHeldError(
+                    f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version {run.held_from}."
+                )
+            assignment = assigned(self._registries, run, rebalance=batch_id > run.batch.highest_opened)
+            run.batch.begin(batch_id)
+            is_news = request.assignment != assignment.number
+            return BatchGrant(
+                version=batch_id,
+                epoch=run.manifests.epoch,
+                assignment=assignment.number,
+                registration=run.registration,
+                heads=run.versions.heads(batch_id, assignment.of_host.get(request.host_id, ())),
+                hosts=assignment.hosts if is_news else (),
+                owners=dict(assignment.owners) if is_news else {},
+                times=run.times(batch_id),
+            )
+
+    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(run_id)
+        with run.lock:
+            run.require_current()
+            run.require_partition(operator, partition)
+            owner = assigned(self._registries, run).owner(operator, partition)
+            completed = run.versions.completed
+            head = run.versions.head(completed, operator, partition)
+            return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch)
+
+    def completed(self, run_id: str, host_id: str) -> Completed:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(run_id)
+        run.require_current()
+        announced = run.announcement(host_id)
+        if announced is None:
+            raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
+        return announced
+
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(run_id)
+        with run.lock:
+            run.require_partition(operator, partition)
+            versions = run.versions
+            if version > versions.completed:
+                raise InvalidRequestError(
+                    f"Version {version} is not completed; {versions.completed} is the last one that is."
+                )
+            if version not in versions.readable:
+                raise VersionNotFoundError(
+                    f"Version {version} of query {run.registration.name or 'unnamed'} ({run.registration.query_id}) is no longer "
+                    f"kept; there are the versions {versions.readable[0]} to {versions.readable[-1]}."
+                )
+            found = versions.lineage(operator, partition, version)
+            is_rescaling = found.rescaled is not None
+            run.files_in_use.begin((operator, partition), self._registries.clock(), is_rescaling=is_rescaling)
+            return found
+
+    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(message.run_id)
+        task, new = (message.operator, message.partition), message.snapshot
+        with run.lock:
+            run.require_current()
+            run.require_partition(*task)
+            self._require_host(message.host_id, message.incarnation)
+            run.files_in_use.uploaded(task)
+            assignment = run.assignment.current
+            if assignment is None or assignment.owner(*task).host_id != message.host_id:
+                return False
+            counts = run.versions.add_snapshot(task, new, message.reused)
+            if counts:
+                run.snapshot_uploaded(task, new.version, self._registries.clock())
+            return counts
+
+    def acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
+    ) -> tuple[Acknowledged | Refused, ...]:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(run_id)
+        with run.lock:
+            run.require_current()
+            self._require_host(host_id, incarnation)
+            for message in messages if run.assignment.current is None else ():
+                run.assignment.report((message.operator, message.partition), host_id)
+            assignment = assigned(self._registries, run)
+            answers: dict[int, Acknowledged | Refused] = {}
+            changes: dict[TaskKey, PartitionEntry] = {}
+            version = run.batch.highest_opened + 1
+            for i, message in enumerate(messages):
+                try:
+                    prepared = _checked(run, message, assignment)
+                except (CoordinatorError, StateStoreError) as error:
+                    answers[i] = Refused(type(error).__name__, str(error))
+                    continue
+                version = message.version
+                if prepared is None:
+                    changes[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
+                else:
+                    answers[i] = Acknowledged(version, prepared)
+            accepted: Acknowledged | Refused
+            try:
+                durations = {(m.operator, m.partition): m.duration for m in messages}
+                manifest_id = run.acknowledge(version, changes, durations) if changes else None
+                accepted = Acknowledged(version, manifest_id)
+            except (CoordinatorError, StateStoreError) as error:
+                accepted = Refused(type(error).__name__, str(error))
+            return tuple(answers.get(i, accepted) for i in range(len(messages)))
+
+    def rebalance(self, query: str | None = None) -> dict[str, int]:
+        """See ``CoordinatorPort``."""
+        moved = {}
+        for run in self._runs.current():
+            if query is not None and not run.is_named(query):
+                continue
+            with run.lock:
+                before = run.assignment.current
+                run.assignment.unbalance()
+                if before is None or run.batch.highest_opened >= run.versions.completed:
+                    moved[run.run_id] = 0
+                    continue
+                after = assigned(self._registries, run, rebalance=True)
+                moved[run.run_id] = sum(after.owner(*task) != before.owner(*task) for task in run.tasks())
+                run.announce()
+        return moved
+
+    def _require_host(self, host_id: str, incarnation: str) -> None:
+        with self._registries.lock:
+            self._registries.hosts.require(host_id, incarnation)
+
+
+def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> int | None:
+    """Raise an error unless the changes may be taken.
+
+    Return the id of the manifest that names the changes already, if the answer to an earlier message was lost; else None.
+    """
+    task = (message.operator, message.partition)
+    run.require_partition(*task)
+    owner = assignment.owner(*task)
+    if owner.host_id != message.host_id:
+        raise StaleOwnerError(
+            f"Host {message.host_id} does not own {task[0]}/{task[1]} of run {run.run_id}; {owner.host_id} does."
+        )
+    versions, batch = run.versions, run.batch
+    if message.version - 1 == versions.completed:
+        # The batch may have been opened before a restart of the coordinator, and the host has yet to say so.
+        batch.opened(versions.completed)
+    if message.version != batch.highest_opened + 1 or message.version <= versions.completed:
+        raise StaleBatchError(
+            f"Version {message.version} of run {run.run_id} cannot be committed: batch {batch.highest_opened} is the "
+            f"newest one opened, version {versions.completed} the last completed one."
+        )
+    base = versions.head(message.version - 1, *task)
+    if message.base != base:
+        raise LineageError(
+            f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with {base}."
+        )
+    run.files_in_use.acknowledged(task)
+    prepared = versions.chain.get(message.version)
+    if prepared is None or prepared.run_id != run.run_id or batch.pending is not None:
+        return None
+    held = batch.acknowledged(message.version).get(task)
+    return prepared.id if held == PartitionEntry(message.attempt, message.file) else None

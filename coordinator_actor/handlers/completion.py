@@ -1,0 +1,43 @@
+"""Completes the versions whose batches Spark has committed. The lock of the run is held in all calls."""
+
+from __future__ import annotations
+
+from coordinator_actor.exceptions import InvalidRequestError, StaleBatchError
+from coordinator_actor.handlers.run_registry import RunRegistry
+from coordinator_actor.query.query_state import QueryState
+
+
+def catch_up(runs: RunRegistry, run: QueryState) -> None:
+    """Complete the prepared version if Spark has committed its batch, even if nobody has said so yet."""
+    completed, chain = run.versions.completed, run.versions.chain
+    following = chain.get(completed + 1)
+    if following is not None and following.run_id == run.run_id and run.commits.has(completed):
+        _complete(runs, run, completed + 1)
+
+
+def advance(runs: RunRegistry, run: QueryState, batch_id: int) -> None:
+    """Complete version ``batch_id``, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``."""
+    completed = run.versions.completed
+    if batch_id == completed:
+        return
+    if batch_id < completed:
+        raise StaleBatchError(
+            f"Batch {batch_id} of run {run.run_id} is committed already; version {completed} is completed."
+        )
+    if batch_id != completed + 1:
+        raise InvalidRequestError(
+            f"Version {batch_id} of run {run.run_id} cannot be completed: version {completed} is the last completed one."
+        )
+    if not run.commits.has(batch_id - 1):
+        raise InvalidRequestError(
+            f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not exist in "
+            f"{run.registration.checkpoint_location}, or no longer."
+        )
+    _complete(runs, run, batch_id)
+
+
+def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:
+    run.complete(version)
+    savepoints = runs.savepoints_of(run.run_id)
+    if savepoints is not None:
+        savepoints.on_completed()

@@ -1,0 +1,64 @@
+"""The messages for people: what the coordinator knows, and the figures of checkpoints and savepoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.query.query_state import QueryState
+
+
+class Figures:
+    """Describes the coordinator and its queries as plain dicts, lists, numbers and texts."""
+
+    def __init__(self, coordinator_id: str, registries: Registries) -> None:
+        self._coordinator_id = coordinator_id
+        self._registries = registries
+        self._runs = registries.runs
+
+    def describe(self) -> dict[str, Any]:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            hosts = [
+                {
+                    "host_id": lease.info.host_id,
+                    "address": lease.info.address,
+                    "node_id": lease.info.node_id,
+                    "seconds_since_heartbeat": round(self._registries.clock() - lease.seen, 3),
+                }
+                for lease in self._registries.hosts.leases.values()
+            ]
+            runs = list(self._runs.by_id.values())
+            instances = self._registries.instances.describe()
+        return {
+            "coordinator_id": self._coordinator_id,
+            "hosts": hosts,
+            "queries": [_described(run) for run in runs],
+            "instances": instances,
+        }
+
+    def checkpoint_stats(self, query: str) -> dict[str, Any]:
+        """See ``CoordinatorPort``."""
+        run = self._runs.running(query)
+        savepoints = self._runs.savepoints_of(run.run_id)
+        return {
+            "checkpoints": run.stats.snapshot(),
+            "savepoints": {} if savepoints is None else savepoints.coordinator.stats.snapshot(),
+        }
+
+
+def _described(run: QueryState) -> dict[str, Any]:
+    registration, versions, pending = run.registration, run.versions, run.batch.pending
+    return {
+        "query_id": registration.query_id,
+        "run_id": run.run_id,
+        "name": registration.name,
+        "checkpoint_location": registration.checkpoint_location,
+        "epoch": run.manifests.epoch,
+        "completed_version": versions.completed,
+        "prepared_version": max(versions.chain, default=0),
+        "pending_partitions": 0 if pending is None else pending.num_not_yet_acknowledged,
+        "checkpoints": run.stats.counts(),
+        "retired_by": run.retired_by,
+        "operators": {o.name: o.num_partitions for o in registration.operators},
+    }

@@ -1,0 +1,102 @@
+"""The live hosts and their leases."""
+
+from __future__ import annotations
+
+import logging
+from collections import UserDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from coordinator_actor.exceptions import UnknownHostError
+from coordinator_actor.messages import HostInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class HostLease:
+    """One host and when it was last heard of."""
+
+    info: HostInfo
+    seen: float
+
+
+class HostLeases(UserDict[str, HostLease]):
+    """Leases by host id, which counts in ``generation`` how often the set of hosts, or what one says of itself, changed.
+
+    A host that registers again as the same incarnation at the same address changes nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation = 0
+
+    def __setitem__(self, host_id: str, lease: HostLease) -> None:
+        known = self.data.get(host_id)
+        if known is None or known.info != lease.info:
+            self.generation += 1
+        self.data[host_id] = lease
+
+    def __delitem__(self, host_id: str) -> None:
+        del self.data[host_id]
+        self.generation += 1
+
+
+class HostRegistry:
+    """The live hosts. A host that registers with a new incarnation replaces the old one."""
+
+    def __init__(self) -> None:
+        self.leases = HostLeases()
+        self._nodes: dict[str, Mapping[str, str]] = {}
+        self._nodes_generation = 0
+
+    @property
+    def generation(self) -> int:
+        """Grows with every change of the hosts: what was worked out at one generation holds until the next."""
+        return self.leases.generation
+
+    def register(self, info: HostInfo, now: float) -> None:
+        """Add a host, or replace its incarnation."""
+        self.leases[info.host_id] = HostLease(info, now)
+
+    def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
+        """Renew a lease; None if this incarnation is not known."""
+        lease = self.leases.get(host_id)
+        if lease is None or lease.info.incarnation != incarnation:
+            return None
+        lease.seen = now
+        return lease
+
+    def require(self, host_id: str, incarnation: str) -> None:
+        """Raise ``UnknownHostError`` unless this very incarnation is registered."""
+        lease = self.leases.get(host_id)
+        if lease is None or lease.info.incarnation != incarnation:
+            raise UnknownHostError(f"Host {host_id} (incarnation {incarnation}) is not registered; register it again.")
+
+    def nodes_of_session(self, session_id: str) -> Mapping[str, str]:
+        """The live hosts of a session with the node of each, in the order of their ids. Not to be changed."""
+        if self._nodes_generation != self.generation:
+            self._nodes, self._nodes_generation = {}, self.generation
+        nodes = self._nodes.get(session_id)
+        if nodes is None:
+            infos = [lease.info for lease in self.leases.values() if lease.info.session_id == session_id]
+            infos.sort(key=lambda info: info.host_id)
+            nodes = self._nodes[session_id] = MappingProxyType({info.host_id: info.node_id for info in infos})
+        return nodes
+
+    def of_session(self, session_id: str) -> list[str]:
+        """The live hosts of a session, in a fixed order."""
+        return list(self.nodes_of_session(session_id))
+
+    def prolong(self, seconds: float, now: float) -> None:
+        """All leases run so much longer."""
+        for lease in self.leases.values():
+            lease.seen = min(now, lease.seen + seconds)
+
+    def expire(self, before: float) -> list[str]:
+        """Drop the hosts last heard of before that moment."""
+        lost = [h for h, lease in self.leases.items() if lease.seen < before]
+        for host_id in lost:
+            del self.leases[host_id]
+        return lost

@@ -1,0 +1,141 @@
+"""Hosts come, send heartbeats and go: the messages of a host about itself, and what they learn of their runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from backends.exceptions import StorageError
+from backends.formats.manifest import PartitionEntry
+from coordinator_actor.access_tokens import AccessTokens
+from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.queries import Queries
+from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.messages import Completed, HostInfo, HostOrders, HostReport, QueryRegistration, SavepointOrder
+from coordinator_actor.query.query_state import QueryState
+
+log = logging.getLogger(__name__)
+
+
+class Hosts:
+    """Registers hosts, renews their leases, and answers each heartbeat with what the host is to do."""
+
+    def __init__(self, registries: Registries, queries: Queries, tokens: AccessTokens, host_timeout: float) -> None:
+        self._registries = registries
+        self._runs = registries.runs
+        self._queries = queries
+        self._tokens = tokens
+        self._timeout = host_timeout
+
+    def register_host(self, info: HostInfo, report: HostReport) -> None:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            if self._registries.has_ended(info.session_id):
+                return
+            self._registries.hosts.register(info, self._registries.clock())
+            self._registries.needed()
+        log.info("Registered host %s at %s", info.host_id, info.address)
+        # Known runs first: they need no storage, and must not wait for a storage that hangs.
+        for registration in sorted(report.registrations, key=lambda r: r.run_id not in self._runs.by_id):
+            if not self._runs.is_over(registration.run_id):
+                self._register_again(registration)
+            run = self._runs.find(registration.run_id)
+            if run is not None:
+                with run.lock:
+                    _take_report(run, report, info.host_id)
+
+    def _register_again(self, registration: QueryRegistration) -> None:
+        """Register a run that a host holds, and that this coordinator, after a restart, may not know."""
+        try:
+            refusal = self._queries.register_query(registration).refusal
+        except (StorageError, CoordinatorError):
+            # The storage of one query must not keep the others from being taken up. The host reports again.
+            log.warning("Run %s was reported, but cannot be registered now", registration.run_id, exc_info=True)
+            return
+        if refusal is not None:
+            self._runs.remember_over(registration.run_id, refusal)
+
+    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
+        """See ``CoordinatorPort``."""
+        held = held or {}
+        with self._registries.lock:
+            lease = self._registries.hosts.renew(host_id, incarnation, self._registries.clock())
+            if lease is None:
+                return HostOrders(known=False, revoked_tokens=self._tokens.revoked())
+            self._registries.needed()
+            known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
+            over = {r for r in held if (known[r].ended if r in known else self._runs.is_over(r))}
+            of_session = self._runs.of_session(lease.info.session_id)
+        completed: list[Completed] = []
+        for run_id, run in known.items():
+            announced = None if run_id in over else run.announcement(host_id)
+            if announced is not None and held[run_id] < announced.version:
+                completed.append(announced)
+        # Also of runs of which the host holds nothing yet: it may own partitions that no task has opened.
+        savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
+        pending = {r.run_id: s.pending() for r in of_session if (s := self._runs.savepoints_of(r.run_id)) is not None}
+        return HostOrders(
+            known=all(run_id in known or run_id in over for run_id in held),
+            completed=tuple(completed),
+            unload_runs=tuple(run_id for run_id in held if run_id in over),
+            savepoints=savepoints,
+            pending={run_id: ids for run_id, ids in pending.items() if ids},
+            revoked_tokens=self._tokens.revoked(),
+        )
+
+    def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
+        savepoints = self._runs.savepoints_of(run.run_id)
+        # The holder of the lock may be waiting for storage. The orders come again with the next heartbeat.
+        if savepoints is None or run.ended or not savepoints.pending() or not run.lock.acquire(blocking=False):
+            return []
+        try:
+            return list(savepoints.orders_for(host_id, assigned(self._registries, run)))
+        finally:
+            run.lock.release()
+
+    def unregister_session(self, session_id: str) -> bool:
+        """See ``CoordinatorPort``."""
+        return self._registries.end_session(session_id)
+
+    def verify_instances(
+        self, host_id: str, incarnation: str, run_ids: Sequence[str]
+    ) -> dict[str, dict[str, list[int]]]:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            self._registries.hosts.require(host_id, incarnation)
+            runs = [run for run_id in run_ids if (run := self._runs.find(run_id)) is not None]
+        owned: dict[str, dict[str, list[int]]] = {}
+        for run in runs:
+            assignment = run.assignment.current
+            if assignment is None:
+                continue
+            owned[run.run_id] = {name: [] for name in run.versions.layouts}
+            for operator, partition in assignment.of_host.get(host_id, ()):
+                owned[run.run_id][operator].append(partition)
+        return owned
+
+    def expire(self) -> None:
+        """Drop the hosts that were not heard of for the host timeout."""
+        with self._registries.lock:
+            for host_id in self._registries.hosts.expire(self._registries.clock() - self._timeout):
+                log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
+
+
+def _take_report(run: QueryState, report: HostReport, host_id: str) -> None:
+    """Take up what a host has opened, holds and has acknowledged, after a restart of the coordinator."""
+    run.batch.opened(report.opened.get(run.run_id, -1))
+    for operator, partitions in report.held.get(run.run_id, {}).items():
+        for partition in partitions:
+            run.assignment.report((operator, partition), host_id)
+    known: dict[int, dict[TaskKey, PartitionEntry]] = {}
+    for message in report.pending:
+        task = (message.operator, message.partition)
+        if message.run_id != run.run_id or message.version <= run.versions.completed:
+            continue
+        run.assignment.report(task, message.host_id, overrides=True)
+        if message.version not in known:
+            known[message.version] = run.batch.acknowledged(message.version)
+        if task not in known[message.version] and message.base == run.versions.head(message.version - 1, *task):
+            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)})

@@ -1,0 +1,109 @@
+"""Where state is: the messages of query clients, and of the hosts that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from coordinator_actor.exceptions import QueryEndedError, UnknownOperatorError, UnknownRunError
+from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.location_oracle import KvStateLocationOracle
+from coordinator_actor.messages import OperatorLocation, RunningOperator
+from coordinator_actor.query.query_state import QueryState
+
+
+class Locations:
+    """Finds the owners of operators' partitions. For ``report_timeout`` see ``CoordinatorConf``."""
+
+    def __init__(self, registries: Registries, report_timeout: float) -> None:
+        self._registries = registries
+        self._runs = registries.runs
+        self._report_timeout = report_timeout
+
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """See ``CoordinatorPort``."""
+        running = self._runs.current()
+        named = [run for run in running if query is None or run.is_named(query)]
+        found = [run for run in named if run.operator(operator) is not None]
+        if not found:
+            self._require_not_ended(operator, query, running)
+            if (age := self._registries.clock() - self._registries.started) < self._report_timeout:
+                raise UnknownRunError(
+                    f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been there for "
+                    f"{age:.1f} s; ask again."
+                )
+            exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
+            where = "No running query" if query is None else f"No running query {query!r}"
+            raise UnknownOperatorError(f"{where} has an operator {operator!r}; operators that exist: {exist}.")
+        if len(found) > 1:
+            names = ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in found)
+            raise UnknownOperatorError(
+                f"Several running queries have an operator {operator!r}; say which with query=: {names}."
+            )
+        run = found[0]
+        spec = run.operator(operator)
+        assert spec is not None
+        with run.lock:
+            assignment = assigned(self._registries, run)
+            return OperatorLocation(
+                run.registration.query_id,
+                run.run_id,
+                run.registration.name,
+                spec,
+                run.registration.key_groups,
+                run.versions.completed,
+                tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
+            )
+
+    def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
+        """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
+        again = {run.registration.query_id for run in running}
+        ended = [
+            e
+            for e in self._runs.ended()
+            if e.has(operator, query) and (e.registration.query_id not in again or query == e.registration.run_id)
+        ]
+        if not ended:
+            return
+        last = max(ended, key=lambda e: e.at)
+        at = datetime.fromtimestamp(last.at, timezone.utc).isoformat(sep=" ", timespec="seconds")
+        of = last.registration
+        raise QueryEndedError(
+            f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, ended at {at} "
+            f"({last.why}). Start it again, or read its state from the checkpoint with read_state."
+        )
+
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """See ``CoordinatorPort``."""
+        return tuple(
+            RunningOperator(
+                run.registration.query_id,
+                run.run_id,
+                run.registration.name,
+                operator,
+                run.registration.key_groups,
+                run.versions.readable[0],
+                run.versions.completed,
+            )
+            for run in self._runs.current()
+            for operator in run.registration.operators
+        )
+
+    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
+        """See ``CoordinatorPort``."""
+        run = next((r for r in self._runs.current() if r.registration.query_id == job_id), None)
+        if run is None:
+            return None
+        with run.lock:
+            assignment = assigned(self._registries, run)
+            registration = run.registration
+            owners = {name: [assignment.hosts[i] for i in places] for name, places in assignment.owners.items()}
+            return KvStateLocationOracle.of(
+                registration.query_id,
+                run.run_id,
+                registration.name,
+                registration.key_groups,
+                run.versions.completed,
+                owners,
+            )

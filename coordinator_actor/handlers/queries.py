@@ -1,0 +1,167 @@
+"""Runs begin, live and end: the messages of a driver about its queries."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+from backends.exceptions import StorageError
+from backends.formats.manifest import PartitionEntry
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable.manifests import ManifestLog, QueryFile
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.handlers.completion import advance, catch_up
+from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.handlers.run_registry import LEASE_OVER
+from coordinator_actor.messages import QueryRegistration, RegisteredQuery
+from coordinator_actor.query.compatibility import evolved_operators, refusal_of
+from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
+from coordinator_actor.savepoints.savepoint_format import OpenStorage
+
+log = logging.getLogger(__name__)
+
+
+class Queries:
+    """Registers runs, completes their versions and ends them.
+
+    ``coordinator_id`` stands in the epochs that are claimed. ``_registering`` has a lock per state location, held while a
+    run claims the state there; the registries' lock guards the dict.
+    """
+
+    def __init__(
+        self,
+        coordinator_id: str,
+        registries: Registries,
+        conf: CoordinatorConf,
+        open_storage: OpenStorage,
+        in_background: InBackground,
+    ) -> None:
+        self._coordinator_id = coordinator_id
+        self._registries = registries
+        self._runs = registries.runs
+        self._conf = conf
+        self._open_storage = open_storage
+        self._in_background = in_background
+        self._registering: dict[str, threading.Lock] = {}
+
+    def register_query(
+        self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None
+    ) -> RegisteredQuery:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            registering = self._registering.setdefault(registration.state_location, threading.Lock())
+        with registering:
+            known = self._runs.find(registration.run_id)
+            if known is not None:
+                known.seen(self._registries.clock())
+                return RegisteredQuery(None, known.manifests.epoch, known.versions.completed)
+            return self._register(registration, initial)
+
+    def _register(
+        self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None
+    ) -> RegisteredQuery:
+        storage = self._open_storage(registration.state_location, registration.storage_options)
+        spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
+        manifests = ManifestLog(storage, self._coordinator_id)
+        if manifests.epochs.is_superseded(registration.run_id):
+            return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
+        # Spark's commits before the manifests: an older run may go on meanwhile, and a committed batch has a manifest.
+        commits = SparkCommits(spark)
+        completed = commits.next_batch()
+        manifests.refresh()
+        lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
+        run = QueryState(registration, manifests, commits, self._registries.clock, lag)
+        run.load(completed)
+        refusal = refusal_of(run)
+        if refusal is not None:
+            return RegisteredQuery(refusal, 0, completed)
+        run.adopt(evolved_operators(run))
+        self._claim(run, initial)
+        savepoints = RunSavepoints(
+            run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
+        )
+        self._runs.add(run, savepoints)
+        log.info(
+            "Registered query %s (run %s) at version %d, epoch %d",
+            registration.query_id,
+            registration.run_id,
+            run.versions.completed,
+            manifests.epoch,
+        )
+        return RegisteredQuery(None, manifests.epoch, run.versions.completed)
+
+    @staticmethod
+    def _claim(run: QueryState, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:
+        """Claim the state. The run is not known to anybody before this has succeeded."""
+        registration = run.registration
+        run.manifests.ensure_query_file(QueryFile(registration.query_id, registration.key_groups))
+        while True:
+            run.claim(initial)
+            operators = evolved_operators(run)
+            if operators == run.registration.operators:
+                break
+            # An older run has gone on to other schemas meanwhile: this one has to follow upon them.
+            run.adopt(operators)
+        run.take_over()
+
+    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            run = self._runs.find(run_id)
+            if self._runs.is_over_for_good(run_id) or (run is not None and run.ended):
+                return True
+            if run is None:
+                return False
+            run.seen(self._registries.clock())
+            self._registries.needed()
+        with run.lock:
+            # The progress event of a batch may have met a coordinator that was being restarted.
+            catch_up(self._runs, run)
+            if not is_stopping:
+                run.release_recorded_hold()
+        return True
+
+    def batch_committed(self, run_id: str, batch_id: int) -> bool:
+        """See ``CoordinatorPort``."""
+        run = self._runs.get(run_id)
+        with run.lock:
+            if not run.is_current or batch_id + 1 <= run.versions.completed:
+                return False
+            advance(self._runs, run, batch_id + 1)
+            return True
+
+    def deactivate_instances(self, run_id: str) -> bool:
+        """See ``CoordinatorPort``."""
+        run = self._runs.find(run_id)
+        if run is not None:
+            with run.lock:
+                try:
+                    run.name_snapshots()
+                except (StorageError, CoordinatorError):
+                    # The snapshots only save time: the next run takes new ones.
+                    log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
+        with self._registries.lock:
+            self._registries.instances.deactivate(run_id)
+            run = self._runs.find(run_id)
+            self._runs.remove(run_id)
+            why = "its query ended" if run is None or run.retired_by is None else f"replaced by {run.retired_by}"
+            self._runs.remember_over(run_id, why)
+        if run is not None:
+            self._runs.end(run, why)
+        return True
+
+    def expire(self) -> None:
+        """Forget the runs whose drivers were not heard of for the driver timeout."""
+        now = self._registries.clock()
+        with self._registries.lock:
+            gone = [r for r in self._runs.by_id.values() if now - r.driver_seen > self._conf.driver_timeout]
+        for run in gone:
+            # Not for good: a machine may have slept, and the driver (only the driver) may bring the run back.
+            log.warning("The driver of run %s has not been heard of; the run is forgotten", run.run_id)
+            self._runs.remove(run.run_id)
+            self._runs.end(run, LEASE_OVER)
+            self._runs.remember_over(run.run_id, LEASE_OVER)

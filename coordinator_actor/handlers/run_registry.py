@@ -1,0 +1,162 @@
+"""The runs that a coordinator knows: registered, over, and ended ones, with their savepoints."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from backends.bounded_dict import BoundedDict
+from coordinator_actor.exceptions import RetiredRunError, UnknownQueryError, UnknownRunError
+from coordinator_actor.handlers.instance_registry import InstanceRegistry
+from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.savepoints.run_savepoints import RunSavepoints
+
+REMEMBERED_RUNS = 1000
+LEASE_OVER = "its driver was not heard of"
+
+
+@dataclass(frozen=True)
+class EndedQuery:
+    """A run that is over, for clients that still ask for its state. ``at`` is in seconds since 1970."""
+
+    registration: QueryRegistration
+    at: float
+    why: str
+
+    def has(self, operator: str, query: str | None) -> bool:
+        """Return whether the run had that operator, and that name, query id or run id."""
+        named = (self.registration.name, self.registration.query_id, self.registration.run_id)
+        return (query is None or query in named) and any(o.name == operator for o in self.registration.operators)
+
+
+class RunRegistry:
+    """The runs that a coordinator knows.
+
+    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: for good, or (``LEASE_OVER``) until its driver
+    registers it again. The last ``REMEMBERED_RUNS`` such runs are remembered, and as many savepoint requests of ended runs.
+    ``lock`` guards everything here; see ``Registries``.
+    """
+
+    def __init__(self, lock: threading.RLock, instances: InstanceRegistry, clock: Callable[[], float]) -> None:
+        self._lock = lock
+        self._instances = instances
+        self._clock = clock
+        self.by_id: dict[str, QueryState] = {}
+        self._savepoints: dict[str, RunSavepoints] = {}
+        self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_RUNS)
+        self._ended: BoundedDict[str, EndedQuery] = BoundedDict(REMEMBERED_RUNS)
+        self._ended_savepoints: BoundedDict[str, Future[str]] = BoundedDict(REMEMBERED_RUNS)
+
+    # -- finding -------------------------------------------------------------------------------
+
+    def get(self, run_id: str) -> QueryState:
+        """Return a registered run. Raises ``RetiredRunError`` if it is over for good, else ``UnknownRunError``."""
+        with self._lock:
+            run = self.by_id.get(run_id)
+            if run is None and self.is_over_for_good(run_id):
+                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); start the query again.")
+        if run is None:
+            raise UnknownRunError(f"Run {run_id} is not registered with this coordinator; it must be registered again.")
+        return run
+
+    def find(self, run_id: str) -> QueryState | None:
+        """Return a registered run, or None."""
+        with self._lock:
+            return self.by_id.get(run_id)
+
+    def current(self) -> list[QueryState]:
+        """Return the registered runs that are neither over nor replaced."""
+        with self._lock:
+            return [run for run in self.by_id.values() if run.is_current]
+
+    def of_session(self, session_id: str) -> list[QueryState]:
+        """Return the registered runs of a driver's session."""
+        with self._lock:
+            return [run for run in self.by_id.values() if run.registration.session_id == session_id]
+
+    def running(self, query: str) -> QueryState:
+        """Return the running query of that name, query id or run id. Raises ``UnknownQueryError`` unless there is one."""
+        running = self.current()
+        found = [run for run in running if run.is_named(query)]
+        if len(found) != 1:
+            exist = (
+                ", ".join(f"{r.registration.name or 'unnamed'} ({r.registration.query_id})" for r in running) or "none"
+            )
+            how_many = "Several running queries are" if found else "No running query with state is"
+            raise UnknownQueryError(f"{how_many} named {query!r}; running: {exist}. Give the query id.")
+        return found[0]
+
+    # -- runs that are over --------------------------------------------------------------------
+
+    def is_over(self, run_id: str) -> bool:
+        """Return whether the run is over, for good or until its driver registers it again."""
+        with self._lock:
+            return run_id in self._over
+
+    def is_over_for_good(self, run_id: str) -> bool:
+        """Return whether the run is over for good."""
+        with self._lock:
+            return self._over.get(run_id, LEASE_OVER) != LEASE_OVER
+
+    def remember_over(self, run_id: str, why: str) -> None:
+        """Remember that a run is over, and why."""
+        with self._lock:
+            self._over[run_id] = why
+
+    def ended(self) -> list[EndedQuery]:
+        """Return the runs that have ended."""
+        with self._lock:
+            return list(self._ended.values())
+
+    # -- changing ------------------------------------------------------------------------------
+
+    def add(self, run: QueryState, savepoints: RunSavepoints) -> None:
+        """Register a run that has claimed its state. Runs on the same state are replaced, and end."""
+        run_id, location = run.run_id, run.registration.state_location
+        with self._lock:
+            replaced = [other for other in self.by_id.values() if other.registration.state_location == location]
+            for other in replaced:
+                other.retire(run_id)
+            self.by_id[run_id] = run
+            self._savepoints[run_id] = savepoints
+            self._over.pop(run_id, None)
+            self._ended.pop(run_id, None)
+        for other in replaced:
+            self.end(other, f"run {run_id} has replaced it")
+
+    def remove(self, run_id: str) -> None:
+        """Forget a registered run."""
+        with self._lock:
+            self.by_id.pop(run_id, None)
+
+    def end(self, run: QueryState, why: str) -> None:
+        """End a run: nothing of it is active or pending any more."""
+        run.end()
+        with self._lock:
+            self._ended[run.run_id] = EndedQuery(run.registration, self._clock(), why)
+            self._instances.deactivate(run.run_id)
+        run.batch.checkpoints.cancel_all("the query has ended")
+        with self._lock:
+            savepoints = self._savepoints.pop(run.run_id, None)
+            if savepoints is not None:
+                # A savepoint that is being written may still be finished.
+                for request_id, request in savepoints.requests.items():
+                    self._ended_savepoints[request_id] = request
+        if savepoints is not None:
+            savepoints.shutdown(why)
+
+    # -- savepoints ----------------------------------------------------------------------------
+
+    def savepoints_of(self, run_id: str) -> RunSavepoints | None:
+        """Return the savepoints of a run; None if the run is over or unknown."""
+        with self._lock:
+            return self._savepoints.get(run_id)
+
+    def savepoint_request(self, request_id: str) -> Future[str] | None:
+        """Return the future path of a requested savepoint, or None."""
+        with self._lock:
+            requests = [savepoints.requests for savepoints in self._savepoints.values()]
+            return next((r[request_id] for r in (*requests, self._ended_savepoints) if request_id in r), None)

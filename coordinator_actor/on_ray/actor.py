@@ -1,0 +1,141 @@
+"""The named, detached Ray actor around the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.without_pandas import keep_pandas_out
+from coordinator_actor.access_tokens import AccessTokens
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
+from coordinator_actor.on_ray.cluster_store import ClusterStore
+from coordinator_actor.port import CoordinatorPort
+from coordinator_actor.priority import take_ordinary_priority
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "statestore"
+NAME = "StateStoreCoordinator"
+MAX_CONCURRENCY = 64
+WATCH_SECONDS = 1.0
+"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood still."""
+
+
+def steady_clock() -> Callable[[], float]:
+    """Return a clock of seconds since 1970 that never goes back: leases must not depend on a clock that somebody sets."""
+    start = time.time() - time.monotonic()
+    return lambda: start + time.monotonic()
+
+
+class StateStoreCoordinator(CoordinatorPort):
+    """The coordinator of one namespace as a Ray actor. Its methods are the messages of ``CoordinatorPort``.
+
+    Ray restarts the actor. Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster, unless
+    an earlier coordinator of that name has left one.
+    """
+
+    def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("coordinator_actor").setLevel(logging.INFO)
+        take_ordinary_priority()
+        keep_pandas_out()
+        self._namespace = namespace
+        self._name = name
+        store = ClusterStore(namespace, name)
+        tokens = AccessTokens(store.secret(token), store, time.time)
+        self._node_ip = ray.util.get_node_ip_address()
+        self._coordinator = Coordinator(steady_clock(), CheckpointStorage.open, conf, tokens=tokens)
+        tags = ("namespace",)
+        self._hosts_gauge = Gauge("statestore_hosts", "Live state store hosts", tags)
+        self._queries_gauge = Gauge("statestore_queries", "Registered streaming queries", tags)
+        self._prepared_counter = Counter("statestore_prepared_versions", "Manifests written", tags)
+        self._acknowledge_ms = Histogram(
+            "statestore_acknowledge_ms",
+            "Time to take an acknowledgement",
+            [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000],
+            tags,
+        )
+        threading.Thread(target=self._watch, name="statestore-leases", daemon=True).start()
+        # In a thread of its own, since removing files may take long.
+        threading.Thread(target=self._maintain, name="statestore-maintenance", daemon=True).start()
+
+    def _maintain(self) -> None:
+        while True:
+            time.sleep(1.0)
+            try:
+                self._coordinator.maintain()
+            except Exception:  # the thread must go on
+                log.exception("Maintenance failed")
+
+    def _watch(self) -> None:
+        tags = {"namespace": self._namespace}
+        while True:
+            slept = time.monotonic()
+            time.sleep(WATCH_SECONDS)
+            late = time.monotonic() - slept - WATCH_SECONDS
+            try:
+                self._coordinator.expire(late if late > WATCH_SECONDS else 0.0)
+            except Exception:  # the thread must go on
+                log.exception("Leases could not be looked at")
+            described = self._coordinator.describe()
+            self._hosts_gauge.set(len(described["hosts"]), tags)
+            self._queries_gauge.set(len(described["queries"]), tags)
+            if self._coordinator.is_idle():
+                log.info("Nobody has needed this coordinator for a while; it ends")
+                ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Pass a message to the coordinator. Every declared message is a method of the actor that comes here."""
+        return self._coordinator.call(method, *args, **kwargs)
+
+    def acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
+    ) -> tuple[Acknowledged | Refused, ...]:
+        """See ``CoordinatorPort``. Also measures the time that the message takes."""
+        started = time.perf_counter()
+        answers = super().acknowledge_many(run_id, host_id, incarnation, messages)
+        tags = {"namespace": self._namespace}
+        self._acknowledge_ms.observe((time.perf_counter() - started) * 1e3, tags)
+        if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
+            self._prepared_counter.inc(1, tags)
+        return answers
+
+    def describe(self) -> dict[str, Any]:
+        """See ``CoordinatorPort``. Also names the process and the place of the actor."""
+        return {
+            **super().describe(),
+            "namespace": self._namespace,
+            "node_ip": self._node_ip,
+            "pid": os.getpid(),
+        }
+
+    def __repr__(self) -> str:
+        return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"
+
+
+def get_or_create_coordinator(namespace: str = NAMESPACE, name: str = NAME, conf: CoordinatorConf | None = None) -> Any:
+    """Return the coordinator actor of a namespace. Start it if there is none; it outlives the driver that starts it."""
+    return (
+        ray.remote(StateStoreCoordinator)
+        .options(
+            name=name,
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=0,
+            max_concurrency=MAX_CONCURRENCY,
+        )
+        .remote(namespace, name, secrets.token_hex(32), conf or CoordinatorConf())
+    )

@@ -1,0 +1,164 @@
+"""``StateStoreCoordinatorRef``: a reference to the coordinator, from a driver, a task or any Ray process.
+
+Spark's ``StateStoreCoordinatorRef`` of the same messages. In a PySpark task the messages go through
+a state store host, so that the worker need not join Ray; ``spark_bridge`` offers that way as an entry point.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import entry_points
+from typing import Any
+
+from backends.ids import StateStoreProviderId
+from coordinator_actor.exceptions import CoordinatorStoppedError
+
+log = logging.getLogger(__name__)
+
+Transport = Callable[[str, dict[str, Any]], Any]
+"""Sends one message: method name and arguments; gives the answer."""
+
+ENTRY_POINT = "statestore.executor_transport"
+RESTART_SECONDS = 60.0
+"""How long messages wait for a coordinator that is being restarted, all together."""
+# One thread, so that reports and deactivations arrive in the order in which they were made.
+_reporters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statestore-report")
+
+
+def executor_transport() -> Transport | None:
+    """The way from the task that this process runs, as installed packages offer it; None outside a task."""
+    for entry_point in entry_points(group=ENTRY_POINT):
+        found: Transport | None = entry_point.load()()
+        if found is not None:
+            return found
+    return None
+
+
+class StateStoreCoordinatorRef:
+    """Sends Spark's state store messages to the coordinator. Get one with ``for_driver`` or ``for_executor``."""
+
+    def __init__(self, transport: Transport, stop: Callable[[], None]) -> None:
+        self._transport = transport
+        self._stop = stop
+
+    @classmethod
+    def for_driver(cls, namespace: str = "statestore", name: str = "StateStoreCoordinator") -> StateStoreCoordinatorRef:
+        """A reference for a process in the Ray cluster; the coordinator is started if there is none."""
+        from coordinator_actor.on_ray.actor import get_or_create_coordinator
+
+        log.debug("Getting StateStoreCoordinatorRef")
+        get_or_create_coordinator(namespace, name)
+        return cls._over_ray(namespace, name)
+
+    @classmethod
+    def for_executor(
+        cls, namespace: str = "statestore", name: str = "StateStoreCoordinator"
+    ) -> StateStoreCoordinatorRef:
+        """A reference for an executor: in a PySpark task through a host, else through Ray.
+
+        Raises ``CoordinatorStoppedError`` if there is no coordinator.
+        """
+        log.debug("Getting StateStoreCoordinatorRef")
+        transport = executor_transport()
+        if transport is not None:
+            return cls(transport, _refuse_stop)
+        reference = cls._over_ray(namespace, name)
+        log.info("Retrieved reference to StateStoreCoordinator: %s/%s", namespace, name)
+        return reference
+
+    @classmethod
+    def _over_ray(cls, namespace: str, name: str) -> StateStoreCoordinatorRef:
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+        from coordinator_actor.on_ray.ray_port import RETRY_SECONDS, ask
+
+        if not ray.is_initialized():
+            ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+
+        def actor() -> Any:
+            try:
+                return ray.get_actor(name, namespace=namespace)
+            except ValueError as error:
+                raise CoordinatorStoppedError(
+                    f"There is no StateStoreCoordinator {name!r} in the Ray namespace {namespace!r}: it was stopped or never "
+                    "started. init_spark, attach or StateStoreCoordinatorRef.for_driver() start one."
+                ) from error
+
+        away_since: float | None = None
+
+        def transport(method: str, args: dict[str, Any]) -> Any:
+            nonlocal away_since
+            while True:
+                try:
+                    answer = ask(actor(), method, **args)
+                    away_since = None
+                    return answer
+                except RayTaskError:
+                    raise
+                except RayError as error:
+                    # The coordinator may have received the message before it went down. Each message may be sent twice.
+                    if isinstance(error, ActorUnavailableError):
+                        away_since = away_since or time.monotonic()
+                        if time.monotonic() < away_since + RESTART_SECONDS:
+                            time.sleep(RETRY_SECONDS)
+                            continue
+                    raise CoordinatorStoppedError(
+                        f"The coordinator {name!r} did not answer {method}: {error}"
+                    ) from error
+
+        def stop() -> None:
+            ray.kill(actor(), no_restart=True)
+            log.info("StateStoreCoordinator stopped")
+
+        actor()
+        return cls(transport, stop)
+
+    def report_active_instance(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        other_provider_ids: tuple[StateStoreProviderId, ...] = (),
+    ) -> Future[list[StateStoreProviderId]]:
+        """Report a loaded provider. Returns at once; ``result()`` is the list of other providers to unload."""
+        return _reporters.submit(
+            self._transport,
+            "report_active_instance",
+            {
+                "provider_id": provider_id,
+                "host": host,
+                "executor_id": executor_id,
+                "other_provider_ids": tuple(other_provider_ids),
+            },
+        )
+
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """Whether the coordinator takes that executor for the one that has the provider."""
+        args = {"provider_id": provider_id, "executor_id": executor_id}
+        return bool(self._transport("verify_if_instance_active", args))
+
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        """``executor_<host>_<executor id>`` of the active instance, or None."""
+        location: str | None = self._transport("get_location", {"provider_id": provider_id})
+        return location
+
+    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        """``get_location`` of many instances in one call, in the order asked."""
+        locations: list[str | None] = self._transport("get_locations", {"provider_ids": tuple(provider_ids)})
+        return locations
+
+    def deactivate_instances(self, run_id: str) -> bool:
+        """Forget the instances of a run, those of reports that are still on their way too."""
+        return bool(_reporters.submit(self._transport, "deactivate_instances", {"run_id": run_id}).result())
+
+    def stop(self) -> None:
+        """Stop the coordinator for good."""
+        self._stop()
+
+
+def _refuse_stop() -> None:
+    raise CoordinatorStoppedError("A task may not stop the coordinator; stop it from the driver (for_driver().stop()).")

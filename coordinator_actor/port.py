@@ -1,0 +1,267 @@
+# mypy: disable-error-code="empty-body"
+"""The messages to the coordinator. Each message is declared here, once.
+
+To add a message: declare it in ``CoordinatorPort``, and give one class of ``handlers/`` a method of the same name and
+signature. The coordinator finds that method by its name. The Ray actor, the port of hosts, drivers and clients, and the port
+of the simulation inherit the declared method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from backends.formats.manifest import Lineage, PartitionEntry
+from backends.ids import StateStoreProviderId
+from coordinator_actor.access_tokens import IssuedToken
+from coordinator_actor.location_oracle import KvStateLocationOracle
+from coordinator_actor.messages import (
+    Acknowledge,
+    Acknowledged,
+    BatchGrant,
+    Completed,
+    HostInfo,
+    HostOrders,
+    HostReport,
+    OpenBatch,
+    OpenGrant,
+    OperatorLocation,
+    QueryRegistration,
+    Refused,
+    RegisteredQuery,
+    RunningOperator,
+    SavepointExported,
+    SavepointStatus,
+    SnapshotUploaded,
+)
+
+Declaration = TypeVar("Declaration", bound=Callable[..., Any])
+MESSAGES: list[str] = []
+"""The names of all messages."""
+
+
+def message(declared: Declaration) -> Declaration:
+    """Make a method of ``CoordinatorPort`` send itself: the name and the arguments go to ``call``."""
+    MESSAGES.append(declared.__name__)
+
+    @wraps(declared)
+    def send(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
+        return self.call(declared.__name__, *args, **kwargs)
+
+    return cast(Declaration, send)
+
+
+class CoordinatorPort:
+    """What can be asked of the coordinator. A subclass says in ``call`` how a message reaches the coordinator.
+
+    Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, besides the errors that it names. Messages may
+    arrive twice.
+    """
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Send one message and return the answer."""
+        raise NotImplementedError
+
+    # -- hosts ---------------------------------------------------------------------------------
+
+    @message
+    def register_host(self, info: HostInfo, report: HostReport) -> None:
+        """Make a host known, or known again, with all it holds: runs, and acknowledgements of running batches."""
+
+    @message
+    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
+        """Renew the lease of a host. Return what the host is to do about the runs that it holds.
+
+        ``held`` is the lowest version that the host has of each run. The answer follows from ``held`` alone, so it does
+        not matter whether an earlier answer arrived. Waits for the storage of no query.
+        """
+
+    @message
+    def unregister_session(self, session_id: str) -> bool:
+        """End a driver's session: its hosts are gone. Return whether other hosts are left."""
+
+    @message
+    def verify_instances(
+        self, host_id: str, incarnation: str, run_ids: Sequence[str]
+    ) -> dict[str, dict[str, list[int]]]:
+        """Return what a host owns of runs: run id to operator to partitions. The host unloads everything else.
+
+        Runs whose owners are not known (yet) are left out.
+        """
+
+    # -- queries -------------------------------------------------------------------------------
+
+    @message
+    def register_query(
+        self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None
+    ) -> RegisteredQuery:
+        """Register a run that starts, or that is reported again. A newer run of the same state retires the older one.
+
+        ``initial`` names the files of version 0, by operator and partition, of a query that does not begin empty.
+        """
+
+    @message
+    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
+        """Renew the lease of a run. False asks the driver to register the run again.
+
+        ``is_stopping``: the driver makes a savepoint, to stop the query with.
+        """
+
+    @message
+    def batch_committed(self, run_id: str, batch_id: int) -> bool:
+        """Report that Spark has committed batch N, so that version N + 1 is completed. False if that was known.
+
+        The hosts learn of the completed version with their next heartbeat.
+        """
+
+    @message
+    def deactivate_instances(self, run_id: str) -> bool:
+        """End a run: its instances are inactive, and hosts unload them."""
+
+    # -- batches -------------------------------------------------------------------------------
+
+    @message
+    def open_batch(self, request: OpenBatch) -> BatchGrant:
+        """Open the partitions of a host for batch N, at version N. Return the owners and the state of the partitions.
+
+        The first task of the batch on a host asks for all tasks there. Raises ``BatchHeldError`` while the batch must wait.
+        """
+
+    @message
+    def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        """Return the owner of a partition and its last completed state. Changes nothing."""
+
+    @message
+    def acknowledge_many(
+        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
+    ) -> tuple[Acknowledged | Refused, ...]:
+        """Report the durable changes of several tasks of one host. Return an answer for each.
+
+        The last changes of a version are answered when its manifest is durable, too. Raises an error only if it would
+        refuse all messages.
+        """
+
+    @message
+    def completed(self, run_id: str, host_id: str) -> Completed:
+        """Return the last completed version of a run, with the heads of the host's own partitions.
+
+        This is for a host that cannot wait for its next heartbeat. Partitions that the host was given after the version
+        was completed have no heads. Waits for the storage of no query.
+        """
+
+    @message
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+        """Return the files that lead to a version of a partition. None of them are removed while the partition is loaded.
+
+        Raises ``VersionNotFoundError`` for a version that is no longer kept.
+        """
+
+    @message
+    def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
+        """Report that the owner of a partition has uploaded a snapshot. True if it counts: the next manifest names it."""
+
+    @message
+    def rebalance(self, query: str | None = None) -> dict[str, int]:
+        """Give every host its share of the partitions, of one query or of all. Return how many partitions moved, by run.
+
+        A run whose batch is under way moves its partitions where the next batch begins, as usual, and counts as 0.
+        """
+
+    # -- savepoints ----------------------------------------------------------------------------
+
+    @message
+    def trigger_savepoint(
+        self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
+    ) -> SavepointStatus:
+        """Begin a savepoint of a running query (its name, query id or run id) below the directory ``path``.
+
+        ``request_id`` is chosen by the asker. The same request a second time begins nothing. Without ``path`` the
+        savepoint goes below the state's own location. With ``stop`` the next batch is held until the query is stopped.
+        Raises ``UnknownQueryError``, ``InvalidRequestError``.
+        """
+
+    @message
+    def savepoint_status(self, request_id: str) -> SavepointStatus:
+        """Return the status of a requested savepoint."""
+
+    @message
+    def savepoint_exported(self, message: SavepointExported) -> None:
+        """Report that a host has exported a partition, or cannot."""
+
+    # -- query clients -------------------------------------------------------------------------
+
+    @message
+    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
+        """Return where the partitions of an operator are.
+
+        ``query`` is a name, query id or run id, needed where several queries have the operator. Raises ``QueryEndedError``
+        if the query that had the operator has ended, ``UnknownOperatorError``, and ``UnknownRunError`` from a coordinator
+        that was just started and may not know the query yet.
+        """
+
+    @message
+    def operators(self) -> tuple[RunningOperator, ...]:
+        """Return all operators of all running queries."""
+
+    @message
+    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
+        """Return who owns which key groups of a query; None if the query is not running. ``job_id`` is its query id."""
+
+    # -- Spark's instances ---------------------------------------------------------------------
+
+    @message
+    def report_active_instance(
+        self,
+        provider_id: StateStoreProviderId,
+        host: str,
+        executor_id: str,
+        other_provider_ids: Sequence[StateStoreProviderId] = (),
+    ) -> list[StateStoreProviderId]:
+        """Make an instance active at an executor. Return those of the other instances that are active elsewhere."""
+
+    @message
+    def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
+        """Return whether that executor has the active instance."""
+
+    @message
+    def get_location(self, provider_id: StateStoreProviderId) -> str | None:
+        """Return ``executor_<host>_<executor id>`` of the active instance, or None."""
+
+    @message
+    def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
+        """Return ``get_location`` of many instances, in the order asked."""
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    @message
+    def token(self) -> str:
+        """Return the secret that tasks and clients show to hosts. Every process that can ask the coordinator may know it."""
+
+    @message
+    def issue_token(self, name: str, expires_in: float | None = None) -> str:
+        """Issue a read-only token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
+
+        Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
+        """
+
+    @message
+    def list_tokens(self) -> tuple[IssuedToken, ...]:
+        """Return all tokens, also those that were revoked or have expired, the oldest first."""
+
+    @message
+    def revoke_token(self, id_or_name: str) -> IssuedToken:
+        """Revoke a token for good. Revoking it again changes nothing. All hosts know it with their next heartbeat.
+
+        Raises ``InvalidRequestError`` with the names of the valid tokens.
+        """
+
+    # -- figures -------------------------------------------------------------------------------
+
+    @message
+    def describe(self) -> dict[str, Any]:
+        """Return the hosts, queries and instances as they are now."""
+
+    @message
+    def checkpoint_stats(self, query: str) -> dict[str, Any]:
+        """Return figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles."""

@@ -1,0 +1,137 @@
+"""May this program go on from that checkpoint? Every reason why not, with both sides named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from backends.encoding.operator_schema import OperatorSchema, evolved
+from backends.encoding.schema import StateSchema
+from backends.encoding.schema_evolution import in_words
+from backends.exceptions import IncompatibleSchemaError
+from backends.formats.manifest import Manifest
+from backends.ids import DEFAULT_FAMILY
+from coordinator_actor.messages import OperatorSpec
+from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.recovery import incomplete_message
+from coordinator_actor.query.versions import tasks_of
+
+
+def refusal_of(run: QueryState) -> str | None:
+    """Why the run may not go on from what is stored, or None. Reads storage; changes nothing."""
+    registration = run.registration
+    where = registration.state_location
+    if any(o.num_partitions > registration.key_groups for o in registration.operators):
+        return f"An operator has more partitions than there are key groups ({registration.key_groups}); lower num_partitions."
+    stored = run.manifests.query_file()
+    if stored is not None and stored.query_id != registration.query_id:
+        return (
+            f"The state at {where} belongs to query {stored.query_id}, and this is query {registration.query_id}: the "
+            "checkpoint's metadata file was replaced or the directory shared. Use a checkpoint location of its own."
+        )
+    if stored is not None and stored.key_groups != registration.key_groups:
+        return (
+            f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program asks for "
+            f"{registration.key_groups}; set spark.statestore.keyGroups={stored.key_groups}."
+        )
+    base = _base(run)
+    if base is not None:
+        refusal = _program_refusal(run, base)
+        if refusal is not None:
+            return refusal
+    if run.versions.oldest > run.versions.completed:
+        return (
+            f"Spark begins {registration.checkpoint_location} with batch {run.versions.completed}, and so needs state version "
+            f"{run.versions.completed}, but at {where} versions {run.versions.oldest} to {max(run.versions.chain)} are kept: more of Spark's offsets and "
+            "commits were removed than min_versions_to_retain allows for. Restore them, or use a new checkpoint location."
+        )
+    if run.versions.completed > 0 and run.versions.completed not in run.versions.chain:
+        return _missing_version(run)
+    return None
+
+
+def _program_refusal(run: QueryState, base: Manifest) -> str | None:
+    where = run.registration.state_location
+    declared = {o.name: o for o in run.registration.operators}
+    if set(declared) != set(base.operators):
+        return (
+            f"The state at {where} has the operators {_names(base.operators)}, and the program has {_names(declared)}; give "
+            "the operators their old names, or use a new checkpoint location."
+        )
+    for spec in declared.values():
+        try:
+            _evolved(run, base, spec)
+        except IncompatibleSchemaError as error:
+            return _schema_refusal(run, base, spec, error)
+    return None
+
+
+def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
+    """The run's operators with the schemas that they go on with: what is stored, and what the program has changed of it.
+
+    For a run that nothing is refused of; the same however often it is asked, and for a run that has been given these
+    operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
+    """
+    base = _base(run)
+    return tuple(
+        msgspec.structs.replace(spec, schema=_evolved(run, base, spec).to_json()) for spec in run.registration.operators
+    )
+
+
+def _base(run: QueryState) -> Manifest | None:
+    """The manifest of the state that the run goes on from: what versions above it had changed, it does not know of."""
+    below = [version for version in run.versions.chain if version <= run.versions.completed]
+    return run.versions.chain[max(below)] if below else None
+
+
+def _evolved(run: QueryState, base: Manifest | None, spec: OperatorSpec) -> OperatorSchema:
+    declared = OperatorSchema.from_json(spec.schema)
+    if base is None:
+        return evolved(None, declared)
+    schema_id = base.operators[spec.name].schema_id
+    if schema_id == declared.id:
+        return declared
+    return evolved(OperatorSchema.from_json(run.manifests.schema(schema_id)), declared)
+
+
+def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: IncompatibleSchemaError) -> str:
+    stored = OperatorSchema.from_json(run.manifests.schema(base.operators[spec.name].schema_id))
+    where = run.registration.state_location
+    there, here = (s.families.get(DEFAULT_FAMILY) for s in (stored, OperatorSchema.from_json(spec.schema)))
+    if there is not None and here is not None and there != here:
+        part = "key" if there.key != here.key else "state"
+        return (
+            f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}. "
+            f"Stored: {_columns(there)}. Program: {_columns(here)}. Restore the old columns and aggregations, or use a new "
+            "checkpoint location."
+        )
+    return (
+        f"The state of operator {spec.name!r} at {where} cannot be gone on with as the program declares it now. {error} "
+        "Restore the old declaration, put a state variable of another name in its place, or use a new checkpoint location."
+    )
+
+
+def _missing_version(run: QueryState) -> str | None:
+    completed = run.versions.completed
+    changes = run.stored_changes(completed)
+    total, missing = len(tasks_of(changes.layouts)), changes.missing
+    if not missing:
+        return None
+    if len(missing) < total:
+        return incomplete_message(completed - 1, missing, total)
+    versions = sorted(run.versions.chain)
+    exist = f"versions {versions[0]} to {versions[-1]} exist" if versions else "no version exists"
+    return (
+        f"Spark has committed batch {completed - 1} of {run.registration.checkpoint_location}, so the query needs state "
+        f"version {completed}, but at {run.registration.state_location} {exist}. If the operators are new to this query, "
+        "or their state was removed, start with a new checkpoint location."
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(repr(n) for n in sorted(names))
+
+
+def _columns(schema: StateSchema) -> str:
+    return f"key {in_words(schema.key)}, state {in_words(schema.value)}"

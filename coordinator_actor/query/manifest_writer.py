@@ -1,0 +1,137 @@
+"""Writes the manifests of one run, each of which prepares a version or names more snapshots of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import msgspec
+
+from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry, SnapshotRef
+from backends.formats.manifest_chain import Layout
+from backends.formats.retention import Retention
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.query.versions import Versions
+
+NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
+
+
+class ManifestWriter:
+    """Extends the chain of a run's versions, in storage and in memory. The lock of the run guards everything here.
+
+    ``is_uncertain``: the last manifest could not be written, as far as is known; it may exist all the same.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        log: ManifestLog,
+        versions: Versions,
+        counter: CheckpointIDCounter,
+        clock: Callable[[], float],
+    ) -> None:
+        self.is_uncertain = False
+        self._run_id = run_id
+        self._log = log
+        self._versions = versions
+        self._counter = counter
+        self._clock = clock
+
+    def begin_with(self, initial: Mapping[str, Mapping[int, PartitionEntry]], schema_ids: Mapping[str, str]) -> None:
+        """Write the manifest of version 0 of a state that does not begin empty."""
+        operators = {
+            name: OperatorEntry.of(layout.num_partitions, schema_ids[name], layout.backend, dict(initial.get(name, {})))
+            for name, layout in self._versions.layouts.items()
+        }
+        self._append(
+            Manifest(
+                id=self._counter.get_and_increment(),
+                parent=None,
+                version=0,
+                epoch=self._log.epoch,
+                run_id=self._run_id,
+                created_ms=self._now_ms(),
+                operators=operators,
+                oldest=0,
+                chain_from=0,
+            )
+        )
+
+    def write(
+        self,
+        version: int,
+        layouts: Mapping[str, Layout],
+        changes: Mapping[TaskKey, PartitionEntry],
+        schema_ids: Mapping[str, str],
+        manifest_id: int | None = None,
+    ) -> None:
+        """Write the manifest of a version, from the changes of every partition of these layouts.
+
+        ``manifest_id`` was taken from the counter before; the next one is taken by default.
+        """
+        versions = self._versions
+        below = versions.chain.get(version - 1)
+        keep = versions.planned or Retention(versions.oldest, min(versions.chain, default=1))
+        operators = {
+            name: OperatorEntry.of(
+                layout.num_partitions,
+                schema_ids[name],
+                layout.backend,
+                {
+                    p: PartitionEntry(e.attempt, e.changelog, versions.unnamed_in(layout, p))
+                    for p in range(layout.num_partitions)
+                    if (e := changes[(name, p)])
+                },
+            )
+            for name, layout in layouts.items()
+        }
+        self._append(
+            Manifest(
+                id=self._counter.get_and_increment() if manifest_id is None else manifest_id,
+                parent=below.id if below else None,
+                version=version,
+                epoch=self._log.epoch,
+                run_id=self._run_id,
+                created_ms=self._now_ms(),
+                operators=operators,
+                oldest=keep.oldest,
+                chain_from=keep.chain_from,
+            )
+        )
+
+    def write_again(self, version: int, found: Mapping[TaskKey, tuple[SnapshotRef, ...]] = NO_SNAPSHOTS) -> None:
+        """Write the manifest of a version once more, as the newest one and under this epoch, naming more snapshots."""
+        chain = self._versions.chain
+        current = chain[version]
+        operators = {
+            name: msgspec.structs.replace(
+                operator,
+                partitions=operator.partitions.with_snapshots(
+                    {p: found[(name, p)] for p in operator.partitions if (name, p) in found}
+                ),
+            )
+            for name, operator in current.operators.items()
+        }
+        self._append(
+            msgspec.structs.replace(
+                current,
+                id=self._counter.get_and_increment(),
+                epoch=self._log.epoch,
+                created_ms=self._now_ms(),
+                operators=operators,
+                # What a newer manifest has let go of does not come back.
+                oldest=max(current.oldest, self._versions.oldest),
+                chain_from=max(current.chain_from, min(chain)),
+            )
+        )
+
+    def _append(self, manifest: Manifest) -> None:
+        self.is_uncertain = True
+        appended = self._log.append(manifest, self._counter)
+        self.is_uncertain = False
+        self._versions.appended(appended)
+
+    def _now_ms(self) -> int:
+        return int(self._clock() * 1000)

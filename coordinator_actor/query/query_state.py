@@ -1,0 +1,364 @@
+"""One registered run of a query, as the coordinator knows it. It owns all that is known of the run."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.formats.manifest import PartitionEntry
+from backends.formats.manifest_chain import Layout
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
+from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
+from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
+from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, QueryRegistration
+from coordinator_actor.query.assignment import RunAssignment
+from coordinator_actor.query.files_in_use import FilesInUse
+from coordinator_actor.query.manifest_writer import ManifestWriter
+from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
+from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
+from coordinator_actor.query.versions import Versions, tasks_of
+
+log = logging.getLogger(__name__)
+
+
+class QueryState:
+    """One registered run of a query.
+
+    ``lock`` guards everything in it, also in its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``. Only
+    the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``) and what is announced to hosts are read and written
+    without the lock: each of these values is replaced as a whole. The lock is held while the run's storage is asked, so
+    messages that must not wait for storage do not take it.
+
+    ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``maintained`` is when
+    garbage was removed last.
+    """
+
+    def __init__(
+        self,
+        registration: QueryRegistration,
+        manifests: ManifestLog,
+        commits: SparkCommits,
+        clock: Callable[[], float],
+        snapshot_lag: SnapshotLagConf | None = None,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.manifests = manifests
+        self.commits = commits
+        self.counter = CheckpointIDCounter()
+        operators = registration.operators
+        layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
+        self.versions = Versions(layouts, registration.key_groups)
+        self.registration = registration
+        self.adopt(operators)
+        self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)
+        self.assignment = RunAssignment()
+        self.files_in_use = FilesInUse()
+        self.driver_seen = self.maintained = clock()
+        self.ended = False
+        self.retired_by: str | None = None
+        self._writer = ManifestWriter(self.run_id, manifests, self.versions, self.counter, clock)
+        self._clock = clock
+        self._lag_conf = snapshot_lag or SnapshotLagConf()
+        self._lag: SnapshotLag | None = None
+        self._times: tuple[int, BatchTimes] | None = None
+        self._held_from: int | None = None
+        self._held_by_record: int | None = None
+        self._announced: Completed | None = None
+        self._announced_by_host: dict[str, Completed] = {}
+
+    # -- what the program declares -------------------------------------------------------------
+
+    def adopt(self, operators: tuple[OperatorSpec, ...]) -> None:
+        """Take the declarations with their schemas as they have become over all runs. Nothing else of them differs."""
+        self.registration = msgspec.structs.replace(self.registration, operators=operators)
+        self._specs = {o.name: o for o in operators}
+        self.schema_ids = {o.name: OperatorSchema.from_json(o.schema).id for o in operators}
+
+    @property
+    def run_id(self) -> str:
+        """Return the run id."""
+        return self.registration.run_id
+
+    @property
+    def stats(self) -> CheckpointStatsTracker:
+        """Return the figures of the run's micro-batches."""
+        return self.batch.checkpoints.stats
+
+    def operator(self, name: str) -> OperatorSpec | None:
+        """Return the declaration of an operator, or None."""
+        return self._specs.get(name)
+
+    def tasks(self) -> Iterator[TaskKey]:
+        """Return every declared partition of every operator."""
+        return iter(tasks_of(self.versions.layouts))
+
+    def is_named(self, query: str) -> bool:
+        """Return whether that is the name, the query id or the run id."""
+        return query in (self.registration.name, self.registration.query_id, self.run_id)
+
+    def require_partition(self, operator: str, partition: int) -> None:
+        """Raise ``InvalidRequestError`` if the run has no such partition."""
+        spec = self.operator(operator)
+        if spec is None:
+            raise InvalidRequestError(
+                f"Run {self.run_id} has no operator {operator!r}; it has {', '.join(self._specs)}."
+            )
+        if not 0 <= partition < spec.num_partitions:
+            raise InvalidRequestError(
+                f"Operator {operator!r} has {spec.num_partitions} partitions; there is no {partition}."
+            )
+
+    # -- the lifetime of the run ---------------------------------------------------------------
+
+    def seen(self, now: float) -> None:
+        """Take note of a sign of life of the driver."""
+        self.driver_seen = now
+
+    def prolong(self, seconds: float, now: float) -> None:
+        """Let the lease of the driver run so many seconds longer."""
+        self.driver_seen = min(now, self.driver_seen + seconds)
+
+    def maintained_at(self, now: float) -> None:
+        """Take note that garbage is being removed."""
+        self.maintained = now
+
+    def retire(self, run_id: str) -> None:
+        """A newer run replaces this one."""
+        self.retired_by = run_id
+
+    def end(self) -> None:
+        """The run is over: this run may change nothing any more."""
+        self.ended = True
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the run is neither over nor replaced."""
+        return not self.ended and self.retired_by is None
+
+    def require_current(self) -> None:
+        """Raise ``RetiredRunError`` if the run is over or replaced."""
+        if self.retired_by is not None:
+            raise RetiredRunError(
+                f"Run {self.run_id} of query {self.registration.query_id} has been replaced by run {self.retired_by} on the "
+                f"same checkpoint ({self.registration.checkpoint_location}); only the newer one may go on."
+            )
+        if self.ended:
+            raise RetiredRunError(f"Run {self.run_id} is over; start the query again.")
+
+    # -- beginning -----------------------------------------------------------------------------
+
+    def load(self, completed: int) -> None:
+        """Take up the manifests as they were read; ``completed`` is the version that Spark has committed."""
+        self.versions.load(self.manifests.chain(), completed)
+
+    def claim(self, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:
+        """Claim the next epoch, take up what storage has then, and complete what Spark has committed.
+
+        ``initial`` has the files of version 0 of a query that does not begin empty. Raises ``IncompleteBatchError``.
+        """
+        manifests, versions = self.manifests, self.versions
+        for operator in self.registration.operators:
+            manifests.ensure_schema(self.schema_ids[operator.name], operator.schema)
+        manifests.claim(self.run_id, versions.layouts.values(), self.schema_ids)
+        self.counter.ensure_above(manifests.last_id())
+        # No other run can make a version any more, but an older run may just have committed one.
+        self.load(max(versions.completed, self.commits.next_batch()))
+        if initial is not None and not versions.chain and versions.completed == 0:
+            self._writer.begin_with(initial, self.schema_ids)
+        if versions.completed > 0 and versions.completed not in versions.chain:
+            self._recover(versions.completed)
+
+    def take_over(self) -> None:
+        """Begin the work of this run on the claimed state, with a prepared version or a held batch if there is one.
+
+        What an older coordinator may still write counts for nothing from now on.
+        """
+        versions = self.versions
+        if self._replace_record():
+            log.info("Run %s goes back to version %d", self.run_id, versions.completed)
+        following = versions.chain.get(versions.completed + 1)
+        if following is not None and following.run_id == self.run_id:
+            self.batch.restore_prepared(following)
+        versions.carry_snapshots()
+        self.announce()
+        hold = self.manifests.savepoints.hold_of(self.run_id)
+        if hold is not None:
+            self._held_from, self._held_by_record = hold.version, hold.checkpoint_id
+        conf = self._lag_conf
+        self._lag = SnapshotLag(self.run_id, self.tasks(), self._clock(), versions.completed, conf)
+
+    def _replace_record(self) -> bool:
+        """Make the state the record of this epoch. Return whether versions above the completed one are given up.
+
+        They are given up if the user has removed Spark's last batches: with other rows to come, no later version may be
+        put together with them. A version that was merely not committed in time stays, since its batch comes again with the
+        same rows. Snapshots that only manifests that are given up name are named again, also for the sake of an earlier
+        layout: manifests of the run's own layout cannot name its snapshots.
+        """
+        versions = self.versions
+        chain, completed = versions.chain, versions.completed
+        if not chain:
+            return False
+        newest = max(chain)
+        lost = {} if newest == completed else versions.named_only_above()
+        is_same_layout = all(versions.is_in_layout(completed, operator) for operator, _ in lost)
+        is_ours = chain[newest].run_id == self.run_id
+        comes_again = newest == completed + 1 and (is_ours or self.commits.has_begun(completed))
+        goes_back = newest > completed and completed in chain and not (is_same_layout and comes_again)
+        if goes_back:
+            self._writer.write_again(completed, lost)
+        elif chain[newest].epoch != self.manifests.epoch:
+            self._writer.write_again(newest)
+        return goes_back
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def times(self, batch_id: int) -> BatchTimes | None:
+        """Return the times of a batch, as Spark has logged them; None if no operator uses them."""
+        if not any(o.uses_time for o in self.registration.operators):
+            return None
+        if self._times is None or self._times[0] != batch_id:
+            self._times = (batch_id, self.commits.times(batch_id))
+        return self._times[1]
+
+    def acknowledge(
+        self, version: int, changes: Mapping[TaskKey, PartitionEntry], durations: Mapping[TaskKey, float] = NO_DURATIONS
+    ) -> int | None:
+        """Take the changes of partitions. Return the id of the manifest if the version is prepared, else None.
+
+        ``durations`` are in seconds.
+        """
+        is_prepared = self.batch.acknowledge(version, changes, durations)
+        return self.versions.chain[version].id if is_prepared else None
+
+    def _prepare(self, version: int, checkpoint_id: int, changes: Mapping[TaskKey, PartitionEntry]) -> None:
+        """Write the manifest of a version that every partition has acknowledged."""
+        self._writer.write(version, self.versions.layouts, changes, self.schema_ids, checkpoint_id)
+        self.versions.record_retention()
+
+    def complete(self, version: int) -> None:
+        """Take a version as completed: Spark has committed its batch."""
+        versions = self.versions
+        is_ours = self.batch.highest_opened >= version - 1
+        if version not in versions.chain or (is_ours and versions.chain[version].run_id != self.run_id):
+            # If this run has not begun the batch, then an older one, still running when this one was registered, has
+            # committed the batch.
+            self._recover(version)
+            self._require_own_schemas(version)
+        elif self._writer.is_uncertain:
+            # A manifest whose writing failed may exist all the same, or appear later. A completed version must not change.
+            self._writer.write_again(version)
+        self.batch.completed()
+        versions.complete(version)
+        self.announce()
+
+    def _require_own_schemas(self, version: int) -> None:
+        """Raise ``LineageError`` if another program has written a version: this one would misread its rows."""
+        manifest = self.versions.chain[version]
+        for name, operator in manifest.operators.items():
+            if operator.schema_id != self.schema_ids[name]:
+                raise LineageError(
+                    f"Run {manifest.run_id} has committed batch {version - 1} after run {self.run_id} had been "
+                    f"started, with another schema of operator {name!r}. Start the query again."
+                )
+
+    def _recover(self, version: int) -> None:
+        """Prepare a version that Spark has committed without a manifest of it. Raises ``IncompleteBatchError``."""
+        self.manifests.refresh()
+        self.versions.load(self.manifests.chain())
+        chain = self.versions.chain
+        if version in chain and chain[version].run_id == self.run_id:
+            return
+        changes = self.stored_changes(version)
+        if missing := changes.missing:
+            raise IncompleteBatchError(incomplete_message(version - 1, missing, len(tasks_of(changes.layouts))))
+        self.batch.give_up(f"batch {version - 1} is committed")
+        # Rows are numbered by the schemas of the run that has written them.
+        theirs = self.manifests.epochs.runs().get(changes.run_id)
+        schema_ids = theirs.schema_ids if theirs is not None and changes.run_id != self.run_id else {}
+        self._writer.write(version, changes.layouts, changes.found, {**self.schema_ids, **schema_ids})
+
+    def stored_changes(self, version: int) -> StoredChanges:
+        """Return the changes of a version that were acknowledged, or else those in storage."""
+        acknowledged = self.batch.acknowledged(version)
+        return stored_changes(self.manifests, self.versions, self.run_id, version, acknowledged)
+
+    def name_snapshots(self) -> None:
+        """Name the unnamed snapshots in a manifest of the completed version, for the next run to find.
+
+        Not if a later version is prepared: the manifest would no longer be the newest. Nor if the user has removed the
+        checkpoint, which the user may do right behind ``stop()``: the checkpoint must not come to be again.
+        """
+        versions = self.versions
+        if (
+            not self.is_current
+            or not any(versions.unnamed.values())
+            or max(versions.chain, default=0) != versions.completed
+            or self.manifests.query_file() is None
+        ):
+            return
+        completed = versions.completed
+        named = {task: found for task, found in versions.unnamed.items() if versions.is_in_layout(completed, task[0])}
+        self._writer.write_again(completed, named)
+        versions.unnamed.clear()
+
+    # -- holding the query for a savepoint -----------------------------------------------------
+
+    @property
+    def held_from(self) -> int | None:
+        """Return the first batch whose tasks must wait, since the query stops with a savepoint; None if there is none."""
+        return self._held_from
+
+    def hold(self, batch_id: int) -> None:
+        """Let the tasks of a batch wait."""
+        self._held_from, self._held_by_record = batch_id, None
+
+    def release(self) -> None:
+        """Let all batches go on."""
+        self._held_from, self._held_by_record = None, None
+
+    def release_recorded_hold(self) -> None:
+        """End a hold that an earlier coordinator began: its savepoint has failed before that could be written."""
+        if self._held_by_record is not None:
+            self.manifests.savepoints.release(self._held_by_record)
+            self.release()
+
+    # -- what hosts are told -------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """Prepare the announcements of the completed version: for each host the heads of its own partitions."""
+        assignment, completed = self.assignment.current, self.versions.completed
+        of_host = {} if assignment is None else assignment.of_host
+        by_host = {
+            h: Completed(self.run_id, completed, self.versions.heads(completed, tasks)) for h, tasks in of_host.items()
+        }
+        # In this order: readers without the lock look at ``_announced`` first.
+        self._announced_by_host = by_host
+        self._announced = Completed(self.run_id, completed, {})
+
+    def announcement(self, host_id: str) -> Completed | None:
+        """Return the announcement of the completed version for a host; None while the run is being registered.
+
+        Needs no lock.
+        """
+        announced = self._announced
+        return None if announced is None else self._announced_by_host.get(host_id, announced)
+
+    # -- snapshots -----------------------------------------------------------------------------
+
+    def snapshot_uploaded(self, task: TaskKey, version: int, now: float) -> None:
+        """Take note of a snapshot that counts, for the warning about partitions whose snapshots lag behind."""
+        if self._lag is not None:
+            self._lag.report_uploaded(task, version, now)
+
+    def lag_warning(self, now: float) -> str | None:
+        """Return the warning about partitions whose snapshots lag behind; None if there is none, or no new one."""
+        return None if self._lag is None else self._lag.warning(self.versions.completed, now)

@@ -1,0 +1,85 @@
+"""Finds the changes of a version that Spark has committed although no manifest of that version was seen.
+
+Hosts may have died together with an earlier coordinator after their acknowledgements. The changelogs are durable, and each
+names its run and its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from backends.formats.changelog import read_changelog_meta
+from backends.formats.manifest import PartitionEntry
+from backends.formats.manifest_chain import Layout
+from backends.storage.checkpoint_storage import digest
+from backends.storage.file_ref import FileRef
+from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.query.versions import Versions, tasks_of
+
+
+class StoredChanges(NamedTuple):
+    """The changes of one version: the run that has made them, its layouts by operator, and the changes by partition."""
+
+    run_id: str
+    layouts: Mapping[str, Layout]
+    found: dict[TaskKey, PartitionEntry]
+
+    @property
+    def missing(self) -> list[TaskKey]:
+        """Return the partitions without changes."""
+        return [task for task in tasks_of(self.layouts) if task not in self.found]
+
+
+def stored_changes(
+    log: ManifestLog, versions: Versions, run_id: str, version: int, acknowledged: Mapping[TaskKey, PartitionEntry]
+) -> StoredChanges:
+    """Return the changes of a version: those that were ``acknowledged``, or else those in storage.
+
+    If the run ``run_id`` has no changes of the version, an earlier run has: Spark had committed its batch before this run
+    began, perhaps with another number of partitions. Changes of two runs never make one version: each run may have seen
+    other rows.
+    """
+    found = dict(acknowledged)
+    runs = {
+        run_id: versions.layouts,
+        **{r: {x.operator: x for x in file.layouts} for r, file in log.epochs.runs().items() if r != run_id},
+    }
+    for of_run, layouts in runs.items():
+        if layouts.keys() != versions.layouts.keys():
+            continue
+        for name, partition in tasks_of(layouts):
+            if (name, partition) not in found:
+                changes = _stored_changelog(log, versions, layouts[name], partition, version, of_run)
+                if changes is not None:
+                    found[(name, partition)] = changes
+        if found:
+            return StoredChanges(of_run, layouts, found)
+    return StoredChanges(run_id, versions.layouts, found)
+
+
+def _stored_changelog(
+    log: ManifestLog, versions: Versions, layout: Layout, partition: int, version: int, run_id: str
+) -> PartitionEntry | None:
+    base = versions.head_in(layout, partition, version - 1)
+    for path, size in reversed(log.storage.list(f"{layout.directory(partition)}/")):
+        name = path.rsplit("/", 1)[-1]
+        if not name.startswith(f"{version}-") or not name.endswith(".changelog"):
+            continue
+        data = log.storage.get(path)
+        meta = read_changelog_meta(data)
+        if (meta.query_run_id, meta.version, meta.base) == (run_id, version, base):
+            return PartitionEntry(meta.attempt, FileRef(path, size, digest(data)))
+    return None
+
+
+def incomplete_message(batch_id: int, missing: list[TaskKey], total: int) -> str:
+    """Return why a batch that ran only in part stops the query, and how to go on."""
+    return (
+        f"Spark committed batch {batch_id}, but {len(missing)} of {total} state partitions never ran in it "
+        f"({named_tasks(missing)}): "
+        "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it consume all "
+        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location, and start "
+        "the query again: it repeats the batch from the state before it."
+    )

@@ -1,0 +1,81 @@
+"""What is removed from storage, and when: only files that the newest manifest, which is durable, no longer keeps."""
+
+from __future__ import annotations
+
+import logging
+
+from backends.exceptions import DamagedFileError, MissingFileError
+from backends.formats import manifest_chain as chains
+from backends.formats import retention, snapshot
+from backends.formats.manifest import SnapshotRef
+from coordinator_actor.query.query_state import QueryState
+
+log = logging.getLogger(__name__)
+
+
+def remove_garbage(run: QueryState, now: float) -> list[str]:
+    """Plan what the next manifest keeps, and remove what the last one does not keep. Return the removed paths.
+
+    Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
+    """
+    storage, versions = run.manifests.storage, run.versions
+    sizes = dict(storage.list("operators"))
+    with run.lock:
+        run.require_current()
+        refs = _snapshots(run)
+    _read_descriptors(run, refs)
+    with run.lock:
+        run.require_current()
+        run.manifests.epochs.check()
+        versions.plan_retention(
+            run.registration.min_versions_to_retain,
+            lambda s: (
+                sizes.get(s.file.path) == s.file.size
+                and s.file.path in versions.descriptors
+                and versions.descriptors[s.file.path].is_complete(sizes)
+            ),
+        )
+        recorded, unnamed = versions.recorded, [s for found in versions.unnamed.values() for s in found]
+        if recorded is None or recorded.oldest == 0:
+            return []
+        in_use = run.files_in_use.directories(versions.layouts, now)
+        _read_descriptors(run, [*refs, *unnamed])
+        # Neither is ever changed, only replaced. A load that begins from now on is told of no file that is not kept.
+        chain, descriptors = versions.chain, versions.descriptors
+        manifests = run.manifests.forget({m.id for m in chain.values()})
+    # Without the lock, since there may be a million files.
+    try:
+        files = [*sizes, *storage.unfinished("operators")]
+        found = retention.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
+    except KeyError as error:
+        # Which files belong to that snapshot is not known. It will be known when the snapshot is no longer kept.
+        log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
+        found = []
+    removed = [path for path in found if not path.startswith(in_use)] + manifests
+    for path in removed:
+        storage.delete(path)
+    return removed
+
+
+def _snapshots(run: QueryState) -> list[SnapshotRef]:
+    """Return all snapshots that manifests of completed versions name, of every kept layout, and the unnamed ones."""
+    versions = run.versions
+    below = versions.completed_chain
+    found = []
+    for operator in versions.layouts:
+        for segment in chains.segments(below, operator):
+            found += [s for refs in chains.snapshots(below, segment).values() for s in refs]
+    return found + [s for unnamed in versions.unnamed.values() for s in unnamed]
+
+
+def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> None:
+    """Keep the descriptors of these snapshots, and of no others. Those of damaged snapshots are left out."""
+    wanted = {s.file.path for s in refs}
+    held = run.versions.descriptors
+    for ref in refs:
+        if ref.file.path not in held:
+            try:
+                held = {**held, ref.file.path: snapshot.read_descriptor(run.manifests.storage, ref)}
+            except (DamagedFileError, MissingFileError) as error:
+                log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
+    run.versions.keep_descriptors({path: held[path] for path in held if path in wanted})

@@ -1,0 +1,106 @@
+"""Which partitions and runs a host holds: tables in memory, without any work on state."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from coordinator_actor.messages import HostReport, QueryRegistration
+from spark_bridge.host.completed_versions import CompletedVersions
+from spark_bridge.host.instance import Instance, InstanceKey, RunKey
+
+NOTHING_HELD = 1 << 62
+"""The version reported of a run that a host knows, but has no partition of: no version is newer."""
+
+
+class HeldPartitions:
+    """The loaded partitions of a host, and the runs that it has, or has had, partitions of.
+
+    ``lock`` guards all tables here, and ``invocations`` and ``commits`` of every ``Instance``. ``instance`` and
+    ``registration`` read one table without the lock. A thread that holds ``lock`` takes no other lock but those of
+    ``CompletedVersions``, ``Grants`` and ``VersionRequests``.
+    """
+
+    def __init__(self, completed: CompletedVersions) -> None:
+        self.lock = threading.RLock()
+        self.instances: dict[InstanceKey, Instance] = {}
+        self.registrations: dict[str, QueryRegistration] = {}
+        self._by_run: dict[RunKey, Instance] = {}
+        self._opened: dict[str, int] = {}
+        self._completed = completed
+        self._ended_run_hooks: list[Callable[[str | None], None]] = []
+
+    def instance(self, run_id: str, operator: str, partition: int) -> Instance | None:
+        """Return a partition as it is loaded here, if it is."""
+        return self._by_run.get((run_id, operator, partition))
+
+    def registration(self, run_id: str) -> QueryRegistration | None:
+        """Return a run that this host has, or has had, partitions of."""
+        return self.registrations.get(run_id)
+
+    def all(self) -> list[Instance]:
+        """Return all loaded partitions."""
+        with self.lock:
+            return list(self.instances.values())
+
+    def of_run(self, run_id: str, operator: str | None = None) -> list[Instance]:
+        """Return the loaded partitions of a run, of one operator or of all."""
+        return [i for i in self.all() if i.registration.run_id == run_id and operator in (None, i.operator)]
+
+    def put(self, instance: Instance) -> None:
+        """Let a loaded partition be found."""
+        with self.lock:
+            self.instances[instance.key] = instance
+            self._by_run[instance.run_key] = instance
+
+    def remove(self, instance: Instance) -> bool:
+        """Let a partition no longer be found; return whether it was this instance that was found."""
+        with self.lock:
+            if self.instances.get(instance.key) is not instance:
+                return False
+            del self.instances[instance.key]
+            self._by_run.pop(instance.run_key, None)
+            return True
+
+    def note_opened(self, registration: QueryRegistration, batch_id: int) -> None:
+        """Note that a task of a batch has opened a partition: a coordinator that starts anew must know the batch."""
+        run_id = registration.run_id
+        with self.lock:
+            self.registrations[run_id] = registration
+            self._opened[run_id] = max(batch_id, self._opened.get(run_id, 0))
+
+    def forget_run(self, run_id: str) -> None:
+        """Forget a run that is over; its partitions are removed apart."""
+        with self.lock:
+            self.registrations.pop(run_id, None)
+            self._opened.pop(run_id, None)
+
+    def report(self) -> HostReport:
+        """Return what a coordinator that starts anew must know from this host."""
+        with self.lock:
+            pending = tuple(a for i in self.instances.values() for a in list(i.acknowledged.values()))
+            held: dict[str, dict[str, list[int]]] = {}
+            for i in self.instances.values():
+                held.setdefault(i.registration.run_id, {}).setdefault(i.operator, []).append(i.partition)
+            return HostReport(tuple(self.registrations.values()), pending, dict(self._opened), held)
+
+    def versions(self) -> dict[str, int]:
+        """Return by run id the lowest version that this host is at, for its heartbeat."""
+        with self.lock:
+            held = dict.fromkeys(self.registrations, NOTHING_HELD)
+            for i in self.instances.values():
+                held[i.registration.run_id] = min(i.state.version, held.get(i.registration.run_id, i.state.version))
+            for run_id, version in held.items():
+                # A partition is loaded at a version that the coordinator has named; the others must hear of that version too.
+                noted = self._completed.newest(run_id)
+                held[run_id] = version if noted is None else min(version, noted.version)
+            return held
+
+    def on_run_ended(self, hook: Callable[[str | None], None]) -> None:
+        """Have ``hook`` called with the id of each run that is over here, and with None when the host closes."""
+        self._ended_run_hooks.append(hook)
+
+    def tell_ended(self, run_id: str | None) -> None:
+        """Call the hooks of ``on_run_ended``, in the order in which they came."""
+        for hook in self._ended_run_hooks:
+            hook(run_id)

@@ -1,0 +1,99 @@
+"""``Instance``: one partition of one operator, as it is loaded in a host (Spark: a loaded ``StateStoreProvider``)."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from msgspec import to_builtins
+
+from backends.formats.changelog import Changes
+from backends.partition.partition_state import PartitionState
+from coordinator_actor.messages import Acknowledge, OperatorFigures, OperatorSpec, QueryRegistration
+
+REMEMBERED_COMMITS = 4
+"""A host reports the figures of so many commits of a partition: progress is often asked for when the next batch has begun."""
+InstanceKey = tuple[str, str, int]
+"""Query id, operator, partition."""
+RunKey = tuple[str, str, int]
+"""Run id, operator, partition."""
+
+
+class KeyWindows(Protocol):
+    """Follows which windows the keys of a partition's rows have."""
+
+    def add(self, base: str | None, head: str, changes: Changes) -> None:
+        """Take in the changes that lead from the version with the head ``base`` to the version with the head ``head``."""
+
+
+@dataclass
+class Instance:
+    """One loaded partition.
+
+    ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards ``epoch``,
+    ``snapshot_version``, ``rescaled_at`` and changes of ``acknowledged``. The lock of ``HeldPartitions`` guards
+    ``invocations``, ``invocations_of`` and ``commits``.
+    """
+
+    registration: QueryRegistration
+    operator: str
+    partition: int
+    state: PartitionState
+    commit_lock: threading.Lock = field(default_factory=threading.Lock)
+    epoch: int = 0
+    """The coordinator's epoch that granted the partition last: a lower one belongs to an older run."""
+    invocations: dict[str, str] = field(default_factory=dict)
+    """By task attempt, which invocation opened the partition, in batch ``invocations_of``."""
+    invocations_of: int = -1
+    acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
+    """By version, the accepted commits that are not completed yet: a coordinator that starts anew must hear of them."""
+    commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)
+    """By version, milliseconds by step and the operator's figures, of the last ``REMEMBERED_COMMITS`` commits."""
+    snapshot_version: int = 0
+    """The version of the newest snapshot in storage."""
+    rescaled_at: int | None = None
+    """The version at which the partition was made from files of another layout; None once it has a snapshot of its own."""
+    key_windows: KeyWindows | None = None
+
+    @property
+    def key(self) -> InstanceKey:
+        """Identify the partition of a query, whichever run has it."""
+        return self.registration.query_id, self.operator, self.partition
+
+    @property
+    def run_key(self) -> RunKey:
+        """Identify the partition of one run of the query."""
+        return self.registration.run_id, self.operator, self.partition
+
+    @property
+    def spec(self) -> OperatorSpec:
+        """Return the operator as the query has registered it."""
+        return spec_of(self.registration, self.operator)
+
+    def __str__(self) -> str:
+        return f"StateStoreId[operator={self.operator}, partition={self.partition}]"
+
+    def size(self) -> dict[str, int]:
+        """Return the number of keys and the bytes in memory. Raises ``StoreClosedError`` while the partition is unloaded."""
+        figures = self.state.metrics()
+        return {"keys": figures.num_keys, "memory_bytes": figures.memory_bytes}
+
+    def describe(self) -> dict[str, object]:
+        """Return version, size and last commits, as JSON types. Raises ``StoreClosedError`` as ``size`` does."""
+        commits = self.commits
+        return {
+            "query_id": self.registration.query_id,
+            "run_id": self.registration.run_id,
+            "operator": self.operator,
+            "partition": self.partition,
+            "version": self.state.version,
+            **self.size(),
+            "last_commit": {"version": max(commits), **commits[max(commits)][0]} if commits else {},
+            "commits": {v: {"ms": ms, **to_builtins(f)} for v, (ms, f) in commits.items()},
+        }
+
+
+def spec_of(registration: QueryRegistration, operator: str) -> OperatorSpec:
+    """Return an operator as its query has registered it."""
+    return next(o for o in registration.operators if o.name == operator)

@@ -1,0 +1,109 @@
+"""What a host does from time to time: unload partitions that are another's by now, and upload the snapshots that are due."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from backends.conf import StateStoreConf
+from backends.exceptions import StoreClosedError
+from coordinator_actor.messages import SnapshotUploaded
+from spark_bridge.host.counters import Counters
+from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.instance import Instance, InstanceKey
+from spark_bridge.host.partition_loading import PartitionLoading
+from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.version_requests import VersionRequests
+
+log = logging.getLogger(__name__)
+
+
+class Maintenance:
+    """The maintenance of one host. The lock of ``HeldPartitions`` guards the table of uploads."""
+
+    def __init__(
+        self,
+        registration: HostRegistration,
+        held: HeldPartitions,
+        loading: PartitionLoading,
+        version_requests: VersionRequests,
+        counters: Counters,
+        conf: StateStoreConf,
+    ) -> None:
+        self._registration = registration
+        self._held = held
+        self._loading = loading
+        self._version_requests = version_requests
+        self._counters = counters
+        self._deltas_per_snapshot = conf.deltas_per_snapshot
+        self._hooks: list[Callable[[], None]] = []
+        self._uploads = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
+        self._uploading: dict[InstanceKey, Future[None]] = {}
+
+    def on_maintenance(self, work: Callable[[], None]) -> None:
+        """Have something quick done with every maintenance."""
+        self._hooks.append(work)
+
+    def do_maintenance(self) -> list[Future[None]]:
+        """Unload partitions that are another's by now, and begin the uploads that are due; return those uploads."""
+        log.debug("Doing maintenance")
+        for work in self._hooks:
+            work()
+        self._version_requests.forget_idle_runs()
+        self._unload_others()
+        begun = []
+        with self._held.lock:
+            for key, instance in self._held.instances.items():
+                running = self._uploading.get(key)
+                version = instance.state.version
+                # A partition made of an earlier layout's files is expensive to load until it has a snapshot of its own.
+                if instance.rescaled_at is not None:
+                    is_due = version > instance.rescaled_at
+                else:
+                    is_due = version - instance.snapshot_version >= self._deltas_per_snapshot
+                if is_due and (running is None or running.done()):
+                    self._uploading[key] = self._uploads.submit(self.upload_snapshot, instance)
+                    begun.append(self._uploading[key])
+            for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:
+                del self._uploading[key]
+        return begun
+
+    def _unload_others(self) -> None:
+        # A partition that is being opened now, the coordinator has just assigned; the next maintenance looks at it.
+        held = self._held.all()
+        run_ids = tuple({i.registration.run_id for i in held})
+        if not run_ids:
+            return
+        info = self._registration.info
+        owned = self._registration.coordinator.verify_instances(info.host_id, info.incarnation, run_ids)
+        for instance in held:
+            of_run = owned.get(instance.registration.run_id)
+            is_ours = of_run is None or instance.partition in of_run.get(instance.operator, ())
+            log.debug("Verified that state store %s is active: %s", instance, is_ours)
+            if not is_ours:
+                self._loading.unload(instance)
+
+    def upload_snapshot(self, instance: Instance) -> None:
+        """Upload a snapshot of a partition's version and report it; log what fails, and leave it to the next maintenance."""
+        registration, coordinator = self._registration, self._registration.coordinator
+        run_id, operator, partition = instance.run_key
+        try:
+            lineage = coordinator.lineage(run_id, operator, partition, instance.state.version)
+            earlier = lineage.snapshots[-1] if lineage.snapshots else None
+            made = instance.state.snapshot(earlier)
+            message = SnapshotUploaded(
+                run_id, operator, partition, registration.info.host_id, registration.info.incarnation, made, earlier
+            )
+            if registration.call(lambda: coordinator.snapshot_uploaded(message)):
+                instance.snapshot_version = made.version
+                instance.rescaled_at = None
+            self._counters.add("snapshots")
+        except StoreClosedError:
+            log.debug("%s was unloaded while a snapshot of it was taken", instance)
+        except Exception:  # whatever it is, it must not be lost in a thread, and the next round tries again
+            log.warning("Error managing %s; no snapshot was taken", instance, exc_info=True)
+
+    def close(self) -> None:
+        """Begin no more uploads."""
+        self._uploads.shutdown(cancel_futures=True)

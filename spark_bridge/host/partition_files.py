@@ -1,0 +1,73 @@
+"""Where a host keeps partitions on its local disk, and how it opens them over a query's durable files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace as with_changes
+from pathlib import Path
+
+from backends.conf import StateStoreConf
+from backends.exceptions import ConcurrentCommitError
+from backends.formats.file_names import partition_directory
+from backends.partition.partition_state import PartitionState, open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.messages import OperatorSpec, QueryRegistration
+
+OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
+"""Opens the durable files of a query, from their location and the options of their storage."""
+
+
+class PartitionFiles:
+    """The local directory of one host, below which an incarnation that was killed may have left its state.
+
+    ``<query id>/<run id>/<partition>`` are the host's own partitions, ``copies`` and ``savepoints`` copies for a while.
+    """
+
+    def __init__(
+        self, local_dir: Path, incarnation: str, conf: StateStoreConf, open_storage: OpenStorage | None
+    ) -> None:
+        self._local_dir = local_dir
+        self._incarnation = incarnation
+        self._conf = conf
+        self.open_storage: OpenStorage = open_storage or (
+            lambda location, options: CheckpointStorage.open(location, options, fsync=conf.fsync)
+        )
+        self.copies = local_dir / "copies"
+        self.savepoints = local_dir / "savepoints"
+        shutil.rmtree(self.copies, ignore_errors=True)  # of an incarnation of this host that was killed
+
+    def open_own(
+        self, registration: QueryRegistration, spec: OperatorSpec, partition: int, other_runs: Collection[str]
+    ) -> PartitionState:
+        """Open a partition where an earlier incarnation may have left it: files that prove right are used.
+
+        Removes what is there of other runs of the query than this one and ``other_runs``, which the host still holds.
+        """
+        runs = self._local_dir / registration.query_id
+        for left in runs.iterdir() if runs.exists() else ():
+            if left.name not in {*other_runs, registration.run_id}:
+                shutil.rmtree(left, ignore_errors=True)  # of an incarnation that was killed
+        directory = partition_directory(spec.name, spec.num_partitions, partition)
+        local = runs / registration.run_id / directory
+        storage = self.open_storage(registration.state_location, registration.storage_options)
+        conf = with_changes(self._conf, provider=spec.backend)
+        try:
+            return open_partition(local, storage, directory, conf)
+        except ConcurrentCommitError:
+            # That incarnation is not quite dead.
+            return open_partition(local.with_name(f"{local.name}-{self._incarnation}"), storage, directory, conf)
+
+    def open_copy(self, registration: QueryRegistration, directory: str, backend: str, local: Path) -> PartitionState:
+        """Open an empty state in ``local``, into which versions of the partition in ``directory`` can be loaded.
+
+        The copy keeps one version and does not count its keys: to count, replaying would look up every key that it writes.
+        """
+        storage = self.open_storage(registration.state_location, registration.storage_options)
+        conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)
+        return open_partition(local, storage, directory, conf)
+
+    def remove_run(self, run_id: str) -> None:
+        """Remove the files that an incarnation which was killed has left of a run."""
+        for left in self._local_dir.glob(f"*/{run_id}"):
+            shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,131 @@
+"""Reading a host's partitions: the bulk reads of tasks, and the loading that queries need (``spark_bridge.queryable.reads``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import pyarrow as pa
+
+from backends.encoding.keys import KeyRange
+from backends.exceptions import StoreClosedError, VersionNotFoundError
+from backends.formats.manifest import Lineage
+from backends.ids import DEFAULT_FAMILY
+from coordinator_actor.messages import Completed
+from spark_bridge.exceptions import NotOwnerError, not_open
+from spark_bridge.host.completed_versions import CompletedVersions
+from spark_bridge.host.counters import Counters
+from spark_bridge.host.grants import Grants
+from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.instance import Instance
+from spark_bridge.host.partition_loading import PartitionLoading
+from spark_bridge.host.registration import HostRegistration
+from spark_bridge.transport.protocol import ScanCommand
+
+
+class PartitionReads:
+    """Thread-safe, without a lock of its own: a partition's state guards itself."""
+
+    def __init__(
+        self,
+        registration: HostRegistration,
+        held: HeldPartitions,
+        loading: PartitionLoading,
+        grants: Grants,
+        completed: CompletedVersions,
+        counters: Counters,
+    ) -> None:
+        self._registration = registration
+        self._held = held
+        self._loading = loading
+        self._grants = grants
+        self._completed = completed
+        self._counters = counters
+
+    # -- tasks ---------------------------------------------------------------------------------
+
+    def get_many(
+        self,
+        run_id: str,
+        operator: str,
+        partition: int,
+        version: int | None,
+        keys: pa.BinaryArray,
+        column_family: str = DEFAULT_FAMILY,
+    ) -> pa.BinaryArray:
+        """Return the values of keys at a version (None: the last completed one); null where a key has none.
+
+        A column family that was never written to is empty.
+        Raises ``NotOwnerError`` if the partition is not this host's, or not open here at that version.
+        """
+        instance = self._held.instance(run_id, operator, partition)
+        if version is None:
+            instance = instance if instance is not None else self.load(run_id, operator, partition)
+        elif instance is None or instance.state.version != version:
+            raise self._not_open(run_id, operator, partition, version)
+        try:
+            if column_family != DEFAULT_FAMILY and column_family not in instance.state.column_families(version):
+                return pa.nulls(len(keys), pa.binary())
+            values = instance.state.get_many(keys, version, column_family)
+        except (VersionNotFoundError, StoreClosedError) as error:
+            raise self._not_open(run_id, operator, partition, version) from error
+        self._counters.add("keys_read", len(keys))
+        return values
+
+    def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
+        """Give the pairs (``key``, ``value``) of ranges of keys, one range after the other; raise as ``get_many`` does."""
+        run_id, operator, partition, version = command.run_id, command.operator, command.partition, command.version
+        instance = self._held.instance(run_id, operator, partition)
+        if instance is None or instance.state.version != version:
+            raise self._not_open(run_id, operator, partition, version)
+        left = command.limit
+        try:
+            is_there = command.column_family in instance.state.column_families(version)
+            for start, end in ranges if is_there else ():
+                for batch in instance.state.scan(version, start, end, command.column_family):
+                    pairs = batch if left is None else batch.slice(0, left)
+                    if left is not None:
+                        left -= pairs.num_rows
+                    if pairs.num_rows:
+                        yield pairs
+                    if left == 0:
+                        return
+        except (VersionNotFoundError, StoreClosedError) as error:
+            raise self._not_open(run_id, operator, partition, version) from error
+
+    def _not_open(self, run_id: str, operator: str, partition: int, version: int | None) -> NotOwnerError:
+        return not_open(self._registration.info.host_id, run_id, operator, partition, version)
+
+    # -- queries -------------------------------------------------------------------------------
+
+    def load(self, run_id: str, operator: str, partition: int, *, again: bool = False) -> Instance:
+        """Note the last completed version of a partition as the coordinator knows it now, and load it if it is not loaded.
+
+        ``again``: even if it is loaded, for it does not have that version. Raises ``NotOwnerError`` if the partition is another
+        host's, and what the coordinator raises.
+        """
+        grant = self._grants.for_read(run_id, operator, partition)
+        if not self._registration.owns(grant.owner):
+            raise NotOwnerError(
+                f"Partition {partition} of operator {operator!r} belongs to host {grant.owner.host_id} "
+                f"at {grant.owner.address}, not to {self._registration.info.host_id}; locate it again."
+            )
+        heads = {} if grant.head is None else {operator: {partition: grant.head}}
+        self._completed.note(Completed(run_id, grant.version, heads))
+        held = None if again else self._held.instance(run_id, operator, partition)
+        return self._loading.load(grant, operator, partition, for_read=True) if held is None else held
+
+    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+        """Return the files that lead to a retained version of a partition, for a copy of it."""
+        registration = self._registration
+        return registration.call_about(
+            run_id, lambda: registration.coordinator.lineage(run_id, operator, partition, version)
+        )
+
+    def partitions(self, run_id: str, operator: str) -> list[dict[str, int]]:
+        """Return the partitions of an operator that are loaded here, ascending, with their versions and sizes."""
+        sized = []
+        for instance in self._held.of_run(run_id, operator):
+            with suppress(StoreClosedError):  # it is being unloaded
+                sized.append({"partition": instance.partition, "version": instance.state.version, **instance.size()})
+        return sorted(sized, key=lambda one: one["partition"])

@@ -1,0 +1,63 @@
+"""The rows of a partition at the version of a savepoint: as the host holds the partition, or read back from storage."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+
+from backends.exceptions import StoreClosedError, VersionNotFoundError
+from backends.formats.file_names import partition_directory
+from backends.partition.partition_state import PartitionState
+from coordinator_actor.messages import SavepointOrder
+from coordinator_actor.savepoints.run_savepoints import variables_of
+from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.instance import spec_of
+from spark_bridge.host.partition_files import PartitionFiles
+from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.savepoint_exports import Scans
+
+log = logging.getLogger(__name__)
+
+
+class SavepointPartitions:
+    """Opens partitions for ``SavepointExports``."""
+
+    def __init__(self, registration: HostRegistration, held: HeldPartitions, files: PartitionFiles) -> None:
+        self._registration = registration
+        self._held = held
+        self._files = files
+
+    def held(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
+        """Return a partition at the savepoint's version, as it is held here; None if it is not held, or no longer."""
+        instance = self._held.instance(order.run_id, operator, partition)
+        # The changes that are accepted for a version not completed here yet need not be those that the manifest names.
+        if instance is None or instance.state.version < order.version:
+            return None
+        spec = spec_of(order.registration, operator)
+        try:
+            return _scans(instance.state, variables_of(spec.schema), order.version)
+        except (VersionNotFoundError, StoreClosedError):
+            log.debug("Version %d of %s is not held", order.version, instance)
+            return None
+
+    def read_back(self, order: SavepointOrder, operator: str, partition: int) -> tuple[Scans, Callable[[], None]]:
+        """Return a copy of a partition from storage at the savepoint's version, and the function that removes the copy."""
+        spec = spec_of(order.registration, operator)
+        lineage = self._registration.coordinator.lineage(order.run_id, operator, partition, order.version)
+        local = self._files.savepoints / uuid.uuid4().hex
+        copy = self._files.open_copy(
+            order.registration, partition_directory(spec.name, spec.num_partitions, partition), spec.backend, local
+        )
+        try:
+            copy.load(lineage)
+            return _scans(copy, variables_of(spec.schema)), copy.destroy
+        except BaseException:
+            copy.destroy()
+            raise
+
+
+def _scans(state: PartitionState, variables: Iterable[str], version: int | None = None) -> Scans:
+    """Return the pairs of all state variables; a variable that was never written to is empty."""
+    there = state.column_families(version)
+    return {v: state.scan(version, column_family=v) if v in there else iter(()) for v in variables}

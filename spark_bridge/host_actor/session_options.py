@@ -1,0 +1,35 @@
+"""``SessionOptions``: how the state store of one Spark session is set up, from ``init_spark`` down to each host."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+
+from backends.conf import StateStoreConf
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.transport.tls import TlsConf
+
+NAMESPACE = "statestore"
+COORDINATOR_NAME = "StateStoreCoordinator"
+DEFAULT_RECOVERY_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
+
+    ``session_id`` names the session among those that use the same coordinator.
+    """
+
+    num_hosts: int
+    namespace: str = NAMESPACE
+    coordinator_name: str = COORDINATOR_NAME
+    state_location: str | None = None
+    conf: StateStoreConf = field(default_factory=StateStoreConf)
+    coordinator_conf: CoordinatorConf | None = None
+    recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT
+    tls: TlsConf | None = None
+    query_port: int = 0
+    request_limits: RequestLimits = field(default_factory=RequestLimits)
+    session_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])

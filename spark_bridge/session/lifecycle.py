@@ -1,0 +1,245 @@
+"""Joining Spark and the state store: ``init_spark``, ``attach``, ``stop_spark``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from backends.conf import StateStoreConf
+from coordinator_actor.coordinator_conf import CoordinatorConf
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.host_actor.session_options import (
+    COORDINATOR_NAME,
+    DEFAULT_RECOVERY_TIMEOUT,
+    NAMESPACE,
+    SessionOptions,
+)
+from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.session.current import Session, begin_session, end_session, require_no_session
+from spark_bridge.session.java import ensure_java
+from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+LOG_LEVEL = "spark.log.level"
+PAIRS = {"1.6": "3.5", "1.7": "4.2"}
+"""RayDP release line and the PySpark line it works with."""
+
+
+def init_spark(
+    app_name: str,
+    num_executors: int = 2,
+    executor_cores: int = 1,
+    executor_memory: str | int = "1g",
+    *,
+    configs: dict[str, str] | None = None,
+    ray_address: str | None = None,
+    namespace: str = NAMESPACE,
+    coordinator_name: str = COORDINATOR_NAME,
+    num_hosts: int | None = None,
+    state_location: str | None = None,
+    conf: StateStoreConf | None = None,
+    coordinator_conf: CoordinatorConf | None = None,
+    recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+    tls: TlsConf | None = None,
+    query_port: int = 0,
+    request_limits: RequestLimits | None = None,
+    **raydp_options: Any,
+) -> SparkSession:
+    """Start Spark on Ray with RayDP, and the state store beside its executors.
+
+    Joins the Ray cluster that this process is in, or that ``ray_address`` or ``RAY_ADDRESS`` names,
+    or that runs on this machine; else starts one, which ``stop_spark`` stops again. ``configs`` are
+    Spark settings and ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost
+    actors are started (default: one per executor core); they take no CPU slot.
+    ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of
+    its checkpoint location. ``recovery_timeout`` (seconds) is how long a task waits for a state
+    partition's new owner. ``coordinator_conf`` (its leases and timeouts) counts for the session that
+    finds no coordinator in the namespace and so starts it. ``tls`` encrypts what tasks, query clients and hosts say to
+    each other. Host i answers queries at ``query_port + i``, also after a restart (0: at any free port, which a client outside
+    must be told of again); ``request_limits`` are what it allows.
+
+    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
+    not fit, ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
+    """
+    require_no_session()
+    if tls is not None:
+        tls.check()
+    ensure_java()
+    _check_pair()
+    # RayDP's workers otherwise run whatever python3 is first on the PATH.
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    started_ray = join_or_start_ray(ray_address, num_executors * executor_cores)
+    import raydp
+
+    try:
+        spark = raydp.init_spark(
+            app_name,
+            num_executors,
+            executor_cores,
+            executor_memory,
+            configs=_spark_configs(configs, num_executors * executor_cores),
+            **raydp_options,
+        )
+        if configs is not None and LOG_LEVEL in configs:
+            _set_log_level(spark, configs[LOG_LEVEL])
+        options = SessionOptions(
+            num_hosts=num_hosts or num_executors * executor_cores,
+            namespace=namespace,
+            coordinator_name=coordinator_name,
+            state_location=state_location,
+            conf=conf or StateStoreConf(),
+            coordinator_conf=coordinator_conf,
+            recovery_timeout=recovery_timeout,
+            tls=tls,
+            query_port=query_port,
+            request_limits=request_limits or RequestLimits(),
+        )
+        _join(spark, options, by_raydp=True, started_ray=started_ray)
+    except BaseException:
+        raydp.stop_spark()
+        if started_ray:
+            stop_ray()
+        raise
+    return spark
+
+
+def attach(
+    spark: SparkSession,
+    *,
+    ray_address: str | None = None,
+    namespace: str = NAMESPACE,
+    coordinator_name: str = COORDINATOR_NAME,
+    num_hosts: int | None = None,
+    state_location: str | None = None,
+    conf: StateStoreConf | None = None,
+    coordinator_conf: CoordinatorConf | None = None,
+    recovery_timeout: float = DEFAULT_RECOVERY_TIMEOUT,
+    tls: TlsConf | None = None,
+    query_port: int = 0,
+    request_limits: RequestLimits | None = None,
+) -> SparkSession:
+    """Give a Spark session made elsewhere (RayDP, ``local[n]``, any other) a state store in Ray.
+
+    Finds or starts Ray as ``init_spark`` does, sets what stateful operators need on the live
+    session, and returns it. ``stop_spark`` ends the state store and leaves the session running.
+    Raises ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
+    """
+    require_no_session()
+    if tls is not None:
+        tls.check()
+    started_ray = join_or_start_ray(ray_address, 1)
+    try:
+        options = SessionOptions(
+            num_hosts=num_hosts or max(1, min(spark.sparkContext.defaultParallelism, os.cpu_count() or 1)),
+            namespace=namespace,
+            coordinator_name=coordinator_name,
+            state_location=state_location,
+            conf=conf or StateStoreConf(),
+            coordinator_conf=coordinator_conf,
+            recovery_timeout=recovery_timeout,
+            tls=tls,
+            query_port=query_port,
+            request_limits=request_limits or RequestLimits(),
+        )
+        _join(spark, options, by_raydp=False, started_ray=started_ray)
+    except BaseException:
+        if started_ray:
+            stop_ray()
+        raise
+    return spark
+
+
+def stop_spark() -> None:
+    """End this process's session: queries, hosts, Spark if ``init_spark`` made it, Ray if this process started it."""
+    session = end_session()
+    if session is not None:
+        session.stop()
+
+
+def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool) -> None:
+    """Start the state cluster of a Spark session and make the session this process's."""
+    from spark_bridge.session.listener import STATE_LOCATION_CONF, StateStoreQueryListener
+    from spark_bridge.session.settings import apply_settings, redact
+    from spark_bridge.session.state_cluster import StateCluster
+    from spark_bridge.task import local_properties
+
+    apply_settings(spark)
+    redact(spark, local_properties.TOKEN)
+    if options.state_location is not None:
+        spark.conf.set(STATE_LOCATION_CONF, options.state_location)
+    cluster = StateCluster(options, _executor_ips(spark))
+    listener = StateStoreQueryListener(spark, cluster)
+    spark.streams.addListener(listener)
+    listener.publish_endpoints()
+
+    def stop() -> None:
+        try:
+            if spark.sparkContext._jsc is not None:
+                for query in spark.streams.active:
+                    query.stop()
+                spark.streams.removeListener(listener)
+            listener.close()
+            cluster.stop()
+        finally:
+            if by_raydp:
+                import raydp
+
+                raydp.stop_spark()
+            if started_ray:
+                stop_ray()
+
+    begin_session(Session(spark, cluster, stop))
+
+
+def _set_log_level(spark: SparkSession, level: str) -> None:
+    """Ray's start in the driver's JVM puts log4j back to INFO, and Spark 4 then takes its own level for set."""
+    log4j = spark._jvm.org.apache.logging.log4j
+    log4j.core.config.Configurator.setRootLevel(log4j.Level.toLevel(level))
+
+
+def _executor_ips(spark: SparkSession) -> list[str]:
+    """Where the executors are, as IP addresses; the driver's own if there are none."""
+    infos = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
+    hosts = [str(info.host()) for info in infos]
+    own = hosts[:1]
+    return [socket.gethostbyname(h) for h in (hosts[1:] or own)]
+
+
+def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
+    from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
+
+    ours = {
+        "spark.sql.shuffle.partitions": str(max(cores, 1)),
+        "spark.ui.showConsoleProgress": "false",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
+        "spark.sql.session.timeZone": "UTC",
+    }
+    configs = {**ours, **(given or {})}
+    configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
+    configs[STATELESS_AQE] = "false"
+    return configs
+
+
+def _check_pair() -> None:
+    versions = {}
+    for package in ("raydp", "pyspark"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError as error:
+            raise EnvironmentProblemError(
+                f"The package {package} is not installed; install ray-statestore with pip."
+            ) from error
+    raydp_line = ".".join(versions["raydp"].split(".")[:2])
+    pyspark_line = ".".join(versions["pyspark"].split(".")[:2])
+    wanted = PAIRS.get(raydp_line)
+    if wanted != pyspark_line:
+        pairs = ", ".join(f"raydp {r}.* with pyspark {p}.*" for r, p in PAIRS.items())
+        raise EnvironmentProblemError(
+            f"raydp {versions['raydp']} and pyspark {versions['pyspark']} do not work together; install one of these pairs: {pairs}."
+        )

@@ -1,0 +1,68 @@
+"""Joining a Ray cluster, or starting one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.host_actor.session_options import NAMESPACE
+
+log = logging.getLogger(__name__)
+
+
+def join_or_start_ray(address: str | None, cpus: int) -> bool:
+    """Join a Ray cluster or start one here; return whether one was started.
+
+    Joins the cluster that this process is in, else the one at ``address`` or ``RAY_ADDRESS``, else the one that runs on this
+    machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
+    named = address or os.environ.get("RAY_ADDRESS")
+    if named:
+        try:
+            ray.init(address=named, **quiet)
+        except ConnectionError as error:
+            raise EnvironmentProblemError(f"No Ray cluster answers at {named!r}: {error}") from error
+        return False
+    running = _running_ray()
+    if running is not None:
+        try:
+            ray.init(address=running, **quiet)
+            return False
+        except ConnectionError:
+            log.warning(
+                "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
+                running,
+            )
+    # Executors and their Python workers run as they do without Ray, not with Ray's niceness of 15.
+    config = {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
+    num_cpus = max(cpus, os.cpu_count() or 1)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=config, **quiet)
+    return True
+
+
+def _running_ray() -> str | None:
+    """Return the cluster that ``ray start`` has left on record for this machine, if something listens there."""
+    record = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    try:
+        address = record.read_text().strip()
+        host, port = address.rsplit(":", 1)
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+            return address
+    except (OSError, ValueError):
+        return None
+
+
+def stop_ray() -> None:
+    """Leave the Ray cluster, and end it if this process has started it."""
+    import ray
+
+    ray.shutdown()

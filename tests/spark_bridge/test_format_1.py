@@ -1,0 +1,67 @@
+"""A query goes on from what an earlier tree stored: from a checkpoint and a savepoint by each backend, on both backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from spark_bridge import QueryableStateClient, read_state, restore_savepoint, state_metadata_table
+from spark_bridge.session import current_cluster
+
+from .conftest import settle
+from .format_fixtures import BACKENDS, Stored, copied, stopped_just_now
+from .format_program import STORED_BATCHES, Model, in_order, processing_times, read, start, write_input
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(params=BACKENDS)
+def goes_on_with(request: pytest.FixtureRequest, spark: SparkSession) -> Iterator[str]:
+    """The backend of the queries that the test starts, as if the session had been made with it."""
+    cluster = current_cluster()
+    before = cluster.conf
+    cluster.conf = dataclasses.replace(before, provider=request.param)
+    yield request.param
+    cluster.conf = before
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "savepoint"])
+@pytest.mark.parametrize("made_by", BACKENDS)
+def test_a_query_goes_on_from_it(
+    spark: SparkSession, tmp_path: Path, made_by: str, kind: str, goes_on_with: str
+) -> None:
+    stored, checkpoint = Stored(made_by), str(tmp_path / "checkpoint")
+    if kind == "checkpoint":
+        copied(stored.checkpoint, tmp_path / "checkpoint")
+    else:
+        restore_savepoint(stored.savepoint, checkpoint, backend=goes_on_with)
+    stopped_just_now(checkpoint, round(time.time() * 1000))
+
+    write_input(tmp_path / "in", STORED_BATCHES)
+    # One batch: what a shorter trigger would bring next is a batch without rows.
+    query = start(spark, tmp_path / "in", checkpoint, processingTime="1 hour")
+    settle(query)
+
+    times = processing_times(checkpoint)
+    known = stored.expected()["processing_times_ms"]
+    if kind == "checkpoint":
+        assert times[:-1] == known
+    wanted = Model.after([*known, times[-1]]).state()
+    totals = {(k, g): figures for k, g, *figures in wanted["totals"]}
+    with QueryableStateClient.connect() as client:
+        answers = client.get_many("totals", [*totals, ("nobody", 0)], query=str(query.id)).to_pylist()
+        assert client.get("visits", "many", state="last", query=str(query.id)) == {"n": 3, "note": "3 rows"}
+    query.stop()
+    assert [row["n"] for row in answers] == [*(figures[0] for figures in totals.values()), None]
+    assert [row["all"] for row in answers] == [*(figures[7] for figures in totals.values()), None]
+
+    assert read(checkpoint, STORED_BATCHES) == stored.state()
+    assert read(checkpoint) == wanted
+    assert set(state_metadata_table(checkpoint)["provider"].to_pylist()) == {goes_on_with}
+    with_spark = read_state(spark, checkpoint, "visits", "seen").drop("key_group", "partition_id")
+    assert in_order([list(row) for row in with_spark.collect()]) == wanted["visits.seen"]

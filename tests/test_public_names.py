@@ -1,0 +1,77 @@
+"""Every public name is what its name says when a user imports it first, in a process that has imported nothing else of ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = ("backends", "coordinator_actor", "spark_bridge")
+NAMES = [(package, name) for package in PACKAGES for name in importlib.import_module(package).__all__]
+MODULES = {("spark_bridge", "functions")}
+"""Public names of modules; all others are classes, functions and type aliases."""
+
+LOOK = """
+import json, os, sys
+import msgspec, numpy, pandas, pyarrow.compute, pyarrow.flight, ray, xxhash  # which every child would import anew
+
+def look(package, name):
+    scope = {}
+    exec(f"from {package} import {name} as found", scope)
+    found = scope["found"]
+    return type(found).__name__, getattr(found, "__name__", None), getattr(found, "__module__", None)
+
+for package, name in json.loads(sys.argv[1]):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            said = look(package, name)
+        except BaseException as error:
+            said = ("error", repr(error), None)
+        os.write(writing, json.dumps(said).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        print(answer.read(), flush=True)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[str, str], tuple[str, str | None, str | None]]:
+    """By package and name: the kind of what is imported, its own name and its module. A forked process imports each."""
+    program = [sys.executable, "-c", LOOK, json.dumps(NAMES)]
+    ran = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
+    return {name: tuple(json.loads(line)) for name, line in zip(NAMES, ran.stdout.splitlines(), strict=True)}
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_a_public_name_is_what_it_says(
+    package: str, name: str, seen: dict[tuple[str, str], tuple[str, str | None, str | None]]
+) -> None:
+    kind, own_name, module = seen[package, name]
+    assert kind != "error", own_name
+    if (package, name) in MODULES:
+        assert (kind, own_name) == ("module", f"{package}.{name}")
+        return
+    assert kind != "module"
+    # Once it is imported, a module of this name would stand where the name is looked up.
+    assert importlib.util.find_spec(f"{package}.{name}") is None
+    home = importlib.import_module(package)._HOMES[name]
+    if name[0].islower():
+        assert (kind, own_name, module) == ("function", name, home)
+    elif own_name is not None and kind != "_UnionGenericAlias":
+        assert (own_name, module) == (name, home)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_list_of_public_names_is_sorted_and_complete(package: str) -> None:
+    imported = importlib.import_module(package)
+    assert sorted(imported.__all__) == sorted({*imported._HOMES, *(n for p, n in MODULES if p == package)})
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        _ = imported.nothing_like_this
