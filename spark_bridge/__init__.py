@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from spark_bridge.operators.deduplicate.operator import deduplicate
     from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client.client import QueryableStateClient
-    from spark_bridge.queryable.client.scans import StateScan
+    from spark_bridge.queryable.client.state_scan import StateScan
     from spark_bridge.queryable.client.watch import StateChange, StateWatch
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-    from spark_bridge.queryable.server.limits import RequestLimits
+    from spark_bridge.queryable.server.request_limits import RequestLimits
     from spark_bridge.queryable.server.server import KvStateServer
     from spark_bridge.session.lifecycle import attach, init_spark, stop_spark
     from spark_bridge.session.operator_progress import (
@@ -123,10 +123,10 @@ _HOMES = {
     "ProcessorTester": "spark_bridge.stateful.tester",
     "QueryableStateClient": "spark_bridge.queryable.client.client",
     "StateChange": "spark_bridge.queryable.client.watch",
-    "RequestLimits": "spark_bridge.queryable.server.limits",
+    "RequestLimits": "spark_bridge.queryable.server.request_limits",
     "StateOperatorListener": "spark_bridge.session.operator_progress",
     "StateOperatorProgress": "spark_bridge.session.operator_progress",
-    "StateScan": "spark_bridge.queryable.client.scans",
+    "StateScan": "spark_bridge.queryable.client.state_scan",
     "StateStoreHost": "spark_bridge.host_actor.actor",
     "StateWatch": "spark_bridge.queryable.client.watch",
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from backends.conf import StateStoreConf
 from coordinator_actor.coordinator_conf import CoordinatorConf
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
 NAMESPACE = "statestore"

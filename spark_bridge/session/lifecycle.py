@@ -17,7 +17,7 @@ from spark_bridge.host_actor.session_options import (
     NAMESPACE,
     SessionOptions,
 )
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.session.current import Session, begin_session, end_session, require_no_session
 from spark_bridge.session.java import ensure_java
 from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray

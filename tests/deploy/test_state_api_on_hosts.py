@@ -22,9 +22,9 @@ from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from tests.patience import PATIENCE
+from tests.spark_bridge.queryable.client_rows import ROWS, UntilGone, windowed
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.queryable.test_client import ROWS, UntilGone, windowed
 from tests.spark_bridge.state_flows import Flow
 
 SECRET = "the-cluster's"
@@ -217,7 +217,7 @@ def test_a_query_that_has_ended_is_409_for_those_who_have_read_it_too(
     try:
         with answering(made.client()) as http:
             assert http.get("/v1/operators/totals/keys/1").status_code == 200
-            monkeypatch.setattr("spark_bridge.queryable.client.client.Attempts", UntilGone)
+            monkeypatch.setattr("spark_bridge.queryable.client.cluster_access.Attempts", UntilGone)
             made.c.deactivate_instances("run1")
             for host in made.hosts:
                 host.host.heartbeat()

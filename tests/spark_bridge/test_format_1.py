@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from spark_bridge import QueryableStateClient, read_state, restore_savepoint, state_metadata_table
-from spark_bridge.session import current_cluster
+from spark_bridge.session.current import current_cluster
 
 from .conftest import settle
 from .format_fixtures import BACKENDS, Stored, copied, stopped_just_now

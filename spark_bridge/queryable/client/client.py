@@ -6,51 +6,43 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from backends.decoders import json_decoder
-from spark_bridge.exceptions import (
-    ConnectionClosedError,
-    HostUnavailableError,
-    QueryableStateError,
-    RequestError,
-)
-from spark_bridge.queryable.client.descriptions import described_operator
+from spark_bridge.exceptions import QueryableStateError
+from spark_bridge.queryable.client.cluster_access import ClusterAccess
+from spark_bridge.queryable.client.conditions import Condition, comparisons
+from spark_bridge.queryable.client.descriptions import operator_description
 from spark_bridge.queryable.client.discovery import (
-    Entry,
-    NobodyError,
-    ProxyEntry,
+    Discovery,
+    NoRunningQueryError,
+    ProxyDiscovery,
     addresses_of,
     from_environment,
     in_cluster,
 )
-from spark_bridge.queryable.client.key_answers import KeyAnswers
-from spark_bridge.queryable.client.locations import REFRESH_SECONDS, KnownOperator, Locations
+from spark_bridge.queryable.client.isolation import COMPLETED, check_limit, requested_version
+from spark_bridge.queryable.client.key_lookups import KeyLookups
+from spark_bridge.queryable.client.key_ranges import key_range
+from spark_bridge.queryable.client.known_operators import REFRESH_SECONDS, KnownOperator
 from spark_bridge.queryable.client.results import check_form, formed
-from spark_bridge.queryable.client.scans import Condition, StateScan, comparisons, key_range
+from spark_bridge.queryable.client.state_scan import StateScan
+from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.client.windows import have_windows
-from spark_bridge.queryable.protocol.connections import KvConnections, KvStream
-from spark_bridge.queryable.protocol.messages import At, Described, KeyRows, Operators, Reply, Request, Scan
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.messages import At, KeyRows, Operators, Scan
 from spark_bridge.queryable.protocol.messages import Describe as DescribeRequest
-from spark_bridge.queryable.routing.retries import Attempts, retrying, should_locate
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
-    from spark_bridge.queryable.client.watch import StateWatch
-    from spark_bridge.queryable.sql.sql import StateRelation
-
-T = TypeVar("T")
-
-COMPLETED = At()
-ISOLATIONS = ("completed", "latest")
+    from spark_bridge.queryable.sql.relation import StateRelation
 
 
 @dataclass(frozen=True)
-class _Fast:
+class _FastLookup:
     """All that a lookup of one key in one state variable needs."""
 
     known: KnownOperator
@@ -89,13 +81,12 @@ class QueryableStateClient:
     ``AccessDeniedError``, ``RequestLimitError``, ``QueryTimeoutError``. A key that merely is not there is no error.
     """
 
-    def __init__(self, entry: Entry, connections: KvConnections, router: StateRouter, timeout: float) -> None:
-        self._entry = entry
+    def __init__(self, discovery: Discovery, connections: KvConnections, router: StateRouter, timeout: float) -> None:
         self._connections = connections
         self._router = router
+        self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
+        self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
         self.timeout = timeout
-        self._locations = Locations(entry.locate)
-        self._fast: dict[tuple[str, str | None, str | None], _Fast] = {}
 
     @classmethod
     def connect(
@@ -136,9 +127,9 @@ class QueryableStateClient:
             )
         addresses = addresses_of(address)
         connections = KvConnections(token, context, timeout)
-        entry = ProxyEntry(addresses, connections)
-        router = StateRouter(connections) if direct else StateRouter(connections, via=entry.proxy)
-        return cls(entry, connections, router, timeout)
+        discovery = ProxyDiscovery(addresses, connections)
+        router = StateRouter(connections) if direct else StateRouter(connections, via=discovery.proxy)
+        return cls(discovery, connections, router, timeout)
 
     # -- keys ----------------------------------------------------------------------------------
 
@@ -179,16 +170,16 @@ class QueryableStateClient:
                     failure = error
                 else:
                     return None if value is None else fast.decode(value)
-        at = at_of(isolation, version)
+        at = requested_version(isolation, version)
 
         def ask(known: KnownOperator, deadline: float) -> Any:
             view = known.view(state)
             if view.kind in (VALUE, ROWS):
-                fast = _Fast(known, view.family, view.codec.encode_one, view.decode_one)
+                fast = _FastLookup(known, view.family, view.codec.encode_one, view.decode_one)
                 self._fast[operator, query, state] = fast
-            return KeyAnswers(self._router, known, view, at, deadline).one(key, window)
+            return KeyLookups(self._router, known, view, at, deadline).one(key, window)
 
-        return self._answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
+        return self._access.answer(f"get({operator!r}, {key!r})", (operator, query), timeout, ask, begun, failure)
 
     def get_each(
         self,
@@ -204,12 +195,12 @@ class QueryableStateClient:
 
         For the keys of different askers (``AsyncQueryableStateClient``); ``get_many`` is for one who wants a table.
         """
-        at = at_of(isolation, None)
+        at = requested_version(isolation, None)
 
         def ask(known: KnownOperator, deadline: float) -> list[Any]:
-            return KeyAnswers(self._router, known, known.view(state), at, deadline).each(keys)
+            return KeyLookups(self._router, known, known.view(state), at, deadline).each(keys)
 
-        return self._answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
+        return self._access.answer(f"get of {len(keys)} keys of {operator!r}", (operator, query), timeout, ask)
 
     def get_many(
         self,
@@ -236,14 +227,14 @@ class QueryableStateClient:
         ``as_``: "arrow" (a ``pyarrow.Table``), "pandas", "polars" or "pylist" (a list of dicts).
         """
         check_form(as_)
-        at = at_of(isolation, version)
+        at = requested_version(isolation, version)
         given = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(known: KnownOperator, deadline: float) -> pa.Table:
-            return KeyAnswers(self._router, known, known.view(state), at, deadline).table(given, window)
+            return KeyLookups(self._router, known, known.view(state), at, deadline).table(given, window)
 
         what = f"get_many of {len(given)} keys of {operator!r}"
-        return formed(self._answer(what, (operator, query), timeout, ask), as_)
+        return formed(self._access.answer(what, (operator, query), timeout, ask), as_)
 
     def key_rows(
         self,
@@ -261,7 +252,7 @@ class QueryableStateClient:
 
         ``keys`` as for ``get_many``, without the window of an aggregate by windows. A key that comes twice counts once.
         """
-        at = at_of(isolation, version)
+        at = requested_version(isolation, version)
         given = keys if hasattr(keys, "__len__") else list(keys)
 
         def ask(known: KnownOperator, deadline: float) -> StateScan:
@@ -273,11 +264,11 @@ class QueryableStateClient:
             wanted = None if columns is None else list(columns)
             encoded = codec.encode(codec.columns(chosen)).unique()
             request = KeyRows(location.run_id, location.operator.name, state, at, wanted)
-            answer = KeyAnswers(self._router, known, view, at, deadline).key_rows(request, encoded)
+            answer = KeyLookups(self._router, known, view, at, deadline).key_rows(request, encoded)
             names = answer.schema.names
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
 
-        return self._answer(f"key_rows of {len(given)} keys of {operator!r}", (operator, query), timeout, ask)
+        return self._access.answer(f"key_rows of {len(given)} keys of {operator!r}", (operator, query), timeout, ask)
 
     # -- all rows ------------------------------------------------------------------------------
 
@@ -307,19 +298,19 @@ class QueryableStateClient:
 
         Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
         """
-        at = at_of(isolation, version)
+        at = requested_version(isolation, version)
         check_limit(limit)
 
         def ask(known: KnownOperator, deadline: float) -> StateScan:
             request = self._scan_request(known, state, prefix, start, end, limit, columns, where, at)
 
             def relocate(error: Exception) -> Any:
-                self.moved((operator, query), error)
-                return self._locations.get((operator, query), time.monotonic() + self.timeout).location
+                self._access.moved((operator, query), error)
+                return self._access.known((operator, query), time.monotonic() + self.timeout).location
 
             return StateScan(self._router.scan(known.location, request, deadline, relocate), limit)
 
-        return self._answer(f"scan({operator!r})", (operator, query), timeout, ask)
+        return self._access.answer(f"scan({operator!r})", (operator, query), timeout, ask)
 
     @staticmethod
     def _scan_request(
@@ -362,13 +353,13 @@ class QueryableStateClient:
         timeout: float | None = None,
     ) -> int:
         """How many rows ``scan`` would give."""
-        at = at_of(isolation, version)
+        at = requested_version(isolation, version)
 
         def ask(known: KnownOperator, deadline: float) -> int:
             request = self._scan_request(known, state, prefix, start, end, None, None, where, at)
             return self._router.count(known.location, request, deadline)[1]
 
-        return self._answer(f"count({operator!r})", (operator, query), timeout, ask)
+        return self._access.answer(f"count({operator!r})", (operator, query), timeout, ask)
 
     # -- changes -------------------------------------------------------------------------------
 
@@ -383,10 +374,8 @@ class QueryableStateClient:
         timeout: float | None = None,
     ) -> StateWatch:
         """What each completed checkpoint changes, version by version, for as long as it is iterated over; see ``StateWatch``."""
-        from spark_bridge.queryable.client.watch import StateWatch
-
         given = keys if keys is None or hasattr(keys, "__len__") else list(keys)
-        return StateWatch(self, operator, given, state, query, from_version, timeout)
+        return StateWatch(self._access, operator, given, state, query, from_version, timeout)
 
     def sql(
         self, query: str, *, query_params: Any = None, connection: Any = None, timeout: float | None = None
@@ -406,8 +395,8 @@ class QueryableStateClient:
     def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """The operators of all running queries, each with its query, key columns and state variables."""
         try:
-            found: list[dict[str, Any]] = self._ask_any("operators()", Operators(), timeout)
-        except NobodyError:
+            found: list[dict[str, Any]] = self._access.answer_of_any_host("operators()", Operators(), timeout)
+        except NoRunningQueryError:
             return []
         return found
 
@@ -416,63 +405,9 @@ class QueryableStateClient:
 
         def ask(known: KnownOperator, deadline: float) -> dict[str, Any]:
             request = DescribeRequest(operator, known.location.run_id, forward=True)
-            return described_operator(known, self.ask_host(request, deadline)["hosts"])
+            return operator_description(known, self._access.ask_host(request, deadline)["hosts"])
 
-        return self._answer(f"describe({operator!r})", (operator, query), timeout, ask)
-
-    # -- how it is asked -----------------------------------------------------------------------
-
-    def _answer(
-        self,
-        what: str,
-        asked: tuple[str, str | None],
-        timeout: float | None,
-        ask: Callable[[KnownOperator, float], T],
-        begun: float | None = None,
-        failure: Exception | None = None,
-    ) -> T:
-        """What ``ask`` returns, who is given what is known of the operator and the deadline; repeated where that may help.
-
-        ``begun`` is when a first attempt began that had this ``failure``.
-        """
-        begun = time.monotonic() if begun is None else begun
-        deadline = begun + (self.timeout if timeout is None else timeout)
-        attempts = Attempts(what, deadline, had_answer=self._locations.had_answer(asked), begun=begun)
-        return retrying(
-            lambda: ask(self._locations.get(asked, deadline), deadline),
-            attempts,
-            relocate=lambda error: self.moved(asked, error),
-            failure=failure,
-        )
-
-    def moved(self, asked: tuple[str, str | None], error: Exception) -> None:
-        """What is known of an operator has perhaps proved wrong."""
-        if should_locate(error):
-            self._locations.forget(asked)
-            self._fast.clear()
-        if isinstance(error, ConnectionClosedError | HostUnavailableError | OSError):
-            self._entry.failed()
-
-    def known(self, asked: tuple[str, str | None], deadline: float) -> KnownOperator:
-        """What is known of an operator, by its name and ``query``."""
-        return self._locations.get(asked, deadline)
-
-    def ask_host(self, request: Request, deadline: float) -> Any:
-        """The answer of any one host to a question that each of them can answer, decoded if it is JSON."""
-        return _decoded(*self._connections.request(self._entry.proxy(), request, deadline=deadline))
-
-    def stream(self, request: Request, body: bytes, deadline: float) -> KvStream:
-        """The rows of any one host, which whoever stops early must close."""
-        return self._connections.stream(self._entry.proxy(), request, body, deadline)
-
-    def _ask_any(self, what: str, request: Request, timeout: float | None) -> Any:
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-
-        return retrying(
-            lambda: self.ask_host(request, deadline),
-            Attempts(what, deadline),
-            relocate=lambda error: self._entry.failed(),
-        )
+        return self._access.answer(f"describe({operator!r})", (operator, query), timeout, ask)
 
     def close(self) -> None:
         """Close all connections; the client is of no use afterwards."""
@@ -484,28 +419,3 @@ class QueryableStateClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def at_of(isolation: str, version: int | None) -> At:
-    """Which version is asked for. Raises ``RequestError``."""
-    if version is not None:
-        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-            raise RequestError(f"version={version!r} is no version; they are numbers from 0 on.")
-        if isolation != "completed":
-            raise RequestError(f"version={version} says which version is read; leave isolation={isolation!r} out.")
-        return At("version", version)
-    if isolation == "completed":
-        return COMPLETED
-    if isolation == "latest":
-        return At("latest")
-    raise RequestError(f"isolation={isolation!r} is none; there are {', '.join(map(repr, ISOLATIONS))}, or version=.")
-
-
-def check_limit(limit: int | None) -> None:
-    """Raise ``RequestError`` for what cannot be a limit."""
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-        raise RequestError(f"limit={limit!r} is no number of rows.")
-
-
-def _decoded(reply: Reply, body: memoryview) -> Any:
-    return json_decoder(Any).decode(body) if isinstance(reply, Described) else reply

@@ -7,12 +7,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_bridge.queryable.client.locations import KnownOperator
+from spark_bridge.queryable.client.known_operators import KnownOperator
 
 _OF_HOST = ("host_id", "incarnation", "query_address", "node_id", "failure")
 
 
-def described_operator(known: KnownOperator, hosts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def operator_description(known: KnownOperator, hosts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Ready for JSON. ``hosts`` are the answers of all hosts.
 
     ``requests`` are those of all hosts together, by verb; each host has its own, with percentiles.

@@ -27,7 +27,7 @@ COORDINATOR_SECONDS = 5.0
 """How long the coordinator may take for one answer; who has more time asks again."""
 
 
-class Entry(Protocol):
+class Discovery(Protocol):
     """Where locations come from. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
@@ -40,7 +40,7 @@ class Entry(Protocol):
         """The proxy did not answer."""
 
 
-class ProxyEntry:
+class ProxyDiscovery:
     """One or several proxies, one of which is used until it fails; behind those given come the hosts that they have named.
 
     So a client outlives the host whose address it was given: a restarted one has another port.
@@ -53,17 +53,17 @@ class ProxyEntry:
         self._connections = connections
 
     def proxy(self) -> str:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         return self._current
 
     def failed(self) -> None:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         known = list(dict.fromkeys([*self._given, *self._named]))
         at = known.index(self._current) if self._current in known else -1
         self._current = known[(at + 1) % len(known)]
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         proxy = self._current
         reply, body = self._connections.request(proxy, Locate(operator, query), deadline=deadline)
         if not isinstance(reply, Located):
@@ -78,7 +78,7 @@ def addresses_in(location: OperatorLocation) -> list[str]:
     return list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
 
 
-class CoordinatorEntry:
+class CoordinatorDiscovery:
     """The coordinator; hosts are those that it has named.
 
     ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within`` gives one that takes so many seconds, for who has fewer.
@@ -90,7 +90,7 @@ class CoordinatorEntry:
         self._addresses: list[str] = []
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         left = deadline - time.monotonic()
         coordinator = self._coordinator
         if self._within is not None and left < COORDINATOR_SECONDS:
@@ -102,11 +102,11 @@ class CoordinatorEntry:
         return location
 
     def proxy(self) -> str:
-        """See ``Entry``. Raises ``QueryableStateError`` if no query runs: then there is nobody to ask."""
+        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs: then there is nobody to ask."""
         if not self._addresses:
             running = self._coordinator.operators()
             if not running:
-                raise NobodyError("No query with state is running.")
+                raise NoRunningQueryError("No query with state is running.")
             self.locate(running[0].operator.name, running[0].run_id, math.inf)
         addresses = self._addresses
         if not addresses:
@@ -114,11 +114,11 @@ class CoordinatorEntry:
         return addresses[0]
 
     def failed(self) -> None:
-        """See ``Entry``."""
+        """See ``Discovery``."""
         self._addresses = self._addresses[1:]
 
 
-class NobodyError(QueryableStateError):
+class NoRunningQueryError(QueryableStateError):
     """No query is running, so that there is no host that could be asked."""
 
 
@@ -145,7 +145,7 @@ def from_environment(
     return address or os.environ.get(ADDRESS_VARIABLE) or None, token or os.environ.get(TOKEN_VARIABLE) or None
 
 
-def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorEntry, str]:
+def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorDiscovery, str]:
     """The coordinator of the Ray cluster that this process is in, or joins now, and a token.
 
     Raises ``EnvironmentProblemError`` without Ray or a cluster, ``HostUnavailableError`` without a coordinator.
@@ -169,4 +169,4 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
             ) from error
     token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()
     port = RayCoordinatorPort(namespace, coordinator_name, min(timeout, COORDINATOR_SECONDS))
-    return CoordinatorEntry(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token
+    return CoordinatorDiscovery(port, lambda seconds: RayCoordinatorPort(namespace, coordinator_name, seconds)), token

@@ -26,7 +26,7 @@ class _Unsure(Exception):
 
 
 class SingleResults:
-    """Turns single states of one schema into results, exactly as the columns would."""
+    """AdmissionLimiter single states of one schema into results, exactly as the columns would."""
 
     def __init__(self, outputs: Mapping[str, Result]) -> None:
         self._outputs = list(outputs.items())

@@ -18,7 +18,7 @@ from backends.encoding.single_rows import ValueDecoder
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.aggregates.aggregator import result_fields, results
 from spark_bridge.exceptions import UnknownKvStateIdError
-from spark_bridge.queryable.client.keys import KeyCodec, names_in_order
+from spark_bridge.queryable.client.key_codec import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, distinct, plain_values, whole
 from spark_bridge.queryable.client.single_results import SingleResults
 from spark_bridge.state_format.families import ENDS_FAMILY
@@ -38,7 +38,7 @@ ALL_ROWS = {LIST: "list_value", MAP: "map_value", TIMERS: "timers", SESSIONS: "s
 class StateView:
     """One state variable of one operator. ``kind`` is that of the variable, or "windows" or "sessions" for an aggregate by these.
 
-    Make one with ``view_of``. A key is encoded by ``codec`` (of windows: with the window).
+    Make one with ``state_view``. A key is encoded by ``codec`` (of windows: with the window).
     """
 
     operator: str
@@ -247,7 +247,7 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def view_of(operator: str, schema: OperatorSchema, key_groups: int, state: str | None) -> StateView:
+def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: str | None) -> StateView:
     """The state variable that is asked for; ``state`` None: the only one, timers apart.
 
     Raises ``UnknownKvStateIdError`` naming those that there are.

@@ -7,19 +7,18 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from spark_bridge.exceptions import ConnectionClosedError, RequestLimitError, StateVersionError
-from spark_bridge.queryable.client.locations import KnownOperator
-from spark_bridge.queryable.protocol.messages import Await, Batch, Changes, Counted, pack_bytes
-from spark_bridge.queryable.protocol.row_batches import BatchDecoder
+from spark_bridge.queryable.client.cluster_access import ClusterAccess
+from spark_bridge.queryable.client.known_operators import KnownOperator
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
+from spark_bridge.queryable.protocol.messages import Await, Batch, Changes, Counted
+from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.routing.retries import Attempts
-
-if TYPE_CHECKING:
-    from spark_bridge.queryable.client.client import QueryableStateClient
 
 AWAIT_SECONDS = 2.0
 """A host waits so long for the next version before it answers that there is none; ``close`` may take as long."""
@@ -60,7 +59,7 @@ class StateWatch:
 
     def __init__(
         self,
-        client: QueryableStateClient,
+        access: ClusterAccess,
         operator: str,
         keys: Any,
         state: str | None,
@@ -68,11 +67,11 @@ class StateWatch:
         from_version: int | None,
         timeout: float | None,
     ) -> None:
-        self._client = client
-        self._asked = (operator, query)
+        self._access = access
+        self._ref = (operator, query)
         self._keys = keys
         self._state = state
-        self._timeout = client.timeout if timeout is None else timeout
+        self._timeout = access.timeout if timeout is None else timeout
         self._position = from_version
         self._run_id: str | None = None
         self._given_by = ""
@@ -101,7 +100,7 @@ class StateWatch:
         self.close()
 
     def _attempts(self) -> Attempts:
-        operator, _ = self._asked
+        operator, _ = self._ref
         deadline = time.monotonic() + self._timeout
         return Attempts(f"watch({operator!r})", deadline, had_answer=self._run_id is not None)
 
@@ -119,14 +118,14 @@ class StateWatch:
                 if self._position != begun:
                     attempts = self._attempts()
                 delay = attempts.delay(error)
-                self._client.moved(self._asked, error)
+                self._access.moved(self._ref, error)
                 self._closed.wait(delay)
             else:
                 attempts = self._attempts()
 
     def _next_changes(self, deadline: float) -> Iterator[StateChange]:
         """What has completed since the position, for which it waits a while; the position goes on with what is given."""
-        known = self._client.known(self._asked, deadline)
+        known = self._access.known(self._ref, deadline)
         position = self._begin(known, deadline)
         completed = self._completed(known, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
         while position < completed and not self._closed.is_set():
@@ -158,7 +157,7 @@ class StateWatch:
         completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
         if completed >= position:
             return
-        operator, _ = self._asked
+        operator, _ = self._ref
         of = f"operator {operator!r} (query {location.query_name or 'unnamed'}, {location.query_id}, run {location.run_id})"
         if is_first:
             raise StateVersionError(
@@ -174,7 +173,7 @@ class StateWatch:
 
     def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
         """The completed version as soon as it is behind ``after``, or the one there is after some seconds."""
-        reply = self._client.ask_host(Await(known.location.run_id, after, seconds), deadline)
+        reply = self._access.ask_host(Await(known.location.run_id, after, seconds), deadline)
         if not isinstance(reply, Counted):
             raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")
         return reply.count
@@ -188,11 +187,11 @@ class StateWatch:
             codec = view.without_window
             body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
         # A run that begins below the position may be past it by now: the host knows whose version it is.
-        behind = self._given_by if self._given_by != location.run_id else ""
-        request = Changes(location.run_id, location.operator.name, after, until, view.variable.name, behind)
-        decoder = BatchDecoder()
+        previous_run = self._given_by if self._given_by != location.run_id else ""
+        request = Changes(location.run_id, location.operator.name, after, until, view.variable.name, previous_run)
+        decoder = RowBatchDecoder()
         version, parts = after, list[pa.RecordBatch]()
-        stream = self._client.stream(request, body, deadline)
+        stream = self._access.stream(request, body, deadline)
         try:
             for reply, content in stream:
                 rows = decoder.decode(content) if isinstance(reply, Batch) else None

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.keys import KeyCodec
+from spark_bridge.queryable.client.key_codec import KeyCodec
 from spark_bridge.queryable.client.state_views import StateView
 from spark_bridge.state_format.layouts import SESSIONS, WINDOWS
 

@@ -1,1 +1,1 @@
-"""The wire protocol of queries: messages, frames and client connections."""
+"""The wire protocol of queries: messages, frames, the client's connections, and the reads that a server answers from."""

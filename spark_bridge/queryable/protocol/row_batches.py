@@ -1,4 +1,4 @@
-"""Rows as they come over the wire, decoded: see ``wire.Batch``."""
+"""The decoder of rows that come over the wire (see ``messages.Batch``)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import pyarrow as pa
 from spark_bridge.exceptions import ConnectionClosedError
 
 
-class BatchDecoder:
-    """Of one answer: turns the bodies of its ``Batch`` frames into record batches, without copying them."""
+class RowBatchDecoder:
+    """Turns the bodies of one answer's ``Batch`` frames into record batches, without copying the rows."""
 
     def __init__(self) -> None:
         self.schema: pa.Schema | None = None
 
     def decode(self, body: memoryview | bytes) -> pa.RecordBatch | None:
-        """The rows of a body; None if it has only the schema. Raises ``ConnectionClosedError`` for anything else."""
+        """Return the rows of a body; None if it has only the schema. Raises ``ConnectionClosedError`` for any other
+        body.
+        """
         source = pa.BufferReader(pa.py_buffer(body))
         try:
             if self.schema is None:

@@ -1,6 +1,7 @@
-"""What a ``KvStateServer`` answers from: the state of this host's partitions, or of other hosts through their servers.
+"""The reads that a ``KvStateServer`` answers from.
 
-``HostReads`` reads what a host holds; a proxy forwards to it what other hosts own.
+``HostReads`` reads the partitions of its host. ``ForwardingReads`` of a proxy asks other hosts for the partitions that
+they own.
 """
 
 from __future__ import annotations
@@ -17,59 +18,70 @@ from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, S
 
 @dataclass(frozen=True)
 class StateAnswer:
-    """Rows at a version. ``batches`` have ``schema``; closing it early releases everything that it holds.
+    """Rows at a version. ``batches`` have ``schema``; closing them early releases everything that they hold.
 
-    A batch may be empty: what finds no rows for a second gives one, so that the server sees in time that nobody waits any more.
-
-    Of ``changes``, ``version`` is the last one that was looked at; each batch belongs to one version, which it names.
+    A batch may be empty: a read that finds no rows for a second gives one, so that the server can check whether the
+    client still waits. In the answer to ``changes``, ``version`` is the last version that was read, and each batch
+    belongs to one version, which a column names.
     """
 
     version: int
     schema: pa.Schema
     batches: Iterator[pa.RecordBatch]
 
+    def close(self) -> None:
+        """End the answer early and release what it holds; nothing happens if it has ended."""
+        close = getattr(self.batches, "close", None)
+        if close is not None:
+            close()
+
 
 class StateReads(Protocol):
-    """Answers the requests of ``wire``; safe from many threads. All answers of a request are at one version.
+    """Answers the requests of ``messages``. Safe from many threads. All rows of an answer are of one version.
 
-    Every method raises ``NotOwnerError`` if a partition is another host's, ``UnknownOperatorError``,
-    ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the versions that can be
-    read, ``RequestError`` for a request that makes no sense, and what the coordinator raises.
+    Every method raises ``NotOwnerError`` if another host owns a partition, ``UnknownOperatorError``,
+    ``UnknownKvStateIdError`` naming the state variables that exist, ``StateVersionError`` naming the versions that can
+    be read, ``RequestError`` for a request that makes no sense, and what the coordinator raises.
     """
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """Where an operator's partitions are. Raises ``QueryEndedError`` if its query has ended."""
+        """Return where an operator's partitions are. Raises ``QueryEndedError`` if its query has ended."""
 
     def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
-        """The version, and the stored values of stored keys, in the order asked; null where a key has none.
+        """Return the version, and the stored values of stored keys in the order asked; null where a key has no value.
 
-        With ``latest`` the version is the lowest of those of the partitions asked, and need not be completed: it is no floor.
+        With ``latest`` the version is the lowest one of the partitions asked. That version need not be completed, so it
+        is no floor for later reads.
         """
 
     def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
-        """``lookup`` of one key, the fast path."""
+        """Return what ``lookup`` returns for one key; the fast path."""
 
     def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
-        """The rows of stored grouping keys; the first column, ``position`` (int64), is the index of the row's key.
+        """Return the rows of stored grouping keys; the first column, ``position`` (int64), is the index of the row's
+        key.
 
-        Ordered by position, and within a key as a scan is. Of aggregates by windows the keys come without the window and their key
-        groups do not count: the answer has what this host's partitions have of them (see ``windowed_keys``).
+        Rows are ordered by position, and within a key as in a scan. The keys of aggregates by windows come without the
+        window, and their key groups do not count: the answer has the rows of those keys in this host's partitions (see
+        ``windowed_keys``).
         """
 
     def scan(self, request: Scan) -> StateAnswer:
-        """The rows of a state variable, partition after partition in the order of stored keys."""
+        """Return the rows of a state variable, partition after partition in the order of stored keys."""
 
     def count(self, request: Scan) -> tuple[int, int]:
-        """The version, and the number of rows that ``scan`` would give."""
+        """Return the version, and the number of rows that ``scan`` would give."""
 
     def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
-        """What versions have changed, in their order; a batch belongs to one version."""
+        """Return what versions have changed, in the order of versions; a batch belongs to one version."""
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """The completed version once it is behind ``after``, or the one there is after ``seconds``."""
+        """Return the completed version once it is after ``after``, or the completed version that there is after
+        ``seconds``.
+        """
 
     def operators(self) -> list[dict[str, Any]]:
-        """The operators of all running queries: ready for JSON."""
+        """Return the operators of all running queries, ready for JSON."""
 
     def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
-        """What this host holds, of one operator or of all: ready for JSON."""
+        """Return what this host holds, of one operator or of all, ready for JSON."""

@@ -25,15 +25,16 @@ from spark_bridge.host.completed_versions import CompletedVersion
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.host_changes import HostChanges
-from spark_bridge.queryable.reads.host_views import WAIT_SECONDS, HostViews, PartitionView
-from spark_bridge.queryable.reads.key_reads import FoundPairs, WindowedKeys, find_pairs, joined, rows_of_keys, values_of
-from spark_bridge.queryable.reads.operator_description import described_operator
+from spark_bridge.queryable.reads.answer_version import WAIT_SECONDS, AnswerVersions, PartitionView
+from spark_bridge.queryable.reads.change_feed import ChangeFeed
+from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined, rows_of_keys, values_of
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
+from spark_bridge.queryable.reads.operator_summary import operator_summary
+from spark_bridge.queryable.reads.partition_scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
 from spark_bridge.queryable.reads.row_selection import RowSelection
 from spark_bridge.queryable.reads.row_stream import RowStream, gathered, limited
-from spark_bridge.queryable.reads.scans import KeyBounds, Pairs, has_row_per_pair, pairs_of
 from spark_bridge.queryable.reads.version_copies import VersionCopies
+from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
 from spark_bridge.state_format.partition_rows import partition_rows
 from spark_bridge.state_format.windowed_keys import window_of
 
@@ -61,8 +62,8 @@ class HostReads:
     def __init__(self, host: Host, *, now_ms: Callable[[], int] = _now_ms, wait_seconds: float = WAIT_SECONDS) -> None:
         self._host = host
         self._now_ms = now_ms
-        self._views = HostViews(host, VersionCopies(host, wait_seconds=wait_seconds), wait_seconds)
-        self._changes = HostChanges(host, wait_seconds)
+        self._views = AnswerVersions(host, VersionCopies(host, wait_seconds=wait_seconds), wait_seconds)
+        self._changes = ChangeFeed(host, wait_seconds)
         self._plans: dict[tuple[str, str], OperatorPlan] = {}
         self._asked: dict[str, float] = {}
         self._locations: dict[tuple[str, str | None], tuple[float, OperatorLocation]] = {}
@@ -86,7 +87,7 @@ class HostReads:
 
     def operators(self) -> list[dict[str, Any]]:
         """See ``StateReads``."""
-        return [described_operator(found) for found in self._running()]
+        return [operator_summary(found) for found in self._running()]
 
     def _running(self) -> tuple[RunningOperator, ...]:
         until, operators = self._operators
@@ -108,7 +109,7 @@ class HostReads:
             noted = self._host.completed.newest(found.run_id)
             described.append(
                 {
-                    **described_operator(found),
+                    **operator_summary(found),
                     "completed_version_here": None if noted is None else noted.version,
                     "held": held,
                 }
@@ -246,13 +247,13 @@ class HostReads:
     def scan(self, request: Scan) -> StateAnswer:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
-        if request.behind_run not in ("", plan.run_id):
+        if request.previous_run not in ("", plan.run_id):
             if request.at.isolation != "version":
                 raise RequestError(
-                    "The rest of a scan that another run began needs isolation version; behind_run= is for nothing else."
+                    "The rest of a scan that another run began needs isolation version; previous_run= is for nothing else."
                 )
             completed = self._views.noted(plan, request.at.version).version
-            self._changes.require_same_history(plan, completed, request.at.version, request.behind_run)
+            self._changes.require_same_history(plan, completed, request.at.version, request.previous_run)
         rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
         selection = RowSelection.of(rows, request.columns, request.where)
         bounds = KeyBounds(request.start, request.end)
@@ -318,7 +319,7 @@ class HostReads:
         if keys is not None:
             plan.groups_of(keys)
         variable = plan.variable(request.state)
-        return self._changes.read(plan, variable, request.after, request.until, keys, request.behind_run)
+        return self._changes.read(plan, variable, request.after, request.until, keys, request.previous_run)
 
     # -- where ---------------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,22 +11,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.columns import MAX_BYTES, concatenated, content_bytes, list_parts
-from backends.encoding.key_groups import key_groups
-from backends.encoding.keys import decode_keys, encode_keys
-from backends.exceptions import SchemaMismatchError
+from backends.encoding.keys import decode_keys
 from backends.ids import DEFAULT_FAMILY
-from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.queryable.protocol.request_watch import check_request, hold
-from spark_bridge.queryable.reads.host_views import PartitionView
-from spark_bridge.queryable.reads.key_windows import KeyWindowIndex
+from spark_bridge.exceptions import RequestLimitError
+from spark_bridge.queryable.protocol.request_context import raise_if_cancelled, reserve_memory
+from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan, behind
 from spark_bridge.queryable.reads.row_selection import POSITION
 from spark_bridge.state_format.families import TIMERS_BY_KEY, family_of
 from spark_bridge.state_format.stored_keys import key_groups_of, prefix_range
 from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows
 
-CANDIDATES = 1 << 16
-"""Keys with windows that are looked up at once."""
 READ_KEYS = 1 << 14
 """Keys that are read at once."""
 READ_BYTES = 64 << 20
@@ -61,7 +55,7 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
     parts: list[pa.BinaryArray] = []
     at, nbytes, step = 0, 0, FIRST_KEYS
     while at < len(keys) or not parts:
-        check_request()
+        raise_if_cancelled()
         try:
             part = view.state.get_many(keys.slice(at, step), view.version, family, head=view.head, remember=False)
         except pa.ArrowInvalid as error:
@@ -71,7 +65,7 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
                 f"{step:,} values are more than one answer can have: ask for fewer keys."
             ) from error
         size = content_bytes(part)  # what is not there costs little, and is soon dropped where windows are tried
-        hold(size)
+        reserve_memory(size)
         parts.append(part)
         at, nbytes = at + len(part), nbytes + size
         require_bytes(nbytes)
@@ -138,75 +132,6 @@ def _more(
     }
 
 
-_Candidates: TypeAlias = tuple[pa.BinaryArray, Positions, Positions]
-"""Stored keys that may be there, their partitions, and the positions of the keys that they belong to."""
-
-
-@dataclass(frozen=True)
-class WindowedKeys:
-    """Grouping keys of a windowed aggregate, as columns without the window, whose place in the stored key is ``place``."""
-
-    rows: VariableRows
-    place: int
-    columns: pa.RecordBatch
-    _made: dict[frozenset[bytes], _Candidates] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rows: VariableRows, place: int, keys: pa.BinaryArray) -> WindowedKeys:
-        """Raises ``RequestError`` if those are no such keys."""
-        schema = rows.key.remove(place)
-        try:
-            return cls(rows, place, decode_keys(keys, schema))
-        except SchemaMismatchError as error:
-            raise RequestError(
-                f"The keys of a windowed aggregate are given without the window {rows.key.field(place).name!r}, as "
-                f"({', '.join(f'{f.name}: {f.type}' for f in schema)}): {error}"
-            ) from error
-
-    def find(self, plan: OperatorPlan, view: PartitionView) -> FoundPairs:
-        """What a partition has of the keys, in the order of the keys and then of the windows."""
-        index = KeyWindowIndex.of(view.instance, self.rows.key, self.place)
-        found: list[FoundPairs] = []
-        for keys, partitions, positions in self._candidates(plan, index, index.windows(view)):
-            check_request()
-            own = partitions == view.partition
-            found.append(find_pairs(view, self.rows, keys.filter(pa.array(own)), positions[own]))
-        if not found:
-            nothing = pa.array([], pa.binary())
-            return FoundPairs(np.zeros(0, np.int64), nothing, nothing, {})
-        return FoundPairs(
-            np.concatenate([f.positions for f in found]),
-            joined([f.keys for f in found]),
-            joined([f.values for f in found]),
-            {},
-        )
-
-    def _candidates(
-        self, plan: OperatorPlan, index: KeyWindowIndex, windows: frozenset[bytes]
-    ) -> Iterator[_Candidates]:
-        """All keys with all windows, some at a time. Partitions mostly have the same windows."""
-        made = self._made.get(windows)
-        if made is not None:
-            yield made
-            return
-        decoded = index.decoded(windows)
-        step = max(1, CANDIDATES // max(1, len(decoded)))
-        for at in range(0, self.columns.num_rows if len(decoded) else 0, step):
-            some = self._with_windows(plan, self.columns.slice(at, step), decoded, at)
-            if step >= self.columns.num_rows:
-                self._made[windows] = some
-            yield some
-
-    def _with_windows(self, plan: OperatorPlan, columns: pa.RecordBatch, windows: pa.Array, first: int) -> _Candidates:
-        of_key = np.repeat(np.arange(columns.num_rows), len(windows))
-        of_window = np.tile(np.arange(len(windows)), columns.num_rows)
-        made = [column.take(pa.array(of_key)) for column in columns.columns]
-        made.insert(self.place, windows.take(pa.array(of_window)))
-        batch = pa.RecordBatch.from_arrays(made, schema=self.rows.key)
-        groups = key_groups(batch, plan.registration.key_groups)
-        return encode_keys(batch, groups), plan.partitions_of(groups.astype(np.int64)), of_key + first
-
-
 def rows_of_keys(
     plan: OperatorPlan, rows: VariableRows, found: Sequence[FoundPairs], *, by_window: bool
 ) -> Iterator[pa.RecordBatch]:
@@ -250,7 +175,7 @@ def _rows_of_long(
 ) -> Iterator[pa.RecordBatch]:
     """The part of a key's rows that is kept elsewhere, which comes before what is beside the key."""
     for batch in pairs:
-        check_request()
+        raise_if_cancelled()
         for at in range(0, batch.num_rows, LONG_ROWS):
             keys, values = batch.column(0)[at : at + LONG_ROWS], batch.column(1)[at : at + LONG_ROWS]
             yield _decoded(plan, rows, rows.second or "", keys, values, np.full(len(keys), position))

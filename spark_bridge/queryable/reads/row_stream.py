@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
-from spark_bridge.queryable.protocol.request_watch import check_request
+from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 
 BATCH_ROWS = 1 << 14
 BATCH_BYTES = 1 << 20
@@ -52,7 +52,7 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
         if rows.num_rows:
             yield rows
         else:
-            check_request()  # much may be read without anything being found
+            raise_if_cancelled()  # much may be read without anything being found
         if left is not None:
             left -= rows.num_rows
             if not left:
@@ -64,7 +64,7 @@ def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     held: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:
-        check_request()
+        raise_if_cancelled()
         if not batch.num_rows:
             continue
         held.append(batch)

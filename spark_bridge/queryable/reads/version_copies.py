@@ -17,7 +17,7 @@ from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError, StateVersionError, TooManyRequestsError
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.protocol.request_watch import before_slow_work
+from spark_bridge.queryable.protocol.request_context import before_slow_work
 
 KEPT_VERSIONS = 4
 """So many versions of operators are held at most, each with the partitions that were asked for."""

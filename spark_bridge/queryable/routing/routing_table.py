@@ -1,17 +1,18 @@
-"""Which host is asked for which keys and partitions: an ``OperatorLocation`` in the form that routing needs."""
+"""The owner of each partition and key of an operator: an ``OperatorLocation`` in the form that routing needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.columns import Records, binary_content, even_array, even_rows
+from backends.encoding.keys import GROUP_BYTES
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorLocation
@@ -19,25 +20,29 @@ from spark_bridge.exceptions import UnknownKeyOrNamespaceError, UnknownKvStateKe
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.windowed_keys import window_of
 
-GROUP_BYTES = 2
-Rows = npt.NDArray[np.int64]
+KeyPositions: TypeAlias = npt.NDArray[np.int64]
+"""Positions of keys among all keys of a request."""
 
 
 @dataclass(frozen=True)
 class KeyShare:
-    """What one host is asked: ``rows`` are the places of its keys among all keys, None if they are all and in order.
+    """The keys that one host is asked for.
 
-    ``partitions`` are those that it must look in, None for those of the keys.
+    ``positions`` are those of its keys among all keys; None if the host is asked for all keys, in order. ``partitions`` are
+    the partitions to look in; None means the partitions of the keys.
     """
 
     address: str
     keys: pa.BinaryArray
-    rows: Rows | None
+    positions: KeyPositions | None
     partitions: list[int] | None = None
 
 
 class RoutingTable:
-    """The owners of one operator in one run. Every method raises ``UnknownKvStateKeyGroupLocationError`` where there is none."""
+    """The owners of one operator's partitions in one run.
+
+    Every method raises ``UnknownKvStateKeyGroupLocationError`` where a partition has no owner.
+    """
 
     def __init__(self, location: OperatorLocation) -> None:
         self.location = location
@@ -54,7 +59,10 @@ class RoutingTable:
 
     @cached_property
     def _ranks_of_groups(self) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """The place of each key group's partition, if those of one owner come together; in few bytes, which are sorted the faster."""
+        """Return the rank of each key group's partition in an order that keeps the partitions of one owner together.
+
+        The ranks take few bytes each, because few bytes are sorted faster.
+        """
         ranks = np.empty(self.num_partitions, np.uint8 if self.num_partitions <= 1 << 8 else np.uint16)
         ranks[np.argsort(self._hosts, kind="stable")] = np.arange(self.num_partitions)
         groups = np.arange(self.key_groups, dtype=np.int64)
@@ -65,17 +73,17 @@ class RoutingTable:
         return [self.addresses[host] for host in self._hosts_of_groups.tolist()]
 
     def address_of(self, key: bytes) -> str:
-        """The owner of a stored key."""
+        """Return the query address of a stored key's owner."""
         try:
             address = self._addresses_of_groups[(key[0] << 8) | key[1]]
         except IndexError:
             raise self._no_key(key) from None
-        return address or self._nobody()
+        return address or self._no_owner()
 
     def shares_of(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """Stored keys by owner, those of one partition together: the owner need not order them again."""
+        """Return stored keys by owner. Keys of one partition come together, so that the owner need not order them again."""
         if len(self.addresses) == 1 or not len(keys):
-            return [KeyShare(self.addresses[0] or self._nobody(), keys, None)]
+            return [KeyShare(self.addresses[0] or self._no_owner(), keys, None)]
         even = even_rows(keys)
         groups = self._groups_of(keys, even)
         counts = np.bincount(self._hosts_of_groups.take(groups), minlength=len(self.addresses)).tolist()
@@ -86,7 +94,7 @@ class RoutingTable:
         shares, begin = [], 0
         for host, count in enumerate(counts):
             if count:
-                address = self.addresses[host] or self._nobody()
+                address = self.addresses[host] or self._no_owner()
                 if order is None:
                     return [KeyShare(address, keys, None)]
                 shares.append(KeyShare(address, ordered.slice(begin, count), order[begin : begin + count]))
@@ -108,13 +116,16 @@ class RoutingTable:
         return groups
 
     def shares_everywhere(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """All keys for every owner, in each partition once, whoever has it by then."""
-        return [KeyShare(address, keys, None, mine) for address, mine in self.partitions_by_owner(None)]
+        """Return all keys for every owner, with the owner's partitions: so each partition is read once."""
+        return [KeyShare(address, keys, None, owned) for address, owned in self.partitions_by_owner(None)]
 
     def partitions_by_owner(
         self, partitions: Iterable[int] | None, *, in_order: bool = False
     ) -> list[tuple[str, list[int]]]:
-        """Partitions (None: all) by owner, in the order given; with ``in_order`` an owner comes again rather than that this breaks."""
+        """Return the partitions (None: all) by owner, in the order given.
+
+        With ``in_order`` that order is kept strictly, so an owner may come more than once.
+        """
         shares: list[tuple[str, list[int]]] = []
         for partition in range(self.num_partitions) if partitions is None else partitions:
             if not 0 <= partition < self.num_partitions:
@@ -122,7 +133,7 @@ class RoutingTable:
                     f"Operator {self.location.operator.name!r} (run {self.location.run_id}) has no partition {partition}; "
                     f"it has {self.num_partitions}."
                 )
-            address = self.addresses[self._hosts[partition]] or self._nobody()
+            address = self.addresses[self._hosts[partition]] or self._no_owner()
             known = shares[-1:] if in_order else [share for share in shares if share[0] == address]
             if known and known[0][0] == address:
                 known[0][1].append(partition)
@@ -131,11 +142,11 @@ class RoutingTable:
         return shares
 
     def is_windowed(self, state: str | None) -> bool:
-        """Whether the rows of one key are in all partitions, because the window is a part of the stored key."""
+        """Whether the rows of one key may be in all partitions, because the window is a part of the stored key."""
         return is_windowed(self.location.operator.schema, state)
 
     def is_stable(self, state: str | None) -> bool:
-        """Whether a version has the same rows at any time: none expires."""
+        """Whether a version has the same rows at any time: no row expires."""
         return is_stable(self.location.operator.schema, state)
 
     def _no_key(self, key: bytes) -> UnknownKeyOrNamespaceError:
@@ -144,7 +155,7 @@ class RoutingTable:
             "key groups."
         )
 
-    def _nobody(self) -> Any:
+    def _no_owner(self) -> Any:
         location = self.location
         silent = sorted({owner.host_id for owner in location.owners if not owner.query_address})
         raise UnknownKvStateKeyGroupLocationError(
@@ -167,7 +178,10 @@ def is_stable(schema: str, state: str | None) -> bool:
 
 
 def _variables(schema: str, state: str | None) -> list[StateVariable]:
-    """What a host would read (``OperatorPlan.variable``), or all that it might choose from; none if the schema is not known."""
+    """Return the state variable that a host would read (``OperatorPlan.variable``), or all that the host might choose from.
+
+    Empty if the schema is not known.
+    """
     known = [v for v in OperatorSchema.from_json(schema).variables if not v.deleted] if schema else []
     if state is None:
         own = [v for v in known if v.name == DEFAULT_FAMILY]

@@ -1,4 +1,4 @@
-"""What a router asks one host: at a version that is still to be said, of a server or of this very process."""
+"""The requests that a router sends to several hosts at once, each at a version that is chosen when it is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
-from spark_bridge.queryable.protocol.connections import KvConnections, KvExchange, KvStream
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, unpack_bytes
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.protocol.exchange import KvExchange, KvStream
 from spark_bridge.queryable.protocol.messages import (
     At,
     Batch,
@@ -23,36 +25,34 @@ from spark_bridge.queryable.protocol.messages import (
     Reply,
     Scan,
     Values,
-    pack_bytes,
-    unpack_bytes,
 )
-from spark_bridge.queryable.protocol.row_batches import BatchDecoder
+from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.routing.routing_table import KeyShare
 
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Question(Protocol[T_co]):
-    """What one host is asked, at a version that is still to be said; it answers with the version and what was asked for."""
+class ScatteredRequest(Protocol[T_co]):
+    """A request to one host. The host answers with the version that it has read, and with what was asked for."""
 
     @property
     def address(self) -> str:
-        """Who is asked."""
+        """The query address of the host."""
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        """Ask a server."""
+        """Send the request to the host's server, without waiting for the answer."""
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, T_co]:
-        """What a server answers."""
+        """Wait for the server's answer, and return its version and content."""
 
     def read(self, reads: StateReads, at: At) -> tuple[int, T_co]:
-        """Ask this very process."""
+        """Answer the request in this process, from ``reads``."""
 
 
 @dataclass(frozen=True)
-class LookupQuestion:
-    """The values of some keys."""
+class ScatteredLookup:
+    """Ask one host for the stored values of some stored keys."""
 
     share: KeyShare
     location: OperatorLocation
@@ -61,26 +61,25 @@ class LookupQuestion:
 
     @property
     def address(self) -> str:
-        """Who is asked."""
+        """See ``ScatteredRequest``."""
         return self.share.address
 
     def _request(self, at: At) -> Lookup:
         return Lookup(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        """Ask a server."""
-        body = pack_bytes(self.share.keys)
-        return connections.begin(self.share.address, self._request(at), body, deadline)
+        """See ``ScatteredRequest``."""
+        return connections.begin(self.address, self._request(at), pack_bytes(self.share.keys), deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, pa.BinaryArray]:
-        """What a server answers."""
+        """See ``ScatteredRequest``."""
         reply, body = exchange.finish()
         if type(reply) is not Values:
             unexpected(exchange.address, reply)
         return reply.version, self._checked(unpack_bytes(body))
 
     def read(self, reads: StateReads, at: At) -> tuple[int, pa.BinaryArray]:
-        """Ask this very process."""
+        """See ``ScatteredRequest``."""
         version, values = reads.lookup(self._request(at), self.share.keys)
         return version, self._checked(values)
 
@@ -93,26 +92,24 @@ class LookupQuestion:
 
 
 @dataclass(frozen=True)
-class KeyRowsQuestion:
-    """The rows of some keys: their schema and batches."""
+class ScatteredKeyRows:
+    """Ask one host for the rows of some grouping keys: for their schema and batches."""
 
     share: KeyShare
     request: KeyRows
 
     @property
     def address(self) -> str:
-        """Who is asked."""
+        """See ``ScatteredRequest``."""
         return self.share.address
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        """Ask a server."""
-        return connections.begin(
-            self.share.address, replace(self.request, at=at), pack_bytes(self.share.keys), deadline
-        )
+        """See ``ScatteredRequest``."""
+        return connections.begin(self.address, replace(self.request, at=at), pack_bytes(self.share.keys), deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-        """What a server answers."""
-        decoder = BatchDecoder()
+        """See ``ScatteredRequest``."""
+        decoder = RowBatchDecoder()
         batches = []
         version = 0
         for reply, body in KvStream(exchange, deadline, max(0.0, deadline - time.monotonic())):
@@ -128,34 +125,34 @@ class KeyRowsQuestion:
         return version, (decoder.schema, batches)
 
     def read(self, reads: StateReads, at: At) -> tuple[int, tuple[pa.Schema, list[pa.RecordBatch]]]:
-        """Ask this very process."""
+        """See ``ScatteredRequest``."""
         answer = reads.key_rows(replace(self.request, at=at), self.share.keys)
         return answer.version, (answer.schema, [batch for batch in answer.batches if batch.num_rows])
 
 
 @dataclass(frozen=True)
-class CountQuestion:
-    """How many rows a scan would give."""
+class ScatteredCount:
+    """Ask one host how many rows a scan would give."""
 
     address: str
     request: Scan
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
-        """Ask a server."""
+        """See ``ScatteredRequest``."""
         return connections.begin(self.address, Count(replace(self.request, at=at)), b"", deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, int]:
-        """What a server answers."""
+        """See ``ScatteredRequest``."""
         reply, _ = exchange.finish()
         if type(reply) is not Counted:
             unexpected(exchange.address, reply)
         return reply.version, reply.count
 
     def read(self, reads: StateReads, at: At) -> tuple[int, int]:
-        """Ask this very process."""
+        """See ``ScatteredRequest``."""
         return reads.count(replace(self.request, at=at))
 
 
 def unexpected(address: str, reply: Reply) -> NoReturn:
-    """Raise ``ConnectionClosedError`` for an answer to another question."""
+    """Raise ``ConnectionClosedError`` for a reply of another kind than the request has."""
     raise ConnectionClosedError(f"{address} answered by an unexpected {type(reply).__name__}.")

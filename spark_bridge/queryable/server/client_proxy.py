@@ -15,8 +15,8 @@ from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import Describe, Described
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
-from spark_bridge.queryable.server.limits import RequestLimits
-from spark_bridge.queryable.server.location_cache import KeptOracles, OracleSource
+from spark_bridge.queryable.server.location_cache import LocationCache, OracleSource
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 from spark_bridge.queryable.server.server import KvStateServer
 
@@ -53,7 +53,7 @@ class KvStateClientProxy(KvStateServer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hosts = KvConnections(token, client_tls, answer_seconds)
-        self._oracles = KeptOracles(coordinator, clock)
+        self._oracles = LocationCache(coordinator, clock)
         forwarding = ForwardingReads(reads, lambda: self.server_address, self._oracles, self._hosts)
         super().__init__(
             forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, statistics=statistics, host_id=host_id

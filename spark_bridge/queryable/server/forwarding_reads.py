@@ -16,8 +16,8 @@ from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
 from spark_bridge.queryable.routing.retries import GONE, MOVED, Attempts, should_locate
-from spark_bridge.queryable.routing.router import RoutedAnswer, StateRouter
-from spark_bridge.queryable.server.location_cache import KeptOracles
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.server.location_cache import LocationCache
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class ForwardingReads:
         self,
         own: Callable[[], StateReads],
         address: Callable[[], str],
-        oracles: KeptOracles,
+        oracles: LocationCache,
         connections: KvConnections,
         *,
         patience: float = PATIENCE_SECONDS,
@@ -178,5 +178,5 @@ class ForwardingReads:
             self._oracles.refresh(run_id)
 
 
-def _state_answer(answer: RoutedAnswer) -> StateAnswer:
+def _state_answer(answer: StateAnswer) -> StateAnswer:
     return StateAnswer(answer.version, answer.schema, answer.batches)

@@ -20,7 +20,7 @@ import numpy as np
 
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.queryable.protocol.messages import MAX_HEADER_BYTES, PREFIX
-from spark_bridge.queryable.server.limits import Turns, seconds_left
+from spark_bridge.queryable.server.admission import AdmissionLimiter, seconds_left
 
 BUFFER_BYTES = 1 << 16
 """What one ``recv`` may bring, usually whole frames. Larger frames get memory of their own."""
@@ -46,7 +46,7 @@ class FramedSocket:
     ``buffered`` is what large frames take together in this process, ``wait_seconds`` how long one waits for its share.
     """
 
-    def __init__(self, connected: socket.socket, buffered: Turns, wait_seconds: float) -> None:
+    def __init__(self, connected: socket.socket, buffered: AdmissionLimiter, wait_seconds: float) -> None:
         self._socket = connected
         self._is_tls = isinstance(connected, ssl.SSLSocket)
         self._buffer = memoryview(bytearray(BUFFER_BYTES))

@@ -50,7 +50,7 @@ class _Kept:
     locations: dict[str, OperatorLocation] = field(default_factory=dict)
 
 
-class KeptOracles:
+class LocationCache:
     """For any number of threads. ``coordinator`` may fail with ``HostUnavailableError``: what is known then goes on serving."""
 
     def __init__(self, coordinator: OracleSource, clock: Callable[[], float] = time.monotonic) -> None:

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.protocol.messages import Describe
 from spark_bridge.queryable.protocol.state_reads import StateReads
-from spark_bridge.queryable.server.limits import RequestLimits, seconds_left
-from spark_bridge.queryable.server.refused_connection import refuse
+from spark_bridge.queryable.server.admission import AdmissionControl, seconds_left
+from spark_bridge.queryable.server.request_handler import ServerContext
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
-from spark_bridge.queryable.server.server_connection import HELLO_SECONDS, ServerConnection, Serving
+from spark_bridge.queryable.server.server_connection import HELLO_SECONDS, ServerConnection
+from spark_bridge.queryable.server.tls_refusal import refuse_handshake
 
 if TYPE_CHECKING:
     from spark_bridge.queryable.server.token_verifier import TokenVerifier
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """So many connections may be there whose clients have not said who they are; they count apart from ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""So many clients beyond ``MAX_STRANGERS`` are told why; the others only find the connection closed."""
+"""So many clients beyond ``MAX_UNAUTHENTICATED`` are told why; the others only find the connection closed."""
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
 """How long the accepting thread waits at a time: where closing the listener does not wake it, it sees the end so."""
@@ -65,7 +67,7 @@ class KvStateServer:
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, ServerConnection | socket.socket] = {}
         self._acceptor: threading.Thread | None = None
-        self._serving: Serving | None = None
+        self._running: ServerContext | None = None
         self._listener: socket.socket | None = self._bind(port)
         self._port = int(self._listener.getsockname()[1])
 
@@ -83,20 +85,28 @@ class KvStateServer:
             listener.listen(BACKLOG)
             listener.settimeout(ACCEPT_SECONDS)
             self._listener = listener
-            serving = Serving(self._reads, self._tokens, self._limits, self.statistics, self._host_id, self.describe)
-            self._serving = serving
+            running = ServerContext(
+                self._reads,
+                self._tokens,
+                self._limits,
+                self.statistics,
+                self._host_id,
+                self.describe,
+                AdmissionControl(self._limits),
+            )
+            self._running = running
             self._acceptor = threading.Thread(
-                target=self._accept, args=(listener, serving), name=f"statestore-queries-{self._port}", daemon=True
+                target=self._accept, args=(listener, running), name=f"statestore-queries-{self._port}", daemon=True
             )
             self._acceptor.start()
 
     def shutdown(self) -> None:
         """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs. May be repeated."""
         with self._lock:
-            listener, acceptor, serving = self._listener, self._acceptor, self._serving
-            self._listener = self._acceptor = self._serving = None
-        if serving is not None:
-            serving.stopping.set()
+            listener, acceptor, running = self._listener, self._acceptor, self._running
+            self._listener = self._acceptor = self._running = None
+        if running is not None:
+            running.stopping.set()
         if listener is not None:
             with contextlib.suppress(OSError):  # not connected, say some systems; the accepting thread looks by itself
                 listener.shutdown(socket.SHUT_RDWR)
@@ -145,23 +155,23 @@ class KvStateServer:
             raise
         return listener
 
-    def _accept(self, listener: socket.socket, serving: Serving) -> None:
-        while not serving.stopping.is_set():
+    def _accept(self, listener: socket.socket, running: ServerContext) -> None:
+        while not running.stopping.is_set():
             try:
                 connected, _ = listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:
-                if not serving.stopping.wait(0.1):  # such as too many open files, which passes
+                if not running.stopping.wait(0.1):  # such as too many open files, which passes
                     log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
                 continue
-            strangers = len(self._connections) - serving.connections.taken
-            if strangers >= MAX_STRANGERS + REFUSED_AT_ONCE:
+            unauthenticated = len(self._connections) - running.admission.connections.taken
+            if unauthenticated >= MAX_UNAUTHENTICATED + REFUSED_AT_ONCE:
                 connected.close()
                 continue
             thread = threading.Thread(
                 target=self._serve,
-                args=(connected, serving, strangers < MAX_STRANGERS),
+                args=(connected, running, unauthenticated < MAX_UNAUTHENTICATED),
                 name="statestore-query",
                 daemon=True,
             )
@@ -175,7 +185,7 @@ class KvStateServer:
                 connected.close()
                 log.warning("A connection to %s cannot be answered: %s", self.server_address, error)
 
-    def _serve(self, connected: socket.socket, serving: Serving, is_welcome: bool) -> None:
+    def _serve(self, connected: socket.socket, running: ServerContext, is_welcome: bool) -> None:
         connection: ServerConnection | None = None
         this = threading.current_thread()
         try:
@@ -184,26 +194,27 @@ class KvStateServer:
                 connected = self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
                 with self._lock:
                     self._connections[this] = connected
-                if serving.stopping.is_set():
+                if running.stopping.is_set():
                     return  # it was woken as the plain socket that it is no more
                 connected.do_handshake()
-            connection = ServerConnection(serving, connected)
+            connection = ServerConnection(running, connected)
             with self._lock:
                 self._connections[this] = connection
-            if serving.stopping.is_set():
+            if running.stopping.is_set():
                 return
             if is_welcome:
                 connection.serve()
             else:
                 connection.refuse(
                     TooManyRequestsError(
-                        f"{MAX_STRANGERS} clients of this host have yet to say who they are, as many as may; try again, or ask other hosts."
+                        f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may; try again, or "
+                        "ask other hosts."
                     )
                 )
         except OSError as error:  # in the handshake: the client speaks no TLS, or another one, or is gone
             log.debug("A connection was not made: %s", error)
             if isinstance(error, ssl.SSLError) and connection is None:
-                refuse(connected, error)
+                refuse_handshake(connected, error)
         except Exception:
             log.exception("A connection ended with an error")
         finally:

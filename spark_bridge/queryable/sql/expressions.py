@@ -1,9 +1,9 @@
-"""What an Arrow expression says: as a tree of calls, fields and literals.
+"""Arrow expressions as trees of calls, fields and literals.
 
-Arrow has no interface for that. Its serialized form, which its pickling uses, has all of it: an Arrow IPC file whose
-schema's metadata are the tree in prefix order, with literals and options as columns (``Serialize`` in Arrow's
-``compute/expression.cc``). The keys of that metadata repeat, which Python's dict of them loses, so that it is read by
-the C data interface. (``str(expression)`` abbreviates long IN lists; Substrait knows no IN, and would need protobuf.)
+Arrow has no interface for that. Its serialized form, which pickling uses, contains the whole tree. It is an Arrow IPC file:
+the metadata of its schema are the tree in prefix order, its columns are literals and options (``Serialize`` in Arrow's
+``compute/expression.cc``). The keys of that metadata repeat. Python's dict of the metadata loses repeated keys, so the metadata
+are read by the C data interface. (``str(expression)`` abbreviates long IN lists; Substrait has no IN, and would need protobuf.)
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 MAX_DEPTH = 100
-"""Of calls within each other; deeper trees are not looked at."""
+"""The depth of nested calls; deeper trees are not read."""
 _METADATA_AT = 2
 """The place of ``metadata`` among the pointers that ``struct ArrowSchema`` begins with."""
 
 
 @dataclass(frozen=True)
 class FieldRef:
-    """A column; of a struct's field the names on the way to it."""
+    """A column, or a field of a struct: ``path`` are the names on the way to the field."""
 
     path: tuple[str, ...]
 
@@ -42,7 +42,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Call:
-    """An Arrow compute function. ``options`` is a struct of its ``FunctionOptions``."""
+    """A call of an Arrow compute function. ``options`` is a struct of the function's ``FunctionOptions``."""
 
     function: str
     arguments: tuple[Node, ...]
@@ -53,13 +53,13 @@ Node: TypeAlias = "FieldRef | Literal | Call"
 
 
 class UnknownExpressionError(Exception):
-    """Arrow's serialized form of an expression is not as it is known here."""
+    """The serialized form of an expression is not the one that this module knows."""
 
 
-def parsed(expression: pc.Expression) -> Node:
-    """The tree of an expression. Raises ``UnknownExpressionError`` if it is not understood."""
+def parse_expression(expression: pc.Expression) -> Node:
+    """Return the tree of an expression. Raises ``UnknownExpressionError`` if the expression is not understood."""
     try:
-        # What pickle would be given: Arrow's own bytes. Nothing is pickled or unpickled here.
+        # The bytes that Arrow gives to pickle. Nothing is pickled or unpickled here.
         (content,) = expression.__reduce__()[1]
         with pa.ipc.open_file(pa.py_buffer(content)) as reader:
             batch = reader.get_batch(0)
@@ -75,11 +75,11 @@ def parsed(expression: pc.Expression) -> Node:
     return node
 
 
-def columns_of(node: Node) -> set[str]:
-    """The names of the columns that an expression reads."""
+def columns_read(node: Node) -> set[str]:
+    """Return the names of the columns that an expression reads."""
     if isinstance(node, FieldRef):
         return {node.path[0]}
-    return set().union(*map(columns_of, node.arguments)) if isinstance(node, Call) else set()
+    return set().union(*map(columns_read, node.arguments)) if isinstance(node, Call) else set()
 
 
 def _node(part: tuple[str, str], parts: Iterator[tuple[str, str]], batch: pa.RecordBatch, depth: int) -> Node:
@@ -113,8 +113,8 @@ def _nested(part: tuple[str, str]) -> str:
 
 
 def _metadata(schema: pa.Schema) -> Iterator[tuple[str, str]]:
-    """The schema's metadata in order, keys that repeat as well, by Arrow's C data interface."""
-    capsule = schema.__arrow_c_schema__()  # owns what the pointers point at
+    """Yield the schema's metadata in order, with repeated keys, by Arrow's C data interface."""
+    capsule = schema.__arrow_c_schema__()  # owns the memory of the pointers
     pointer = _get_pointer(capsule, b"arrow_schema")
     at = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_void_p))[_METADATA_AT]
     if not at:

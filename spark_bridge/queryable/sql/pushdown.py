@@ -1,7 +1,7 @@
-"""What of a filter the hosts can do: comparisons, lookups of keys, ranges of keys.
+"""Predicate pushdown: the parts of a filter that hosts can apply, as comparisons, lookups of keys, and ranges of keys.
 
-Only what is understood is taken, and only what holds for every row that passes the filter. The filter itself must be applied to what comes back:
-then whatever is missed here costs time and never rows.
+Only parts that are understood are pushed down, and only conditions that hold for every row that passes the filter. The caller
+must apply the filter itself to the rows that come back. So a part that is missed here costs time, and never rows.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from spark_bridge.queryable.sql.expressions import (
     Literal,
     Node,
     UnknownExpressionError,
-    columns_of,
-    parsed,
+    columns_read,
+    parse_expression,
 )
 
 MAX_KEYS = 10_000
-"""More keys than this are not looked up one by one."""
+"""A statement that can have more keys than this scans instead of looking up keys."""
 MAX_WHERE_BYTES = 256 << 10
-"""Comparisons longer than this are left to the client: a request's header is limited."""
+"""Longer comparisons are left to the client, because the header of a request is limited."""
 COMPARISONS: dict[str, OneOf["=", "!=", "<", "<=", ">", ">="]] = {
     "equal": "=",
     "not_equal": "!=",
@@ -43,11 +43,11 @@ _MIRRORED = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """What a scan is asked for. ``columns`` (None: all) includes those that the filter reads.
+class ScanPushdown:
+    """What a scan is asked for. ``columns`` (None: all) includes the columns that the filter reads.
 
-    ``keys``: no other keys than these have rows that pass. ``prefix``, or ``start`` (included) and ``end`` (not included): no
-    keys outside have.
+    ``keys``: only these keys have rows that pass. ``prefix``, or ``start`` (included) and ``end`` (not included): only keys
+    within these bounds have rows that pass.
     """
 
     columns: list[str] | None = None
@@ -59,44 +59,44 @@ class Pushed:
 
 
 @dataclass(frozen=True)
-class Condition:
-    """``column operator values``, the values in the column's type."""
+class ColumnCondition:
+    """The condition ``column operator values``, with values in the column's type."""
 
     column: str
     operator: OneOf["=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null"]
     values: tuple[pa.Scalar, ...] = ()
 
 
-def push(
+def push_down(
     expression: pc.Expression | None,
     columns: Sequence[str] | None,
     schema: pa.Schema,
     key: Sequence[str],
     *,
     has_ranges: bool = True,
-) -> Pushed:
-    """What to ask for, for the rows of a table of ``schema`` that pass ``expression``.
+) -> ScanPushdown:
+    """Return what a scan is asked for, to get the rows of a table of ``schema`` that pass ``expression``.
 
-    ``columns`` are those wanted (None: all), ``key`` the columns of the grouping key in their order. ``has_ranges``: a scan
-    can be bounded by them.
+    ``columns`` are the wanted columns (None: all), ``key`` the columns of the grouping key in their order. ``has_ranges``: a
+    scan can be bounded by the key.
     """
     if expression is None:
-        return Pushed(None if columns is None else list(columns))
+        return ScanPushdown(None if columns is None else list(columns))
     try:
-        tree = parsed(expression)
+        tree = parse_expression(expression)
     except UnknownExpressionError:
-        return Pushed()
-    needed = None if columns is None else list(dict.fromkeys([*columns, *sorted(columns_of(tree))]))
+        return ScanPushdown()
+    needed = None if columns is None else list(dict.fromkeys([*columns, *sorted(columns_read(tree))]))
     conditions = list(_conditions(tree, schema))
     where = _where(conditions)
     keys = _keys(conditions, schema, key)
     if keys is not None or not has_ranges:
-        return Pushed(needed, where, keys)
-    return Pushed(needed, where, None, *_bounds(conditions, schema, key))
+        return ScanPushdown(needed, where, keys)
+    return ScanPushdown(needed, where, None, *_bounds(conditions, schema, key))
 
 
-def _conditions(node: Node, schema: pa.Schema) -> Iterator[Condition]:
-    """Conditions that hold wherever the expression does."""
+def _conditions(node: Node, schema: pa.Schema) -> Iterator[ColumnCondition]:
+    """Yield conditions that hold wherever the expression holds."""
     if not isinstance(node, Call):
         return
     if node.function in ("and", "and_kleene"):
@@ -106,7 +106,7 @@ def _conditions(node: Node, schema: pa.Schema) -> Iterator[Condition]:
         yield found
 
 
-def _condition(node: Call, schema: pa.Schema) -> Condition | None:
+def _condition(node: Call, schema: pa.Schema) -> ColumnCondition | None:
     match node:
         case Call(function, (FieldRef((column,)), Literal(value))) if function in COMPARISONS:
             return _comparison(schema, column, COMPARISONS[function], value)
@@ -124,30 +124,30 @@ def _condition(node: Call, schema: pa.Schema) -> Condition | None:
         ) if tested == column and not otherwise.is_valid:
             return _in(schema, column, options, nulls=True)
         case Call("is_valid", (FieldRef((column,)),)) if column in schema.names:
-            return Condition(column, "is not null")
+            return ColumnCondition(column, "is not null")
         case Call("is_null", (FieldRef((column,)),), pa.StructScalar() as options) if column in schema.names:
-            return Condition(column, "is null") if options.as_py().get("nan_is_null") is False else None
+            return ColumnCondition(column, "is null") if options.as_py().get("nan_is_null") is False else None
         case Call("or" | "or_kleene"):
             return _alternatives(node, schema)
     return None
 
 
-def _comparison(schema: pa.Schema, column: str, operator: Any, value: pa.Scalar) -> Condition | None:
+def _comparison(schema: pa.Schema, column: str, operator: Any, value: pa.Scalar) -> ColumnCondition | None:
     fitting = _fitting(schema, column, value)
-    return None if fitting is None else Condition(column, operator, (fitting,))
+    return None if fitting is None else ColumnCondition(column, operator, (fitting,))
 
 
-def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool) -> Condition | None:
-    """``nulls``: a null among the values has no effect, as null rows are out anyway."""
+def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool) -> ColumnCondition | None:
+    """Return an ``in`` condition. ``nulls``: a null among the values has no effect, because null rows do not pass anyway."""
     values = [v for v in options["value_set"] if v.is_valid or not nulls]
     fitting = [_fitting(schema, column, v) for v in values]
     found = tuple(v for v in fitting if v is not None)
-    return Condition(column, "in", found) if len(found) == len(values) else None
+    return ColumnCondition(column, "in", found) if len(found) == len(values) else None
 
 
-def _alternatives(node: Call, schema: pa.Schema) -> Condition | None:
-    """``a = 1 or a = 2`` as ``a in (1, 2)``."""
-    parts: list[Condition] = []
+def _alternatives(node: Call, schema: pa.Schema) -> ColumnCondition | None:
+    """Return ``a = 1 or a = 2`` as ``a in (1, 2)``; None for other alternatives."""
+    parts: list[ColumnCondition] = []
     for argument in node.arguments:
         part = _condition(argument, schema) if isinstance(argument, Call) else None
         if part is None or part.operator not in ("=", "in"):
@@ -155,11 +155,14 @@ def _alternatives(node: Call, schema: pa.Schema) -> Condition | None:
         parts.append(part)
     if len({part.column for part in parts}) != 1:
         return None
-    return Condition(parts[0].column, "in", tuple(itertools.chain.from_iterable(p.values for p in parts)))
+    return ColumnCondition(parts[0].column, "in", tuple(itertools.chain.from_iterable(p.values for p in parts)))
 
 
 def _fitting(schema: pa.Schema, column: str, value: pa.Scalar) -> pa.Scalar | None:
-    """A value in the type of its column; None if it has no exact one there or in Python, or has no place in an order (null, NaN)."""
+    """Return a value in the type of its column.
+
+    None if the value is not exact in that type or in Python, or has no place in an order (null, NaN).
+    """
     if column not in schema.names or not value.is_valid:
         return None
     wanted = schema.field(column).type
@@ -180,21 +183,21 @@ def _fitting(schema: pa.Schema, column: str, value: pa.Scalar) -> pa.Scalar | No
 # -- comparisons ---------------------------------------------------------------------------------
 
 
-def _where(conditions: Sequence[Condition]) -> list[Comparison]:
+def _where(conditions: Sequence[ColumnCondition]) -> list[Comparison]:
     where: list[Comparison] = []
     left = MAX_WHERE_BYTES
     for condition in conditions:
         values = [as_json(v) for v in condition.values]
-        said = [v for v in values if v is not None]
-        size = sum(len(str(v).encode()) + 8 for v in said)
-        if len(said) == len(values) and size <= left:
+        exact = [v for v in values if v is not None]
+        size = sum(len(str(v).encode()) + 8 for v in exact)
+        if len(exact) == len(values) and size <= left:
             left -= size
-            where.append(Comparison(condition.column, condition.operator, said))
+            where.append(Comparison(condition.column, condition.operator, exact))
     return where
 
 
 def as_json(value: pa.Scalar) -> str | int | float | bool | None:
-    """A value as ``Comparison`` has it: what JSON can say, or a string that Arrow casts to exactly this value; else None."""
+    """Return a value as ``Comparison`` has it: a JSON value, or a string that Arrow casts to exactly this value; else None."""
     kind = value.type
     plain: Any = value.as_py()
     if isinstance(plain, bool | int | float | str):
@@ -216,8 +219,8 @@ def as_json(value: pa.Scalar) -> str | int | float | bool | None:
 # -- keys ----------------------------------------------------------------------------------------
 
 
-def _keys(conditions: Sequence[Condition], schema: pa.Schema, key: Sequence[str]) -> pa.RecordBatch | None:
-    """The only keys that can pass, if there are conditions on all their columns."""
+def _keys(conditions: Sequence[ColumnCondition], schema: pa.Schema, key: Sequence[str]) -> pa.RecordBatch | None:
+    """Return the only keys that can pass, if there are conditions on all columns of the key; else None."""
     choices = [_choices(conditions, column) for column in key]
     found = [c for c in choices if c is not None]
     if not key or len(found) < len(choices) or math.prod(map(len, found)) > MAX_KEYS:
@@ -228,16 +231,16 @@ def _keys(conditions: Sequence[Condition], schema: pa.Schema, key: Sequence[str]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
 
-def _choices(conditions: Sequence[Condition], column: str) -> tuple[pa.Scalar, ...] | None:
-    """The fewest values that a column can have."""
+def _choices(conditions: Sequence[ColumnCondition], column: str) -> tuple[pa.Scalar, ...] | None:
+    """Return the smallest list of values that a column can have; None if there is no such list."""
     lists = [c.values for c in conditions if c.column == column and c.operator in ("=", "in")]
     return min(lists, key=len, default=None)
 
 
 def _bounds(
-    conditions: Sequence[Condition], schema: pa.Schema, key: Sequence[str]
+    conditions: Sequence[ColumnCondition], schema: pa.Schema, key: Sequence[str]
 ) -> tuple[tuple[Any, ...] | None, tuple[Any, ...] | None, tuple[Any, ...] | None]:
-    """Prefix, start and end of the keys that can pass."""
+    """Return prefix, start and end of the keys that can pass."""
     fixed: list[Any] = []
     for column in key:
         equal = [c.values[0] for c in conditions if c.column == column and c.operator == "="]
@@ -249,7 +252,9 @@ def _bounds(
     column = key[len(fixed)]
     low = [c.values[0].as_py() for c in conditions if c.column == column and c.operator in (">", ">=")]
     high = [
-        _behind(c, schema.field(column).type) for c in conditions if c.column == column and c.operator in ("<", "<=")
+        _first_excluded(c, schema.field(column).type)
+        for c in conditions
+        if c.column == column and c.operator in ("<", "<=")
     ]
     ends = [value for value in high if value is not None]
     if fixed and not (low and ends):
@@ -258,8 +263,8 @@ def _bounds(
     return None, start, ((*fixed, min(ends)) if ends else None)
 
 
-def _behind(condition: Condition, kind: pa.DataType) -> Any:
-    """The first value that an upper bound excludes; None if it has no name."""
+def _first_excluded(condition: ColumnCondition, kind: pa.DataType) -> Any:
+    """Return the first value that an upper bound excludes; None if the type has no such value."""
     value = condition.values[0].as_py()
     if condition.operator == "<":
         return value

@@ -17,8 +17,9 @@ from coordinator_actor.messages import HostInfo
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.queryable.protocol.connections import KvConnection
-from spark_bridge.queryable.protocol.messages import Lookup, Values, pack_one
+from spark_bridge.queryable.protocol.byte_arrays import pack_one
+from spark_bridge.queryable.protocol.client_connection import ClientConnection
+from spark_bridge.queryable.protocol.messages import Lookup, Values
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.flight_client import HostClient
@@ -48,8 +49,8 @@ class Cluster:
         self.calls.append(method)
         return None
 
-    def connect(self, token: str) -> KvConnection:
-        return KvConnection(self.query.server_address, token, None, time.monotonic() + 10)
+    def connect(self, token: str) -> ClientConnection:
+        return ClientConnection(self.query.server_address, token, None, time.monotonic() + 10)
 
     def close(self) -> None:
         self.query.shutdown()
@@ -64,7 +65,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made.close()
 
 
-def looked_up(connection: KvConnection) -> Any:
+def looked_up(connection: ClientConnection) -> Any:
     deadline = time.monotonic() + PATIENCE
     connection.send(Lookup("run", "totals"), pack_one(b"k1"), deadline)
     return connection.receive(deadline)[0]

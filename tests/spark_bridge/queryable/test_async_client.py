@@ -22,7 +22,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.client import watch as watching
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
-from spark_bridge.queryable.server import server_connection
+from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
 from tests.spark_bridge.state_flows import Flow
@@ -300,7 +300,7 @@ def test_a_watch_that_was_left_does_not_hold_up_the_end_of_the_program(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So long a host is asked to wait for the next version, and does so.
-    monkeypatch.setattr(server_connection, "MAX_AWAIT_SECONDS", HANG)
+    monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", HANG)
     code = f"""
 import asyncio
 from spark_bridge import AsyncQueryableStateClient

@@ -18,11 +18,6 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from backends.encoding.key_groups import key_groups
-from backends.encoding.keys import encode_keys
-from backends.encoding.operator_schema import OperatorSchema
-from backends.encoding.schema import StateSchema
-from coordinator_actor.messages import OperatorFigures
 from spark_bridge.exceptions import (
     AccessDeniedError,
     HostUnavailableError,
@@ -40,33 +35,21 @@ from spark_bridge.exceptions import (
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
-from spark_bridge.queryable.client.discovery import CoordinatorEntry, addresses_of
+from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.routing.retries import GONE, Attempts
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.operator_runs import TS, WINDOW
+from tests.spark_bridge.queryable.client_rows import MINUTE, NINE, ROWS, UntilGone, bounds, windowed
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.state_flows import Flow, G, HostAccess, Query
-from tests.spark_bridge.test_state_tables import AGGREGATOR
+from tests.spark_bridge.state_flows import Flow, Query
+from tests.spark_bridge.variable_operations import AGGREGATOR
 
 NAMES = {i: (i, f"user {i}") for i in range(200)}
-
-
-class UntilGone(Attempts):
-    """Attempts that have as much time as they need until they have found the query gone three times, and none then."""
-
-    found_gone = 0
-
-    def delay(self, error: Exception) -> float:
-        self.found_gone += isinstance(error, GONE)
-        if self.found_gone == 3:
-            self.deadline = 0.0
-        return super().delay(error)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +163,7 @@ def test_what_was_answered_before_a_limit_is_not_asked_for_again(
     filled: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And columns are in chunks, as all of one may be more than an Arrow array can have."""
-    monkeypatch.setattr("spark_bridge.queryable.client.key_answers.KEYS_PER_REQUEST", 80)
+    monkeypatch.setattr("spark_bridge.queryable.client.key_lookups.KEYS_PER_REQUEST", 80)
     client = filled.client(direct=True)
     asked: list[int] = []
     lookup = client._router.lookup
@@ -395,8 +378,8 @@ def test_a_replaced_coordinator_is_not_noticed(cluster: Callable[..., Cluster]) 
 def test_a_restarted_query_is_found_again_with_other_partitions(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("client.locations", "client.client"):  # it is not by chance that the location is looked up again
-        monkeypatch.setattr(f"spark_bridge.queryable.{module}.REFRESH_SECONDS", 1000.0)
+    for module in ("known_operators", "client"):  # it is not by chance that the location is looked up again
+        monkeypatch.setattr(f"spark_bridge.queryable.client.{module}.REFRESH_SECONDS", 1000.0)
     c = cluster()
     c.batch(NAMES)
     client = c.client(direct=True)
@@ -419,7 +402,7 @@ def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: py
         h.host.heartbeat()
     # One that has had answers waits for the query to be started again.
     with monkeypatch.context() as patched, pytest.raises(QueryEndedError, match="'totals', ended"):
-        patched.setattr("spark_bridge.queryable.client.client.Attempts", UntilGone)
+        patched.setattr("spark_bridge.queryable.client.cluster_access.Attempts", UntilGone)
         client.get("totals", 3)
     with c.client() as another, pytest.raises(QueryEndedError, match="ended"):
         another.get("totals", 3)
@@ -455,11 +438,11 @@ def test_locations_are_refreshed_behind_the_back_of_lookups(
     c.batch(NAMES)
     client = c.client(direct=True)
     client.get("totals", 3)
-    first = client.known(("totals", None), time.monotonic() + PATIENCE)
-    monkeypatch.setattr("spark_bridge.queryable.client.locations.REFRESH_SECONDS", 0.01)
+    first = client._access.known(("totals", None), time.monotonic() + PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.client.known_operators.REFRESH_SECONDS", 0.01)
     monkeypatch.setattr("spark_bridge.queryable.client.client.REFRESH_SECONDS", 0.01)
     deadline = time.monotonic() + PATIENCE
-    while client.known(("totals", None), time.monotonic() + PATIENCE).location is first.location:
+    while client._access.known(("totals", None), time.monotonic() + PATIENCE).location is first.location:
         assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -470,7 +453,7 @@ def test_locations_are_refreshed_behind_the_back_of_lookups(
 
 def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> None:
     connections = KvConnections(TOKEN)
-    entry = CoordinatorEntry(filled.c)
+    entry = CoordinatorDiscovery(filled.c)
     with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:
         assert client.operators()[0]["operator"] == "totals"
         assert client.get("totals", 5) == {"n": 5, "name": "user 5"}
@@ -489,7 +472,7 @@ def test_who_has_little_time_waits_for_the_coordinator_no_longer(
         given.append(seconds)
         return filled.c
 
-    entry = CoordinatorEntry(filled.c, within)
+    entry = CoordinatorDiscovery(filled.c, within)
     assert entry.proxy()
     entry.locate("totals", None, time.monotonic() + 3 * PATIENCE)
     assert given == []
@@ -501,7 +484,7 @@ def test_who_has_little_time_waits_for_the_coordinator_no_longer(
 
 def test_without_queries_there_are_no_operators(tmp_path: Path) -> None:
     connections = KvConnections(TOKEN)
-    entry = CoordinatorEntry(World(tmp_path).coordinator())
+    entry = CoordinatorDiscovery(World(tmp_path).coordinator())
     with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:
         assert client.operators() == []
 
@@ -666,37 +649,6 @@ def test_state_variables_are_scanned_row_by_row(processor: QueryableStateClient)
 
 
 # -- windows ---------------------------------------------------------------------------------
-
-UTC = dt.timezone.utc
-NINE = dt.datetime(2024, 3, 9, 9, tzinfo=UTC)
-MINUTE = dt.timedelta(minutes=1)
-
-
-def bounds(minute: int, length: int = 1) -> dict[str, dt.datetime]:
-    return {"start": NINE + minute * MINUTE, "end": NINE + (minute + length) * MINUTE}
-
-
-def windowed(root: Path, order: tuple[str, ...], by: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Any:
-    """A query of windows: rows are of user, window and count."""
-    types = {"user": pa.int64(), "window": WINDOW}
-    state = StateSchema(pa.schema([pa.field(n, types[n]) for n in order]), pa.schema([("n.count.count", pa.int64())]))
-    query = Query(root, OperatorSchema.of_rows(state, by), "aggregate")
-    given = {"user": pa.array([r[0] for r in rows], pa.int64()), "window": pa.array([r[1] for r in rows], WINDOW)}
-    keys = pa.record_batch([given[n] for n in order], schema=state.key)
-    groups = key_groups(keys, G)
-    encoded = encode_keys(keys, groups)
-    values = state.encode_values(pa.record_batch([pa.array([r[2] for r in rows])], schema=state.value))
-
-    def work(access: HostAccess, p: int) -> None:
-        own = pa.array(groups.astype(np.int64) * query.n // G == p)
-        access.stage(encoded.filter(own), values.filter(own))
-        access.commit(OperatorFigures())
-
-    query.run_batch(1000, 0, work)
-    return query
-
-
-ROWS = [(1, bounds(1), 11), (1, bounds(0), 10), (2, bounds(1), 21)]
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,14 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError, UnknownKvStateIdError
 from spark_bridge.queryable.client import state_views
-from spark_bridge.queryable.client.keys import KeyCodec, narrower
+from spark_bridge.queryable.client.conditions import comparisons
+from spark_bridge.queryable.client.key_codec import KeyCodec
+from spark_bridge.queryable.client.key_ranges import bound, intersection, key_range
 from spark_bridge.queryable.client.results import KeyedResults, distinct, formed, plain_values
-from spark_bridge.queryable.client.scans import StateScan, comparisons, key_range
-from spark_bridge.queryable.client.state_views import view_of
+from spark_bridge.queryable.client.state_scan import StateScan
+from spark_bridge.queryable.client.state_views import state_view
 from spark_bridge.queryable.protocol.messages import Comparison
-from spark_bridge.queryable.routing.router import RoutedAnswer
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.state_format import stored_rows as state_rows
 from spark_bridge.state_format import user_columns
 from spark_bridge.state_format.layouts import PRESENT, TTL_COLUMN
@@ -235,7 +237,7 @@ def test_start_is_included_and_end_is_not() -> None:
     assert within(TWO, keys, start=("ab", 2), end=("ac", 2)) == [k for k in keys if ("ab", 2) <= k < ("ac", 2)]
     assert within(TWO, keys, prefix="a", start=("ab", 2), end="abc") == [k for k in keys if ("ab", 2) <= k < ("abc",)]
     assert within(ONE, [-5, -1, 0, 3], start=-1, end=3) == [-1, 0]
-    assert narrower((b"a", None), (b"b", b"c")) == (b"b", b"c")
+    assert intersection((b"a", None), (b"b", b"c")) == (b"b", b"c")
 
 
 def test_bounds_where_the_window_is_stored_first_become_conditions() -> None:
@@ -252,7 +254,7 @@ def test_bounds_where_the_window_is_stored_first_become_conditions() -> None:
 )
 def test_bounds_that_are_no_keys(values: Any, words: str) -> None:
     with pytest.raises(UnknownKeyOrNamespaceError, match=words):
-        TWO.bound(values)
+        bound(TWO, values)
 
 
 def test_conditions_are_said_as_json_can_say_them() -> None:
@@ -348,10 +350,10 @@ def test_a_scan_gives_no_more_rows_than_its_limit_and_ends_what_it_does_not_need
     schema = pa.schema([("n", pa.int64())])
     for limit, expected in ((0, 0), (5, 5), (10, 10), (15, 15), (1000, 100), (None, 100)):
         ended.clear()
-        scan = StateScan(RoutedAnswer(3, schema, batches()), limit)
+        scan = StateScan(StateAnswer(3, schema, batches()), limit)
         assert scan.to_arrow().column("n").to_pylist() == list(range(expected))
         assert ended or not limit
-    scan = StateScan(RoutedAnswer(3, schema, batches()), None)
+    scan = StateScan(StateAnswer(3, schema, batches()), None)
     next(scan)
     scan.close()
     assert ended
@@ -404,7 +406,7 @@ def deduplicated() -> OperatorSchema:
 def test_the_columns_of_a_scan_are_those_that_a_host_gives(schema: OperatorSchema, kinds: dict[str, str]) -> None:
     assert {v.name for v in schema.variables} == set(kinds)
     for name, kind in kinds.items():
-        view = view_of("op", schema, G, name)
+        view = state_view("op", schema, G, name)
         hosts = state_rows.VariableRows(schema, schema.variable(name)).output
         assert view.kind == kind
         assert [(f.name, f.type) for f in view.scan_fields] == [(f.name, f.type) for f in hosts][:-2]
@@ -412,15 +414,15 @@ def test_the_columns_of_a_scan_are_those_that_a_host_gives(schema: OperatorSchem
 
 def test_state_variables_are_found_or_named() -> None:
     schema = everything()
-    assert view_of("op", aggregates(("user", pa.int64())), G, None).kind == "rows"
+    assert state_view("op", aggregates(("user", pa.int64())), G, None).kind == "rows"
     with pytest.raises(UnknownKvStateIdError, match=r"'op' needs state=.*'total' \(value\), 'visits' \(list\)"):
-        view_of("op", schema, G, None)
+        state_view("op", schema, G, None)
     with pytest.raises(UnknownKvStateIdError, match=r"no state variable 'nothing'.*'total'"):
-        view_of("op", schema, G, "nothing")
+        state_view("op", schema, G, "nothing")
 
 
 def test_single_values_are_decoded_as_columns_are() -> None:
-    view = view_of("op", aggregates(("user", pa.int64())), G, None)
+    view = state_view("op", aggregates(("user", pa.int64())), G, None)
     states = pa.record_batch([pa.array([3, 0]), pa.array([1.5, None])], schema=view.schema.value)
     values = view.schema.encode_values(states)
     keys = view.codec.columns([1, 2])
@@ -432,7 +434,7 @@ def test_single_values_are_decoded_as_columns_are() -> None:
 def test_what_has_expired_is_not_there() -> None:
     value = pa.schema([("v", pa.string()), (TTL_COLUMN, pa.int64())])
     families = {"seen": StateSchema(pa.schema([("user", pa.int64())]), value)}
-    view = view_of("op", OperatorSchema((StateVariable("seen", "value", families, 1000),)), G, None)
+    view = state_view("op", OperatorSchema((StateVariable("seen", "value", families, 1000),)), G, None)
     later = state_views.now_ms() + 60_000
     rows = pa.record_batch([pa.array(["old", "new", "for good"]), pa.array([5, later, None], pa.int64())], schema=value)
     values = view.schema.encode_values(rows)

@@ -29,6 +29,7 @@ from spark_bridge.exceptions import (
     QueryEndedError,
     UnknownOperatorError,
 )
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import (
     At,
@@ -45,22 +46,18 @@ from spark_bridge.queryable.protocol.messages import (
     Lookup,
     Scan,
     Values,
-    pack_bytes,
-    pack_one,
-    unpack_bytes,
-    unpack_one,
 )
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.retries import Attempts, retrying
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.server import location_cache as kept_oracles
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
-from spark_bridge.queryable.server.location_cache import KeptOracles
+from spark_bridge.queryable.server.location_cache import LocationCache
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import MemoryReads, OneToken, eventually
-from tests.spark_bridge.queryable.test_router import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
+from tests.spark_bridge.queryable.router_world import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
 
 USERS = list(range(1000))
 Q = "q"
@@ -203,7 +200,7 @@ def test_all_proxies_agree_while_versions_advance(cluster: Cluster, connections:
                 host = rng.randrange(3)
                 via = cluster.hosts[host].address if rng.random() < 0.7 else None
                 router = StateRouter(connections, via=via)
-                router.versions.note(cluster.run, seen)
+                router.seen.note(cluster.run, seen)
                 version, found = patiently(partial(look, router, rng))
                 assert found == {version}
                 assert version >= seen
@@ -519,7 +516,7 @@ def test_an_oracle_in_use_is_looked_at_again_aside_from_its_users() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1", "ip:1")
-    oracles = KeptOracles(source, lambda: now[0])
+    oracles = LocationCache(source, lambda: now[0])
     try:
         first = oracles.location("r1", "op")
         assert (first.owners[0].query_address, source.fetched) == ("ip:1", 1)
@@ -545,7 +542,7 @@ def test_oracles_that_are_started_again_are_looked_at_again() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
-    oracles = KeptOracles(source, lambda: now[0])
+    oracles = LocationCache(source, lambda: now[0])
     try:
         oracles.location("r1", "op")
         oracles.start()
@@ -563,7 +560,7 @@ def test_many_who_find_an_oracle_wrong_fetch_it_once() -> None:
     source = Source()
     source.running["q1"] = oracle_of("r1")
     source.pause = 0.05
-    oracles = KeptOracles(source, lambda: now[0])
+    oracles = LocationCache(source, lambda: now[0])
     oracles.location("r1", "op")
     now[0] += 0.11
     threads = [threading.Thread(target=oracles.refresh, args=("r1",)) for _ in range(20)]
@@ -580,7 +577,7 @@ def test_what_the_coordinator_says_of_a_query_that_is_not_there() -> None:
     now = [100.0]
     source = Source()
     source.running["q1"] = oracle_of("r1")
-    oracles = KeptOracles(source, lambda: now[0])
+    oracles = LocationCache(source, lambda: now[0])
     assert oracles.location("r1", "op", with_schema=True).operator.schema == "schema"
     # It does not answer, and then does not know the query: what is known goes on serving.
     for source.away in (True, False):
@@ -608,7 +605,7 @@ def test_what_the_coordinator_says_of_a_query_that_is_not_there() -> None:
         oracles.location("r1", "op")
     assert oracles.location("r2", "op").run_id == "r2"
     # Nothing is known, and nobody answers.
-    fresh = KeptOracles(source, lambda: now[0])
+    fresh = LocationCache(source, lambda: now[0])
     source.away = True
     with pytest.raises(HostUnavailableError, match="away"):
         fresh.location("r2", "op")
@@ -617,7 +614,7 @@ def test_what_the_coordinator_says_of_a_query_that_is_not_there() -> None:
 def test_locations_of_an_oracle_that_was_given_need_no_coordinator() -> None:
     source = Source()
     source.away = True
-    oracles = KeptOracles(source)
+    oracles = LocationCache(source)
     oracles.update("q1", oracle_of("r1", "ip:9"))
     location = oracles.location("r1", "op")
     assert (location.owners[1].query_address, location.operator.num_partitions, source.fetched) == ("ip:9", 2, 0)

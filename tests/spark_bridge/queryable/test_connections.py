@@ -28,24 +28,12 @@ from spark_bridge.exceptions import (
     TlsError,
     UnknownOperatorError,
 )
-from spark_bridge.queryable.protocol import connections as module
+from spark_bridge.queryable.protocol import client_connection, connection_pool, exchange
+from spark_bridge.queryable.protocol import connections as connections_module
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import (
-    PREFIX,
-    PROTOCOL,
-    Batch,
-    End,
-    Lookup,
-    Scan,
-    Values,
-    Welcome,
-    frame,
-    pack_bytes,
-    pack_one,
-    unpack_bytes,
-    unpack_one,
-)
-from spark_bridge.queryable.protocol.row_batches import BatchDecoder
+from spark_bridge.queryable.protocol.messages import PREFIX, PROTOCOL, Batch, End, Lookup, Scan, Values, Welcome, frame
+from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.server_connection import ServerConnection
 from tests.patience import HANG, PATIENCE
@@ -267,7 +255,8 @@ def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(conne
 def test_a_long_deadline_behind_a_short_one_counts(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     # The clock stands still: no deadline passes, only time-outs of the socket.
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    for module in (client_connection, connection_pool, exchange, connections_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     with serving() as (server, reads):
         address = server.server_address
         get(connections, address, b"k1")
@@ -298,7 +287,7 @@ def test_a_stream_gives_its_rows_and_its_connection_back(connections: KvConnecti
     given = [rows(i * 1000, (i + 1) * 1000, 50) for i in range(20)]
     with serving(MemoryReads(batches=given)) as (server, _):
         for _ in range(3):
-            decoder = BatchDecoder()
+            decoder = RowBatchDecoder()
             frames = list(connections.stream(server.server_address, SCAN))
             assert type(frames[-1][0]) is End
             batches = [decoder.decode(body) for reply, body in frames if type(reply) is Batch]
@@ -337,7 +326,8 @@ def test_a_silent_stream_is_given_up_frame_by_frame(
 ) -> None:
     connections.timeout = 0.2
     ahead = 0.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
+    for module in (client_connection, connection_pool, exchange, connections_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead))
 
     def pause(peer: socket.socket) -> None:
         hear(peer)
@@ -358,7 +348,7 @@ def test_a_silent_stream_is_given_up_frame_by_frame(
 def test_many_threads_share_a_bounded_number_of_connections(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(connection_pool, "MAX_CONNECTIONS", 4)
     failures: list[BaseException] = []
 
     def ask(thread: int, address: str) -> None:
@@ -388,7 +378,7 @@ def test_many_threads_share_a_bounded_number_of_connections(
 
 
 def test_connections_that_nobody_needs_are_closed(connections: KvConnections, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(connection_pool, "MAX_IDLE_SECONDS", 0.05)
     with serving() as (server, _):
         held = [connections.begin(server.server_address, LOOKUP, pack_one(b"k1")) for _ in range(6)]
         for exchange in held:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.messages import (
     PREFIX,
     PROTOCOL,
@@ -37,14 +38,12 @@ from spark_bridge.queryable.protocol.messages import (
     Scan,
     Values,
     decode_reply,
-    pack_bytes,
-    pack_one,
-    unpack_bytes,
-    unpack_one,
 )
-from spark_bridge.queryable.server import server_connection
+from spark_bridge.queryable.server import failures, request_handler
+from spark_bridge.queryable.server.admission import AdmissionLimiter
 from spark_bridge.queryable.server.server import KvStateServer
-from spark_bridge.queryable.server.server_connection import decoded
+from spark_bridge.queryable.server.server_connection import decoded_request
+from tests.effort import examples
 from tests.spark_bridge.queryable.memory_reads import (
     TOKEN,
     MemoryReads,
@@ -86,15 +85,15 @@ REQUESTS = [
 ]
 
 
-ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.thorough])])
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[KvStateServer, MemoryReads]]:
     reads = MemoryReads(batches=[rows(0, 100, 200)] * 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_connection, "AWAIT_SLICE_SECONDS", 0.02)
-        patch.setattr(server_connection.log, "disabled", True)  # thousands of tracebacks of operator "broken"
+        patch.setattr(request_handler, "AWAIT_SLICE_SECONDS", 0.02)
+        patch.setattr(failures.log, "disabled", True)  # thousands of tracebacks of operator "broken"
         with serving(reads, max_request_bytes=1 << 20, max_keys=1000) as made:
             yield made
 
@@ -225,17 +224,14 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
 
 
 def figures(server: KvStateServer, reads: MemoryReads) -> tuple[int, int, int, int]:
-    """Threads, file descriptors, open iterators and turns taken, once all connections are over."""
+    """Threads, file descriptors, open iterators and admissions taken, once all connections are over."""
     eventually(lambda: server.num_connections == 0)
     gc.collect()
-    serving = server._serving
-    assert serving is not None
-    turns = (
-        *(serving.lookups, serving.forwarded_lookups, serving.slow, serving.forwarded_slow),
-        *(serving.locates, serving.questions, serving.forwarded_questions, serving.scans, serving.forwarded_scans),
-        serving.connections,
-    )
-    taken = sum(t.taken for t in turns) + serving.buffered.taken
+    running = server._running
+    assert running is not None
+    limiters = [one for one in vars(running.admission).values() if isinstance(one, AdmissionLimiter)]
+    assert len(limiters) == 11
+    taken = sum(limiter.taken for limiter in limiters)
     return threading.active_count(), psutil.Process().num_fds(), reads.open_iterators, taken
 
 
@@ -308,24 +304,24 @@ def test_announced_megabytes_that_do_not_come_take_no_memory(server):
         client = RawClient(made.server_address)
         client.socket.sendall(PREFIX.pack(1 << 20, 10) + bytes(100))
         clients.append(client)
-    serving = made._serving
-    assert serving is not None
-    eventually(lambda: serving.buffered.taken == 100 << 20)
+    running = made._running
+    assert running is not None
+    eventually(lambda: running.admission.buffered_bytes.taken == 100 << 20)
     assert psutil.Process().memory_info().rss - before < 30 << 20
     for client in clients:
         client.close()
     assert figures(made, reads)[2:] == (0, 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_decoders(data):
-    for decode in (decoded, unpack_bytes, unpack_one):
+    for decode in (decoded_request, unpack_bytes, unpack_one):
         with contextlib.suppress(RequestError):
             decode(memoryview(data))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=40))))
 def test_what_is_packed_is_unpacked(values):
     array = pa.array(values, pa.binary())
@@ -338,7 +334,7 @@ def test_what_is_packed_is_unpacked(values):
         assert unpack_one(pack_bytes(array)) == values[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(-3, 40), max_size=8), st.binary(max_size=60), st.integers(-2, 2))
 def test_keys_that_are_unpacked_are_valid(lengths, content, more):
     body = struct.pack("<I", max(0, len(lengths) + more)) + struct.pack(f"<{len(lengths)}i", *lengths) + content

@@ -27,7 +27,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
 )
 from spark_bridge.queryable.protocol.messages import At, Comparison, Lookup, Scan
-from spark_bridge.queryable.reads import host_reads, host_views, scans, version_copies
+from spark_bridge.queryable.reads import answer_version, host_reads, partition_scans, version_copies
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -292,7 +292,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
 
 
 def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, monkeypatch):
-    monkeypatch.setattr(host_views, "REFUSED_SECONDS", HANG)
+    monkeypatch.setattr(answer_version, "REFUSED_SECONDS", HANG)
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -316,7 +316,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     w.c.expire()
     # The moment is over.
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG, sleep=time.sleep)
-    monkeypatch.setattr(host_views, "time", later)
+    monkeypatch.setattr(answer_version, "time", later)
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     w.hosts, w.reads = w.hosts[:1], w.reads[:1]
@@ -538,7 +538,7 @@ def key_bytes(key: int) -> bytes:
 
 @pytest.mark.parametrize("most", [4096, 2])
 def test_bounds_of_keys_within_every_key_group(make, monkeypatch, most):
-    monkeypatch.setattr(scans, "MOST_RANGES", most)
+    monkeypatch.setattr(partition_scans, "MOST_RANGES", most)
     w = make(n=3)
     values = {k: k for k in range(-20, 200)}
     w.batch(values)

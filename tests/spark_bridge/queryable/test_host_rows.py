@@ -20,7 +20,7 @@ from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvSt
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.queryable.protocol.messages import At, Changes, Comparison, KeyRows, Lookup, Scan
-from spark_bridge.queryable.reads import host_changes, key_reads, key_windows
+from spark_bridge.queryable.reads import change_feed, key_reads, window_index, windowed_key_reads
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data import state_tables
 from spark_bridge.state_format.layouts import session_schema
@@ -28,7 +28,7 @@ from spark_bridge.task.watermark import EventTime
 from tests.spark_bridge.operator_runs import TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.queryable.host_world import COMPLETED
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Query
-from tests.spark_bridge.test_state_tables import Expiring, flat, in_order, one_key, random_batch
+from tests.spark_bridge.variable_operations import Expiring, flat, in_order, one_key, random_batch
 
 USERS = [(user, shard) for user in ("é", "zz", "a", "b", "ab", "") for shard in (1, 0)]
 
@@ -238,9 +238,9 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     assert asked.changes(0, 5, "total")
     assert len(copies) == 2, "what is past comes from storage"
     loads: list[tuple[int, int]] = []
-    load = host_changes.state_reader.load
+    load = change_feed.state_reader.load
     monkeypatch.setattr(
-        host_changes.state_reader,
+        change_feed.state_reader,
         "load",
         lambda place, state, piece, version, **k: (
             loads.append((state.version, version)),
@@ -321,13 +321,13 @@ def windowed(tmp_path: Path, key: pa.Schema) -> tuple[Query, AggregateLogic, pa.
 
 @pytest.mark.parametrize("key", [BY_WINDOW, WINDOW_LAST])
 def test_the_windows_of_keys_wherever_they_are(tmp_path, monkeypatch, key):
-    monkeypatch.setattr(key_reads, "CANDIDATES", 7)
+    monkeypatch.setattr(windowed_key_reads, "CANDIDATES", 7)
     q, logic, rows = windowed(tmp_path, key)
     asked = Asked(q)
     scanned: list[int] = []
-    windows_of = key_windows.KeyWindowIndex._windows_of
+    windows_of = window_index.KeyWindowIndex._windows_of
     monkeypatch.setattr(
-        key_windows.KeyWindowIndex, "_windows_of", lambda self, keys: (scanned.append(1), windows_of(self, keys))[1]
+        window_index.KeyWindowIndex, "_windows_of", lambda self, keys: (scanned.append(1), windows_of(self, keys))[1]
     )
     model: dict[tuple[str, tuple[int, int]], int] = {}
     rng = random.Random(4)

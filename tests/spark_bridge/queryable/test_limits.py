@@ -9,7 +9,8 @@ import pytest
 
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.server.limits import Crowd, RequestLimits, Turns
+from spark_bridge.queryable.server.admission import AdmissionLimiter, ComputeSlot
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import eventually
 
@@ -41,59 +42,59 @@ def test_limits_have_defaults_and_take_whole_seconds():
 
 
 def test_who_came_first_is_served_first():
-    turns = Turns(1, "lookups")
-    turns.acquire(0)
+    limiter = AdmissionLimiter(1, "lookups")
+    limiter.acquire(0)
     order = []
 
     def wait(i: int) -> None:
-        with turns.turn(PATIENCE):
+        with limiter.admitted(PATIENCE):
             order.append(i)
 
     threads = []
     for i in range(5):
         threads.append(threading.Thread(target=wait, args=(i,)))
         threads[-1].start()
-        eventually(lambda i=i: len(turns._waiting) == i + 1)
+        eventually(lambda i=i: len(limiter._waiting) == i + 1)
     with pytest.raises(TooManyRequestsError):
-        turns.acquire(0)
-    turns.release()
+        limiter.acquire(0)
+    limiter.release()
     for thread in threads:
         thread.join()
-    assert order == [0, 1, 2, 3, 4] and turns.taken == 0
+    assert order == [0, 1, 2, 3, 4] and limiter.taken == 0
 
 
 def test_waiting_has_an_end_and_frees_the_place_in_the_queue():
-    turns = Turns(10, "bytes")
-    turns.acquire(0, 6)
+    limiter = AdmissionLimiter(10, "bytes")
+    limiter.acquire(0, 6)
     got = []
 
     def ask_for_much() -> None:
         with pytest.raises(TooManyRequestsError) as refused:
-            turns.acquire(0.2, 9)
+            limiter.acquire(0.2, 9)
         got.append(refused.value)
 
     large = threading.Thread(target=ask_for_much)
     large.start()
-    eventually(lambda: turns._waiting or got)  # or this machine has stood still until it gave up
-    turns.acquire(PATIENCE, 3)  # behind the large one, and has its place when that gives up
-    assert not turns._waiting  # not before it: nobody overtakes
+    eventually(lambda: limiter._waiting or got)  # or this machine has stood still until it gave up
+    limiter.acquire(PATIENCE, 3)  # behind the large one, and has its place when that gives up
+    assert not limiter._waiting  # not before it: nobody overtakes
     large.join()
-    assert len(got) == 1 and turns.taken == 9
+    assert len(got) == 1 and limiter.taken == 9
     with pytest.raises(TooManyRequestsError, match="11 more"):
-        turns.acquire(5, 11)  # never
-    turns.release(6)
-    turns.release(3)
-    assert turns.taken == 0
+        limiter.acquire(5, 11)  # never
+    limiter.release(6)
+    limiter.release(3)
+    assert limiter.taken == 0
 
 
 def test_no_turn_is_lost_between_giving_up_and_being_served():
-    turns = Turns(2, "lookups")
+    limiter = AdmissionLimiter(2, "lookups")
     refused = []
 
     def work() -> None:
         for _ in range(300):
             try:
-                with turns.turn(0.0005):
+                with limiter.admitted(0.0005):
                     time.sleep(0.0002)
             except TooManyRequestsError:
                 refused.append(1)
@@ -103,16 +104,16 @@ def test_no_turn_is_lost_between_giving_up_and_being_served():
         thread.start()
     for thread in threads:
         thread.join()
-    assert refused and turns.taken == 0 and not turns._waiting
+    assert refused and limiter.taken == 0 and not limiter._waiting
 
 
 def test_one_after_the_other_until_patience_ends():
-    crowd, inside, most, may_end = Crowd(patience=0.2), 0, [], threading.Event()
+    slot, inside, most, may_end = ComputeSlot(patience=0.2), 0, [], threading.Event()
     counting = threading.Lock()
 
     def work() -> None:
         nonlocal inside
-        with crowd:
+        with slot:
             with counting:
                 inside += 1
                 most.append(inside)
@@ -130,7 +131,7 @@ def test_one_after_the_other_until_patience_ends():
     for thread in threads:
         thread.join()
     # All of it has been given back, and no more than that.
-    crowd._patience = HANG
+    slot._patience = HANG
     most.clear()
     may_end.clear()
     threads = [threading.Thread(target=work) for _ in range(2)]
@@ -145,23 +146,23 @@ def test_one_after_the_other_until_patience_ends():
 
 
 def test_one_who_stays_keeps_only_one_other_waiting():
-    crowd, may_end = Crowd(patience=HANG), threading.Event()
+    slot, may_end = ComputeSlot(patience=HANG), threading.Event()
 
     def stay() -> None:
-        with crowd:
+        with slot:
             may_end.wait(HANG)
 
     thread = threading.Thread(target=stay)
     thread.start()
-    eventually(lambda: crowd._inside is not None)
+    eventually(lambda: slot._holder is not None)
     waited = []
     for patience in (0.3, HANG, HANG):
-        crowd._patience = patience
+        slot._patience = patience
         began = time.monotonic()
-        with crowd:
+        with slot:
             waited.append(time.monotonic() - began)
     may_end.set()
     thread.join()
     assert waited[0] >= 0.3
     assert max(waited) < PATIENCE
-    assert crowd._inside is None
+    assert slot._holder is None

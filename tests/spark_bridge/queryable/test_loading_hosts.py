@@ -18,7 +18,7 @@ from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
 from spark_bridge.queryable.reads import background_loads
 from spark_bridge.queryable.reads.background_loads import BackgroundLoads
-from spark_bridge.queryable.reads.key_windows import KeyWindowIndex
+from spark_bridge.queryable.reads.window_index import KeyWindowIndex
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import HostWorld, partitions_of, stored
 

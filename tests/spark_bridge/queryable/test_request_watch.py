@@ -17,6 +17,7 @@ from coordinator_actor.exceptions import UnknownRunError
 from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.host import version_requests
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
 from spark_bridge.queryable.protocol.messages import (
     At,
     Await,
@@ -31,13 +32,13 @@ from spark_bridge.queryable.protocol.messages import (
     Scan,
     Values,
     decode_request,
-    pack_bytes,
 )
-from spark_bridge.queryable.protocol.request_watch import watched
-from spark_bridge.queryable.reads import host_reads, key_reads, scans, version_copies
+from spark_bridge.queryable.protocol.request_context import active_context
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.reads import host_reads, key_reads, partition_scans, version_copies
 from spark_bridge.queryable.reads.row_stream import gathered, limited
 from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
-from spark_bridge.queryable.server import server, server_connection
+from spark_bridge.queryable.server import client_session, row_sender, served_request, server
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import STATE, HostWorld, stored
 from tests.spark_bridge.queryable.memory_reads import (
@@ -65,7 +66,7 @@ class Watch:
         self.checks = checks
         self.room = room
 
-    def check(self) -> None:
+    def raise_if_cancelled(self) -> None:
         self.checks -= 1
         if self.checks <= 0:
             raise Stopped
@@ -73,7 +74,7 @@ class Watch:
     def before_slow_work(self) -> None:
         pass
 
-    def hold(self, nbytes: int) -> None:
+    def reserve_memory(self, nbytes: int) -> None:
         self.room -= nbytes
         if self.room < 0:
             raise Stopped
@@ -103,8 +104,9 @@ def endless(world, monkeypatch) -> dict[str, int]:
         finally:
             open_now["iterators"] -= 1
 
-    monkeypatch.setattr(scans, "_pairs", forever)
-    monkeypatch.setattr(server_connection, "QUIET_SECONDS", 0.05)
+    monkeypatch.setattr(partition_scans, "_pairs", forever)
+    for module in (row_sender, served_request):
+        monkeypatch.setattr(module, "QUIET_SECONDS", 0.05)
     return open_now
 
 
@@ -150,7 +152,8 @@ def test_scans_and_counts_have_an_end_whatever_they_find(world, endless, made: C
 
 
 def test_who_leaves_is_not_counted_for_and_a_revoked_token_counts_nothing(world, endless, monkeypatch):
-    monkeypatch.setattr(server_connection, "TOKEN_SECONDS", 0.05)
+    for module in (client_session, served_request):
+        monkeypatch.setattr(module, "TOKEN_SECONDS", 0.05)
     count = Count(Scan(world.run, "op", start=b"\x00"))
     with serving(world.reads[0]) as (served, _):
         with RawClient(served.server_address) as client:
@@ -171,11 +174,10 @@ def test_rows_that_are_dropped_are_checked_for_everywhere():
 
     owner = HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s")
     location = OperatorLocation("q", "run", None, OperatorSpec("totals", 1, ""), 16, 7, (owner,))
-    plan = ScanPlan(
-        Scan("run", "totals"), location, lambda *_: lambda: (7, ROWS, none()), lambda *_: "a:1", None, timeout=1.0
-    )
+    endless = StateAnswer(7, ROWS, none())
+    plan = ScanPlan(Scan("run", "totals"), location, lambda *_: lambda: endless, lambda *_: "a:1", None, timeout=1.0)
     for batches in (limited(none(), 5), gathered(none()), RoutedScan(plan, [("a:1", [0])], 0.0)):
-        with watched(Watch(checks=5)), pytest.raises(Stopped):
+        with active_context(Watch(checks=5)), pytest.raises(Stopped):
             next(batches)
 
 
@@ -234,15 +236,15 @@ def test_who_reads_the_rows_of_keys_slowly_holds_up_no_lookup():
     limits = {"max_requests": 1, "max_scans": 1, "wait_seconds": 0.05}
     with serving(reads, **limits) as (served, _), RawClient(served.server_address) as slow:
         slow.say(KeyRows("run", "totals"), keys(b"k1"))
-        eventually(lambda: served._serving is not None and served._serving.slow.taken == 1)
+        eventually(lambda: served._running is not None and served._running.admission.slow.taken == 1)
         with RawClient(served.server_address) as other:
             assert other.ask(Lookup("run", "totals"), keys(b"k1"))[0] == Values(7)
             assert other.ask(Count(Scan("run", "totals")))[0] == Counted(7, 500_000)
             failed_with(other.ask(KeyRows("run", "totals"), keys(b"k1"))[0], "TooManyRequestsError")
-            reads.batches = [rows(0, 10)]  # few need no turn of the slow ones
+            reads.batches = [rows(0, 10)]  # few need no room of the slow ones
             assert other.stream(KeyRows("run", "totals"), keys(b"k1"))[0] is not None
-        serving_now = served._serving
-    assert serving_now is not None and serving_now.slow.taken == serving_now.lookups.taken == 0
+        running = served._running
+    assert running is not None and running.admission.slow.taken == running.admission.lookups.taken == 0
 
 
 def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
@@ -291,10 +293,10 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
     lookup = Lookup(world.run, "op")
     assert world.lookup(range(20))[1] == list(range(20)) and sizes == [4] * 5
     sizes.clear()
-    with watched(Watch(room=100)), pytest.raises(Stopped):
+    with active_context(Watch(room=100)), pytest.raises(Stopped):
         world.reads[0].lookup(lookup, stored(range(20)))
     assert len(sizes) == 2
-    with watched(Watch(checks=3)), pytest.raises(Stopped):
+    with active_context(Watch(checks=3)), pytest.raises(Stopped):
         world.reads[0].key_rows(KeyRows(world.run, "op"), stored(range(20)))
     monkeypatch.setattr(key_reads, "MAX_BYTES", 200)
     sizes.clear()
@@ -317,7 +319,7 @@ def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_t
 
         def lookup(self, request: Lookup, asked: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
             for _ in range(100):
-                key_reads.hold(100_000)
+                key_reads.reserve_memory(100_000)
                 self.chunks += 1
             return super().lookup(request, asked)
 
@@ -351,7 +353,7 @@ def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypa
 
 
 def test_who_says_nothing_keeps_nobody_out(monkeypatch):
-    monkeypatch.setattr(server, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
     monkeypatch.setattr(server, "REFUSED_AT_ONCE", 1)
     asked = (Lookup("run", "totals"), keys(b"k1"))
     with serving(max_connections=2) as (served, _), RawClient(served.server_address) as first:

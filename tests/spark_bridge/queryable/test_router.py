@@ -15,8 +15,6 @@ import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 
-from backends.encoding.key_groups import key_groups
-from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from coordinator_actor.exceptions import RetiredRunError
@@ -31,40 +29,24 @@ from spark_bridge.exceptions import (
     UnknownKeyOrNamespaceError,
     UnknownKvStateKeyGroupLocationError,
 )
-from spark_bridge.queryable.client import key_answers
-from spark_bridge.queryable.client.key_answers import KeyAnswers
-from spark_bridge.queryable.client.locations import KnownOperator
+from spark_bridge.queryable.client import key_lookups
+from spark_bridge.queryable.client.key_lookups import KeyLookups
+from spark_bridge.queryable.client.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At, KeyRows, Lookup, Scan
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.routing import key_chunks as chunk_module
 from spark_bridge.queryable.routing import router as router_module
-from spark_bridge.queryable.routing.one_version import REMEMBERED_RUNS, CompletedVersions
+from spark_bridge.queryable.routing.monotonic_reads import REMEMBERED_RUNS, SeenVersions
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.routing_table import RoutingTable, is_stable
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, eventually
 from tests.spark_bridge.queryable.relays import Relay
-
-FAMILY = "default"
-COMPLETED = At()
-
-
-def soon(seconds: float = PATIENCE) -> float:
-    return time.monotonic() + seconds
-
-
-def stored(users: Sequence[int]) -> pa.BinaryArray:
-    columns = pa.record_batch([pa.array(users, pa.int64())], schema=KEYS)
-    return encode_keys(columns, key_groups(columns, G))
-
-
-def numbers(values: pa.BinaryArray) -> list[int | None]:
-    """What the first column of stored values says."""
-    n = TOTALS.decode_values(values).column(0)
-    return [x if there else None for x, there in zip(n.to_pylist(), values.is_valid().to_pylist(), strict=True)]
+from tests.spark_bridge.queryable.router_world import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
 
 
 @pytest.fixture
@@ -84,25 +66,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture(params=["direct", "via"])
 def router(request: pytest.FixtureRequest, cluster: Cluster, connections: KvConnections) -> StateRouter:
     return StateRouter(connections, via=cluster.hosts[0].address if request.param == "via" else None)
-
-
-def located(cluster: Cluster) -> OperatorLocation:
-    location: OperatorLocation = cluster.c.locate("totals")
-    return location
-
-
-def owned_by(cluster: Cluster, host: int) -> list[int]:
-    """Users whose partition the host owns."""
-    columns = pa.record_batch([pa.array(range(1000), pa.int64())], schema=KEYS)
-    partitions = key_groups(columns, G).astype(np.int64) * cluster.partitions // G
-    owners = located(cluster).owners
-    return [u for u in range(1000) if owners[partitions[u]].host_id == f"h{host}"]
-
-
-def asked(cluster: Cluster, verb: str) -> list[int]:
-    """How many such requests each host has had."""
-    snapshots = [h.proxy.statistics.snapshot("totals") for h in cluster.hosts]
-    return [s.get("totals", {}).get(verb, {}).get("requests", 0) for s in snapshots]
 
 
 # -- keys --------------------------------------------------------------------------------------
@@ -126,10 +89,10 @@ def test_more_keys_than_a_request_may_have(
     cluster: Cluster, router: StateRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     users = list(range(1100, -1, -1))
-    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 100)
+    monkeypatch.setattr(chunk_module, "KEYS_PER_REQUEST", 100)
     version, values = router.lookup(located(cluster), FAMILY, stored(users), COMPLETED, soon())
     assert (version, numbers(values)) == (1, [u if u < 1000 else None for u in users])
-    monkeypatch.setattr(router_module, "BYTES_PER_REQUEST", 500)
+    monkeypatch.setattr(chunk_module, "BYTES_PER_REQUEST", 500)
     request = KeyRows("", "totals")
     answer = router.key_rows(located(cluster), request, stored(users[:500]), soon())
     rows = pa.Table.from_batches(list(answer.batches), answer.schema).sort_by("position")
@@ -150,11 +113,11 @@ def test_more_keys_than_a_request_may_have(
 def test_keys_are_asked_for_in_parts_by_number_and_bytes(
     keys: list[bytes], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 10)
-    monkeypatch.setattr(router_module, "BYTES_PER_REQUEST", 100)
+    monkeypatch.setattr(chunk_module, "KEYS_PER_REQUEST", 10)
+    monkeypatch.setattr(chunk_module, "BYTES_PER_REQUEST", 100)
     array = pa.array([b"x" * 300, *keys], pa.binary()).slice(1)  # what is not asked for does not count
-    assert [len(part) for part in router_module.parts(array)] == sizes
-    assert [key for part in router_module.parts(array) for key in part.to_pylist()] == keys
+    assert [len(part) for part in chunk_module.key_chunks(array)] == sizes
+    assert [key for part in chunk_module.key_chunks(array) for key in part.to_pylist()] == keys
 
 
 def test_rows_of_keys_name_the_position_among_all_keys(cluster: Cluster, router: StateRouter) -> None:
@@ -184,7 +147,7 @@ def test_what_is_no_stored_key(cluster: Cluster, connections: KvConnections) -> 
 def test_a_host_that_hangs_is_not_waited_for_until_the_deadline(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(router_module, "FEW_KEYS_SECONDS", 0.05)
     go_on = threading.Event()
 
     class Hanging(MemoryReads):
@@ -438,7 +401,7 @@ def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connecti
 def test_many_requests_of_one_call_are_of_one_version(
     connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 10)
+    monkeypatch.setattr(chunk_module, "KEYS_PER_REQUEST", 10)
 
     class Advancing(Lagging):
         """There is a new version whenever it is asked for one."""
@@ -500,12 +463,12 @@ def test_parts_that_take_long_begin_anew_rather_than_read_storage(
 
     def parts(router: StateRouter, location: OperatorLocation) -> tuple[int, list[Any]]:
         known = KnownOperator.of(location, 0.0, None)
-        answer = KeyAnswers(router, known, known.view(None), COMPLETED, soon()).key_rows(KeyRows("", "totals"), keys)
+        answer = KeyLookups(router, known, known.view(None), COMPLETED, soon()).key_rows(KeyRows("", "totals"), keys)
         found = pa.Table.from_batches(list(answer.batches)).sort_by("position")
         assert found["position"].to_pylist() == list(range(35))
         return answer.version, [v.encode() for v in found["v"].to_pylist()]
 
-    asks = [(values, router_module), (rows, router_module), (parts, key_answers)]
+    asks = [(values, chunk_module), (rows, chunk_module), (parts, key_lookups)]
     for ask, module in asks:
         reads = Racing(races)
         memory = Memory([reads])
@@ -535,7 +498,7 @@ def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not
             )
         lagging = memory.reads[1]
         local = StateRouter(connections, local=(memory.servers[1].server_address, lagging))
-        local.versions.note("run", 5)  # another client has shown it
+        local.seen.note("run", 5)  # another client has shown it
         table = RoutingTable(memory.location)
         key = next(k for k in keys.to_pylist() if table.address_of(k) == memory.servers[1].server_address)
         with pytest.raises(HostUnavailableError, match="Version 5 is not completed"):
@@ -553,7 +516,7 @@ def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not
                 raise StateVersionError(f"Version {at.version} is not completed.")
             return super()._at(at)
 
-    monkeypatch.setattr(router_module, "KEYS_PER_REQUEST", 10)
+    monkeypatch.setattr(chunk_module, "KEYS_PER_REQUEST", 10)
     memory = Memory([Forgetful([5])])
     try:
         with pytest.raises(HostUnavailableError, match="Version 5 is not completed"):
@@ -585,7 +548,7 @@ def test_a_completed_scan_is_of_no_version_that_a_host_has_made_up(connections: 
 
 
 def test_the_highest_version_seen_never_goes_down_and_is_never_away() -> None:
-    versions = CompletedVersions()
+    versions = SeenVersions()
     seen: list[int] = []
 
     class Watched(dict[str, int]):

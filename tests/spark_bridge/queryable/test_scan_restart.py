@@ -20,14 +20,14 @@ from spark_bridge.exceptions import (
     StateVersionError,
 )
 from spark_bridge.host.version_requests import VersionRequests
-from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import At, Scan
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing.routed_scan import RoutedScan
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
-from tests.spark_bridge.queryable.test_watch_rollback import go_back
+from tests.spark_bridge.queryable.rollback import go_back
 
 USERS = 12_000
 WIDE = "x" * 4_000
@@ -37,8 +37,8 @@ WIDE = "x" * 4_000
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path, hosts=2, partitions=4)
-    for n in (1, 2):
-        made.batch(dict.fromkeys(range(USERS), (n, WIDE)))
+    made.batch(dict.fromkeys(range(USERS), (1, "narrow")))
+    made.batch(dict.fromkeys(range(USERS), (2, WIDE)))
     yield made
     made.close()
 
@@ -62,7 +62,7 @@ def test_the_next_run_gives_the_rest(cluster: Cluster, direct: bool) -> None:
     scan, batches = begun(cluster, direct=direct)
     for run, incarnation in (("run2", "b"), ("run3", "c")):
         cluster.start(run)
-        cluster.batch(dict.fromkeys(range(USERS), (9, WIDE)))
+        cluster.batch(dict.fromkeys(range(USERS), (9, "narrow")))
         break_off(cluster, incarnation)
         batches += [next(scan) for _ in range(3)]
     table = pa.Table.from_batches([*batches, *scan])
@@ -138,10 +138,10 @@ def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monk
     monkeypatch.setattr(VersionRequests, "has_asked_since", lambda *_: False)
     for r in reads:
         with pytest.raises(HostUnavailableError, match="The coordinator does not answer"):
-            r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], behind_run="run1"))
+            r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], previous_run="run1"))
 
 
 def test_only_the_rest_of_a_version_is_behind_another_run(cluster: Cluster) -> None:
     with KvConnections(TOKEN) as connections, pytest.raises(RequestError, match="isolation version"):
-        request = Scan(cluster.run, "totals", at=At("completed"), behind_run="run0")
+        request = Scan(cluster.run, "totals", at=At("completed"), previous_run="run0")
         list(connections.stream(cluster.hosts[0].address, request))

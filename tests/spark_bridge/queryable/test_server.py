@@ -16,6 +16,7 @@ import pytest
 import trustme
 
 from spark_bridge.exceptions import StateVersionError
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.messages import (
     MAX_HEADER_BYTES,
     PREFIX,
@@ -37,15 +38,18 @@ from spark_bridge.queryable.protocol.messages import (
     Operators,
     Scan,
     Values,
-    pack_bytes,
-    pack_one,
-    unpack_bytes,
-    unpack_one,
 )
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.server import framed_socket, server_connection
+from spark_bridge.queryable.server import (
+    client_session,
+    framed_socket,
+    request_handler,
+    row_sender,
+    served_request,
+    server_connection,
+)
 from spark_bridge.queryable.server import server as server_module
-from spark_bridge.queryable.server.limits import RequestLimits
+from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import (
@@ -157,8 +161,10 @@ def test_a_scan_that_finds_nothing_for_long_says_that_it_is_at_work(monkeypatch)
                 now += 2.0
                 yield batch
 
-    monkeypatch.setattr(server_connection, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(server_connection, "QUIET_SECONDS", 5.0)
+    for module in (request_handler, row_sender, served_request, server_connection):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    for module in (row_sender, served_request):
+        monkeypatch.setattr(module, "QUIET_SECONDS", 5.0)
     with (
         serving(Slow(batches=[rows(0, 1), *[rows(0, 0)] * 10, rows(1, 2)])) as (server, _),
         client_of(server) as client,
@@ -302,7 +308,7 @@ def test_another_protocol_is_named():
 
 
 def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
-    monkeypatch.setattr(server_connection, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(client_session, "TOKEN_SECONDS", 0.0)
     with serving() as (server, _), client_of(server) as client:
         assert client.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
         server._tokens.valid.clear()
@@ -311,7 +317,7 @@ def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
 
 
 def test_a_token_that_is_revoked_ends_its_scans(monkeypatch):
-    monkeypatch.setattr(server_connection, "TOKEN_SECONDS", 0.0)
+    monkeypatch.setattr(client_session, "TOKEN_SECONDS", 0.0)
     reads = MemoryReads(batches=[rows(0, 1)] * 100)
     reads.pause = 0.02
     with serving(reads) as (server, _), client_of(server) as client:
@@ -377,7 +383,7 @@ def test_a_shutdown_ends_a_connection_that_is_just_being_encrypted(monkeypatch):
         assert is_wrapped.wait(PATIENCE)
         stopping = threading.Thread(target=server.shutdown)
         stopping.start()
-        eventually(lambda: server._serving is None or server._serving.stopping.is_set())
+        eventually(lambda: server._running is None or server._running.stopping.is_set())
         time.sleep(0.2)  # it has woken whom it knows
         may_go_on.set()
         stopping.join(PATIENCE)
@@ -639,20 +645,20 @@ def test_large_requests_share_what_memory_they_may_have():
         sent = frame_bytes(LOOKUP, keys(*[bytes(1000)] * 1000))
         first.socket.sendall(sent[:-1])
         second.socket.sendall(sent[:-1])
-        eventually(lambda: server._serving is not None and server._serving.buffered.taken > 2_000_000)
+        eventually(lambda: server._running is not None and server._running.admission.buffered_bytes.taken > 2_000_000)
         with client_of(server) as third:
             third.socket.sendall(sent[:-1])
             failed_with(third.hear()[0], "TooManyRequestsError")
         for client in (first, second):
             client.socket.sendall(sent[-1:])
             assert client.hear()[0] == Values(7)
-        eventually(lambda: server._serving is not None and server._serving.buffered.taken == 0)
+        eventually(lambda: server._running is not None and server._running.admission.buffered_bytes.taken == 0)
         with client_of(server) as third:
             assert third.ask(LOOKUP, keys(*[bytes(1000)] * 1000))[0] == Values(7)
 
 
 def test_waiting_for_a_version_takes_no_turn(monkeypatch):
-    monkeypatch.setattr(server_connection, "AWAIT_SLICE_SECONDS", 0.05)
+    monkeypatch.setattr(request_handler, "AWAIT_SLICE_SECONDS", 0.05)
     with serving(max_requests=1, wait_seconds=0.05) as (server, reads), client_of(server) as client:
         assert client.ask(Await("run", 3, 20.0))[0] == Counted(7, 7)
         assert client.ask(Await("run", 7, 0.1))[0] == Counted(7, 7)
@@ -673,7 +679,7 @@ def test_waiting_for_a_version_takes_no_turn(monkeypatch):
 
 
 def test_nobody_waits_for_a_version_for_ever(monkeypatch):
-    monkeypatch.setattr(server_connection, "MAX_AWAIT_SECONDS", 0.1)
+    monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", 0.1)
     with serving() as (server, _), client_of(server) as client:
         assert client.ask(Await("run", 7, 1e300))[0] == Counted(7, 7)
 
@@ -706,8 +712,8 @@ def test_many_clients_at_once():
 
 
 def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
-    monkeypatch.setattr(server_connection, "AWAIT_SLICE_SECONDS", 0.1)
-    monkeypatch.setattr(server_connection, "MAX_AWAIT_SECONDS", HANG)
+    monkeypatch.setattr(request_handler, "AWAIT_SLICE_SECONDS", 0.1)
+    monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", HANG)
     monkeypatch.setattr(server_connection, "HELLO_SECONDS", HANG)
     monkeypatch.setattr(server_module, "SHUTDOWN_SECONDS", HANG)
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)

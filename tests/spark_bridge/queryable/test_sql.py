@@ -23,10 +23,17 @@ from hypothesis import strategies as st
 from spark_bridge.exceptions import EnvironmentProblemError, QueryTimeoutError, RequestError, UnknownOperatorError
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.sql import pushdown
-from spark_bridge.queryable.sql.expressions import Call, FieldRef, UnknownExpressionError, columns_of, parsed
-from spark_bridge.queryable.sql.pushdown import Pushed, as_json, push
-from spark_bridge.queryable.sql.sql import running_states, sql
-from spark_bridge.queryable.sql.tables import RunningState, UnclearNameError, names_in, resolve
+from spark_bridge.queryable.sql.catalog import CatalogTable, UnclearNameError, candidate_names, catalog_tables, resolve
+from spark_bridge.queryable.sql.expressions import (
+    Call,
+    FieldRef,
+    UnknownExpressionError,
+    columns_read,
+    parse_expression,
+)
+from spark_bridge.queryable.sql.pushdown import ScanPushdown, as_json, push_down
+from spark_bridge.queryable.sql.sql import sql
+from tests.effort import examples
 from tests.patience import PATIENCE
 
 UTC = datetime.timezone.utc
@@ -247,24 +254,24 @@ def memory(**kwargs: Any) -> Memory:
 
 
 def test_an_expression_can_be_taken_apart() -> None:
-    tree = parsed((pc.field("a") > 3) & pc.field("s", "x").isin(["p", 'q"', None]))
+    tree = parse_expression((pc.field("a") > 3) & pc.field("s", "x").isin(["p", 'q"', None]))
     assert isinstance(tree, Call) and tree.function == "and_kleene"
     greater, is_in = tree.arguments
     assert isinstance(greater, Call) and greater.arguments[0] == FieldRef(("a",))
     assert isinstance(is_in, Call) and is_in.arguments == (FieldRef(("s", "x")),)
     assert is_in.options is not None and is_in.options["value_set"].as_py() == ["p", 'q"', None]
-    assert columns_of(tree) == {"a", "s"}
+    assert columns_read(tree) == {"a", "s"}
 
 
 def test_an_expression_of_another_form_is_an_error_of_its_own() -> None:
     with pytest.raises(UnknownExpressionError):
-        parsed(pc.field(0) > 3)
-    assert push(pc.field(0) > 3, ["n"], FLIGHTS.schema, ["tail"]) == Pushed(None)
+        parse_expression(pc.field(0) > 3)
+    assert push_down(pc.field(0) > 3, ["n"], FLIGHTS.schema, ["tail"]) == ScanPushdown(None)
     deep = pc.field("a") == 0
     for n in range(5_000):
         deep = deep | (pc.field("a") == n)
     with pytest.raises(UnknownExpressionError):
-        parsed(deep)
+        parse_expression(deep)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +309,7 @@ def test_conditions_may_begin_with_the_value() -> None:
         (pc.greater_equal(three, flights), Comparison("flights", "<=", [3])),
         (pc.equal(three, flights), Comparison("flights", "=", [3])),
     ):
-        assert push(expression, None, FLIGHTS.schema, []).where == [where]
+        assert push_down(expression, None, FLIGHTS.schema, []).where == [where]
 
 
 # -- what is pushed ------------------------------------------------------------------------------
@@ -459,7 +466,7 @@ conditions = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(conditions)
 def test_any_condition_gives_the_rows_that_duckdb_finds_in_a_plain_table(condition: str) -> None:
     found = sql(memory(), f"select flights from aircraft where {condition} order by 1").fetchall()
@@ -511,13 +518,13 @@ def test_names_are_found_where_tables_can_be() -> None:
         "with c as (select 'from x', e'it\\'s from y', $$ from z $$, $t$ from w $t$ from \"My Q\" . \"a.b\".s1) -- from v\n"
         'select count(*) /* from u */ from c, Aircraft as "he said ""hi""" where c.n = 3.5 and $n = 1'
     )
-    names = set(names_in(statement))
+    names = set(candidate_names(statement))
     assert {("My Q", "a.b", "s1"), ("c",), ("Aircraft",), ("c", "n"), ('he said "hi"',)} <= names
     assert not names & {("x",), ("y",), ("z",), ("w",), ("v",), ("u",)}
 
 
-def state(query: str, operator: str, name: str, *, only: bool, query_name: str | None = None) -> RunningState:
-    return RunningState(query_name, query, f"run-{query}", operator, name, ("k",), only)
+def state(query: str, operator: str, name: str, *, only: bool, query_name: str | None = None) -> CatalogTable:
+    return CatalogTable(query_name, query, f"run-{query}", operator, name, ("k",), only)
 
 
 def test_names_are_resolved() -> None:
@@ -559,10 +566,10 @@ def test_names_are_resolved() -> None:
 def test_windows_are_no_part_of_the_key_that_is_looked_up() -> None:
     state = {"name": "default", "kind": "rows", "key": {"user": "int64", "window": "struct<...>"}, "window": "window"}
     operator = {"query_name": None, "query_id": "q", "run_id": "r", "operator": "o", "state": [state]}
-    (of,) = running_states(operator)
+    (of,) = catalog_tables(operator)
     assert (of.key, of.has_ranges, of.is_only) == (("user",), False, True)
     timers = {"name": "timers", "kind": "timers", "key": {"user": "int64"}}
-    assert [(s.key, s.has_ranges) for s in running_states({**operator, "state": [timers]})] == [(("user",), False)]
+    assert [(s.key, s.has_ranges) for s in catalog_tables({**operator, "state": [timers]})] == [(("user",), False)]
 
 
 def several() -> Memory:

@@ -21,7 +21,7 @@ from coordinator_actor.messages import HostInfo, OperatorFigures
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, TlsError
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.queryable.protocol.connections import KvConnection
+from spark_bridge.queryable.protocol.client_connection import ClientConnection
 from spark_bridge.queryable.protocol.messages import Describe
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
@@ -32,10 +32,10 @@ from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.tls import TlsConf
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
+from tests.spark_bridge.host_steps import make_host, reg, task
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
-from tests.spark_bridge.test_host import make_host, reg, task
 
 SECRET = "5ec4e7" * 8
 
@@ -95,7 +95,7 @@ def flight_server(tls: TlsConf | None, root: Path) -> Iterator[str]:
 
 def ask_query(address: str, tls: TlsConf | None, token: str = SECRET) -> Any:
     deadline = time.monotonic() + PATIENCE
-    connection = KvConnection(address, token, None if tls is None else tls.client_context(), deadline)
+    connection = ClientConnection(address, token, None if tls is None else tls.client_context(), deadline)
     connection.send(Describe(), b"", deadline)
     answer, _ = connection.receive(deadline)
     connection.close()

@@ -22,11 +22,11 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.client import watch as watching
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
-from spark_bridge.queryable.server import server_connection
+from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.queryable.client_rows import UntilGone
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.queryable.test_client import UntilGone
 from tests.spark_bridge.state_flows import Flow
 
 
@@ -206,7 +206,7 @@ def test_what_came_whole_is_not_given_again_when_the_rest_broke_off(cluster: Cal
     for n in range(1, 6):
         c.batch({1: (n, "a")})
     client = c.client()
-    stream, broken = client.stream, 0
+    stream, broken = client._access.stream, 0
 
     class Breaking:
         """The frames of a stream up to the third one."""
@@ -225,7 +225,7 @@ def test_what_came_whole_is_not_given_again_when_the_rest_broke_off(cluster: Cal
         def close(self) -> None:
             self.frames.close()
 
-    client.stream = lambda *args: Breaking(stream(*args))
+    client._access.stream = lambda *args: Breaking(stream(*args))
     changes = client.watch("totals", from_version=0)
     assert [(v.version, rows(v)[0][3]) for v in (next(changes) for _ in range(5))] == [(n, n) for n in range(1, 6)]
     assert broken > 0
@@ -309,7 +309,7 @@ def test_closing_ends_the_wait_of_another_thread(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "AWAIT_SECONDS", 0.2)
-    monkeypatch.setattr(server_connection, "MAX_AWAIT_SECONDS", HANG)
+    monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", HANG)
     c = cluster()
     c.batch({1: (1, "a")})
     changes = c.client(timeout=2 * HANG).watch("totals")

@@ -12,8 +12,9 @@ from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
 from spark_bridge.host.version_requests import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol.messages import Changes
-from spark_bridge.queryable.reads.host_changes import IDLE_SECONDS
+from spark_bridge.queryable.reads.change_feed import IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.rollback import go_back
 
 
 @pytest.fixture
@@ -27,15 +28,6 @@ def outsider(c: Cluster) -> int:
     """The host that has no partition."""
     (found,) = [i for i, h in enumerate(c.hosts) if h.host.held.instance(c.run, "totals", 0) is None]
     return found
-
-
-def go_back(c: Cluster, version: int, run: str) -> None:
-    """The query is started again from an older version."""
-    for batch in range(version, c.version):
-        (c.world.root / f"ck/offsets/{batch}").unlink()
-        (c.world.root / f"ck/commits/{batch}").unlink()
-    c.start(run)
-    assert c.version == version
 
 
 def count(change: Any) -> int:
@@ -57,7 +49,7 @@ def test_what_was_made_anew_behind_what_was_given_is_never_mixed_in(cluster: Clu
     cluster.batch({1: (60, "b")})
     cluster.batch({1: (70, "b")})
     if is_located:
-        client.moved(("totals", None), RetiredRunError("of the test"))
+        client._access.moved(("totals", None), RetiredRunError("of the test"))
     with pytest.raises(StateVersionError, match=r"rolled back.*version 6.*made anew by run run2.*Read the state anew"):
         next(changes)
 
@@ -116,7 +108,7 @@ def test_who_takes_long_over_an_answer_gets_the_rest_in_another_one(cluster: Clu
     for n in range(1, 6):
         cluster.batch({1: (n, "a")})
     client = cluster.client()
-    stream = client.stream
+    stream = client._access.stream
     ended = 0
 
     class TooLong:
@@ -139,10 +131,10 @@ def test_who_takes_long_over_an_answer_gets_the_rest_in_another_one(cluster: Clu
     def limited(most: int) -> Callable[..., TooLong]:
         return lambda *args: TooLong(stream(*args), most)
 
-    client.stream = limited(2)
+    client._access.stream = limited(2)
     changes = client.watch("totals", from_version=0)
     assert [count(next(changes)) for _ in range(3)] == [1, 2, 3]
     assert ended == 2
-    client.stream = limited(0)
+    client._access.stream = limited(0)
     with pytest.raises(RequestLimitError):
         [next(changes) for _ in range(3)]

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 from backends.encoding.keys import GROUP_BYTES, KeyRange
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestError
-from spark_bridge.queryable.protocol.request_watch import check_request
-from spark_bridge.queryable.reads.host_views import PartitionView
+from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
+from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import behind
 from spark_bridge.queryable.reads.row_stream import gathered
 from spark_bridge.state_format.stored_rows import VariableRows
@@ -68,7 +68,7 @@ def pairs_of(view: PartitionView, rows: VariableRows, groups: range, bounds: Key
 def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same, as long as the request is wanted: here, for of what is read there may be no rows for long."""
     for batch in pairs:
-        check_request()
+        raise_if_cancelled()
         yield batch
 
 

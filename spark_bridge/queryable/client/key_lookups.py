@@ -10,8 +10,8 @@ import pyarrow as pa
 from msgspec.structs import replace
 
 from spark_bridge.exceptions import RequestError, RequestLimitError, StateVersionError, UnknownKeyOrNamespaceError
-from spark_bridge.queryable.client.locations import KnownOperator
-from spark_bridge.queryable.client.scans import StateScan
+from spark_bridge.queryable.client.known_operators import KnownOperator
+from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.client.state_views import ONE_ROW, StateView
 from spark_bridge.queryable.client.windows import (
     KeysWithWindows,
@@ -22,8 +22,10 @@ from spark_bridge.queryable.client.windows import (
     session_at,
 )
 from spark_bridge.queryable.protocol.messages import At, KeyRows, Scan
-from spark_bridge.queryable.routing.one_version import OneVersion
-from spark_bridge.queryable.routing.router import KEYS_PER_REQUEST, RoutedAnswer, StateRouter, moved
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.routing.key_chunks import KEYS_PER_REQUEST, shifted_positions
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.routing.version_alignment import PinnedVersion
 from spark_bridge.state_format.layouts import ROWS, VALUE, WINDOWS
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ WINDOWS_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
-class KeyAnswers:
+class KeyLookups:
     """Answers for keys of one state variable at ``at``, until ``deadline``. Raises the errors of ``StateRouter`` as they come."""
 
     router: StateRouter
@@ -142,10 +144,10 @@ class KeyAnswers:
 
     # -- what hosts are asked ------------------------------------------------------------------
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> RoutedAnswer:
+    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
         """``StateRouter.key_rows`` at one version, in as many requests as hosts want."""
 
-        def ask(part: pa.BinaryArray, at: At) -> tuple[int, RoutedAnswer]:
+        def ask(part: pa.BinaryArray, at: At) -> tuple[int, StateAnswer]:
             answer = self.router.key_rows(self.known.location, replace(request, at=at), part, self.deadline)
             return answer.version, answer
 
@@ -153,8 +155,8 @@ class KeyAnswers:
         if len(answers) == 1:
             return answers[0][1]
         last = answers[-1][1]
-        batches = [moved(batch, None, begin) for begin, answer in answers for batch in answer.batches]
-        return RoutedAnswer(last.version, last.schema, iter(batches))
+        batches = [shifted_positions(batch, None, begin) for begin, answer in answers for batch in answer.batches]
+        return StateAnswer(last.version, last.schema, iter(batches))
 
     def _values(self, keys: pa.BinaryArray) -> list[tuple[int, pa.BinaryArray]]:
         """Values of stored keys at one version: parts, each with the place of its first key."""
@@ -167,10 +169,10 @@ class KeyAnswers:
         """What is answered for the keys at one version, in parts, each with the place of its first key.
 
         A part is of fewer keys if hosts refuse it as too large, or its answer does not fit into an array; parts before it are not asked for
-        again, unless their version is gone (``OneVersion``).
+        again, unless their version is gone (``PinnedVersion``).
         """
         answers: list[tuple[int, T]] = []
-        wanted, begin, most = OneVersion(self.at), 0, KEYS_PER_REQUEST
+        wanted, begin, most = PinnedVersion(self.at), 0, KEYS_PER_REQUEST
         while begin < len(keys) or not answers:
             part = keys.slice(begin, most)
             try:
@@ -181,7 +183,7 @@ class KeyAnswers:
                 most = (len(part) + 1) // 2
                 continue
             except StateVersionError as error:
-                if wanted.begins_anew(error):
+                if wanted.restarts(error):
                     answers, begin = [], 0
                 continue
             answers.append((begin, answer))

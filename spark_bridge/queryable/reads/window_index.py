@@ -18,7 +18,7 @@ from backends.encoding.keys import GROUP_BYTES, decode_keys, encode_keys
 from backends.formats.changelog import Changes
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.host.instance import Instance
-from spark_bridge.queryable.reads.host_views import PartitionView
+from spark_bridge.queryable.reads.answer_version import PartitionView
 from spark_bridge.queryable.reads.operator_plan import behind
 
 KNOWN_HEADS = 16

@@ -1,4 +1,4 @@
-"""Locations as a client keeps them: used until they prove wrong, and looked up again in the background of their use."""
+"""KnownOperators as a client keeps them: used until they prove wrong, and looked up again in the background of their use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.queryable.client.state_views import StateView, view_of
+from spark_bridge.queryable.client.state_views import StateView, state_view
 
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 3.0
 """A location that is in use is looked up again when it is as old as that."""
-Asked = tuple[str, str | None]
+OperatorRef = tuple[str, str | None]
 """Operator and query, as a caller names them."""
 
 
@@ -43,7 +43,7 @@ class KnownOperator:
         """A state variable. Raises ``UnknownKvStateIdError``."""
         found = self.views.get(state)
         if found is None:
-            found = view_of(self.location.operator.name, self.schema, self.location.key_groups, state)
+            found = state_view(self.location.operator.name, self.schema, self.location.key_groups, state)
             self.views[state] = found
         return found
 
@@ -56,48 +56,48 @@ def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
     )
 
 
-class Locations:
-    """Locations by operator and query, for any number of threads. Holds no thread between refreshes and no lock: a process may fork."""
+class KnownOperators:
+    """KnownOperators by operator and query, for any number of threads. Holds no thread between refreshes and no lock: a process may fork."""
 
     def __init__(
         self, locate: Callable[[str, str | None, float], OperatorLocation], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._locate = locate
         self._clock = clock
-        self._known: dict[Asked, KnownOperator] = {}
-        self._last: dict[Asked, KnownOperator] = {}
+        self._known: dict[OperatorRef, KnownOperator] = {}
+        self._last: dict[OperatorRef, KnownOperator] = {}
 
-    def had_answer(self, asked: Asked) -> bool:
+    def had_answer(self, ref: OperatorRef) -> bool:
         """Whether the operator has been located before."""
-        return asked in self._last
+        return ref in self._last
 
-    def get(self, asked: Asked, deadline: float) -> KnownOperator:
+    def get(self, ref: OperatorRef, deadline: float) -> KnownOperator:
         """What is known, or found out now."""
-        known = self._known.get(asked)
+        known = self._known.get(ref)
         if known is None:
-            return self._look_up(asked, deadline)
+            return self._look_up(ref, deadline)
         if self._clock() - known.located_at > REFRESH_SECONDS:
-            self._refresh(asked, known)
+            self._refresh(ref, known)
         return known
 
-    def forget(self, asked: Asked) -> None:
+    def forget(self, ref: OperatorRef) -> None:
         """The location has proved wrong."""
-        self._known.pop(asked, None)
+        self._known.pop(ref, None)
 
-    def _look_up(self, asked: Asked, deadline: float) -> KnownOperator:
-        location = self._locate(*asked, deadline)
-        known = KnownOperator.of(location, self._clock(), self._last.get(asked))
-        self._known[asked] = self._last[asked] = known
+    def _look_up(self, ref: OperatorRef, deadline: float) -> KnownOperator:
+        location = self._locate(*ref, deadline)
+        known = KnownOperator.of(location, self._clock(), self._last.get(ref))
+        self._known[ref] = self._last[ref] = known
         return known
 
-    def _refresh(self, asked: Asked, known: KnownOperator) -> None:
+    def _refresh(self, ref: OperatorRef, known: KnownOperator) -> None:
         # Now, so that others go on with it meanwhile; if two threads do so at once, it is looked up twice.
         known.located_at = self._clock()
 
         def refresh() -> None:
             try:
-                self._look_up(asked, self._clock() + REFRESH_SECONDS)
+                self._look_up(ref, self._clock() + REFRESH_SECONDS)
             except Exception as error:  # noqa: BLE001 - who asks with what is known finds out himself
-                log.debug("The location of %s could not be refreshed: %s", asked, error)
+                log.debug("The location of %s could not be refreshed: %s", ref, error)
 
         threading.Thread(target=refresh, name="statestore-locate", daemon=True).start()

@@ -47,7 +47,7 @@ class PartitionView:
     instance: Instance | None = None
 
 
-class HostViews:
+class AnswerVersions:
     """Reads partitions at the version that a request asks for. Thread-safe."""
 
     def __init__(self, host: Host, copies: VersionCopies, wait_seconds: float = WAIT_SECONDS) -> None:

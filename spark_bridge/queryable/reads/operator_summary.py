@@ -12,7 +12,7 @@ from spark_bridge.state_format.stored_rows import VariableRows
 from spark_bridge.state_format.windowed_keys import window_of
 
 
-def described_operator(found: RunningOperator) -> dict[str, Any]:
+def operator_summary(found: RunningOperator) -> dict[str, Any]:
     """One operator: where it belongs, its versions, its state variables with the columns of keys and values."""
     schema = OperatorSchema.from_json(found.operator.schema)
     return {

@@ -14,11 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import MissingFileError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import read_changelog
@@ -33,12 +30,11 @@ from coordinator_actor.state_reader import LOOKS, ChangedPairs, Piece, StatePlac
 from spark_bridge.exceptions import RequestError, StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.operator_plan import OperatorPlan, behind
+from spark_bridge.queryable.reads.key_filter import GroupingKeyFilter
+from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 from spark_bridge.queryable.reads.row_stream import RowStream
-from spark_bridge.state_format.family_order import list_keys
 from spark_bridge.state_format.stored_changes import EMIT_ROWS, VariableChanges
 from spark_bridge.state_format.stored_rows import VariableRows
-from spark_bridge.state_format.windowed_keys import window_of
 
 KEPT_FOLLOWERS = 16
 """So many copies of partitions are kept that nobody reads now."""
@@ -65,7 +61,7 @@ class _Manifests:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class HostChanges:
+class ChangeFeed:
     """Thread-safe."""
 
     def __init__(self, host: Host, wait_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,11 +81,11 @@ class HostChanges:
         after: int,
         until: int,
         keys: pa.BinaryArray | None,
-        behind_run: str = "",
+        previous_run: str = "",
     ) -> StateAnswer:
         """What the versions behind ``after`` up to ``until`` changed, of the rows of some grouping keys or of all.
 
-        ``behind_run``: the earlier run that gave what is before. Raises ``StateVersionError`` if they are not all there or do
+        ``previous_run``: the earlier run that gave what is before. Raises ``StateVersionError`` if they are not all there or do
         not follow from what that run gave, ``RequestError`` if they are none, ``RetiredRunError`` if a newer run has begun.
         """
         if after > until:
@@ -102,25 +98,25 @@ class HostChanges:
         made = VariableChanges(rows)
         try:
             versions = self._versions(plan, noted.version)
-            if behind_run not in ("", plan.run_id):
-                _require_same_history(plan, versions, after, behind_run)
+            if previous_run not in ("", plan.run_id):
+                _require_same_history(plan, versions, after, previous_run)
             pieces = versions.reading_of_changes(plan.operator, after, until).pieces
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
-        chosen = None if keys is None else _ChosenKeys.of(rows, keys)
+        chosen = None if keys is None else GroupingKeyFilter.of(rows, keys)
         keep = ExitStack()
         streams = [(piece, self._piece(plan, rows, piece, chosen, keep)) for piece in pieces]
         batches = self._in_order(made, streams, after, until, chosen)
         return StateAnswer(until, made.output, RowStream(batches, keep.close))
 
-    def require_same_history(self, plan: OperatorPlan, completed: int, version: int, behind_run: str) -> None:
+    def require_same_history(self, plan: OperatorPlan, completed: int, version: int, previous_run: str) -> None:
         """Raise ``StateVersionError`` unless ``version``, which is ``completed`` or before, is the one that an earlier run has given rows of."""
         versions = self._versions(plan, completed)
         try:
             versions.resolve(version)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
-        _require_same_history(plan, versions, version, behind_run)
+        _require_same_history(plan, versions, version, previous_run)
 
     def _place(self, plan: OperatorPlan) -> StatePlace:
         of = plan.registration
@@ -161,7 +157,7 @@ class HostChanges:
         streams: list[tuple[Piece, Iterator[Changed]]],
         after: int,
         until: int,
-        chosen: _ChosenKeys | None,
+        chosen: GroupingKeyFilter | None,
     ) -> Iterator[pa.RecordBatch]:
         """All partitions' changes of a version together, version by version."""
         pending = [next(stream, None) for _, stream in streams]
@@ -179,7 +175,7 @@ class HostChanges:
     # -- one partition -------------------------------------------------------------------------
 
     def _piece(
-        self, plan: OperatorPlan, rows: VariableRows, piece: Piece, chosen: _ChosenKeys | None, keep: ExitStack
+        self, plan: OperatorPlan, rows: VariableRows, piece: Piece, chosen: GroupingKeyFilter | None, keep: ExitStack
     ) -> Iterator[Changed]:
         """What each version has written to the variable's families, ascending."""
         place = self._place(plan)
@@ -270,24 +266,24 @@ class HostChanges:
             follower.state.destroy()
 
 
-def _require_same_history(plan: OperatorPlan, versions: StateVersions, after: int, behind_run: str) -> None:
-    """Raise ``StateVersionError`` if a run behind ``behind_run`` has made the version ``after``, or may have."""
+def _require_same_history(plan: OperatorPlan, versions: StateVersions, after: int, previous_run: str) -> None:
+    """Raise ``StateVersionError`` if a run behind ``previous_run`` has made the version ``after``, or may have."""
     made = versions.chain.get(after)
-    if made is None or made.run_id == behind_run:
+    if made is None or made.run_id == previous_run:
         return  # the empty version is every run's, and one that is not kept is refused anyway
     runs = list(versions.log.epochs.runs())  # the last one first
-    if behind_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(behind_run):
+    if previous_run in runs and made.run_id in runs and runs.index(made.run_id) > runs.index(previous_run):
         return
     raise StateVersionError(
         f"The query was rolled back: version {after} of operator {plan.operator!r} was made anew by run {made.run_id}, but what "
-        f"run {behind_run} has given of it already no longer holds. Read the state anew, and watch it from there."
+        f"run {previous_run} has given of it already no longer holds. Read the state anew, and watch it from there."
     )
 
 
 class _Before:
     """What keys had in one partition before a version; asked for ascending versions."""
 
-    def __init__(self, host: Host, changes: HostChanges, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
+    def __init__(self, host: Host, changes: ChangeFeed, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:
         self._host = host
         self._changes = changes
         self._plan = plan
@@ -330,39 +326,3 @@ def _values(
     if family != DEFAULT_FAMILY and family not in state.column_families(version, head=head):
         return pa.nulls(len(keys), pa.binary())
     return state.get_many(keys, version, family, head=head, remember=False)
-
-
-@dataclass(frozen=True)
-class _ChosenKeys:
-    """Some grouping keys, by what they are without their key groups: those of windowed keys come from the window too."""
-
-    rows: VariableRows
-    columns: tuple[int, ...]
-    keys: pa.BinaryArray
-
-    @classmethod
-    def of(cls, rows: VariableRows, keys: pa.BinaryArray) -> _ChosenKeys:
-        window = window_of(rows.variable)
-        columns = tuple(i for i in range(len(rows.key)) if i != window)
-        return cls(rows, columns, behind(keys))
-
-    def of_pairs(self, family: str, keys: pa.BinaryArray) -> pa.BooleanArray | None:
-        """Which stored keys are of those, if the bytes tell it."""
-        rows = self.rows
-        if not len(keys) or rows.kind == "timers" or len(self.columns) < len(rows.key):
-            return None
-        if rows.kind == "list":
-            keys = list_keys(rows, family, keys)
-        elif family != rows.main:
-            return None
-        return pc.is_in(behind(keys), self.keys)
-
-    def of_changes(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows of those keys among the changes."""
-        if not self.columns:
-            return batch
-        # Behind version and type of change are the columns of the key, in the user's order.
-        columns = [batch.column(2 + self.rows.key_order.index(i)) for i in self.columns]
-        made = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in self.columns])
-        ids = behind(encode_keys(made, np.zeros(batch.num_rows, np.uint16)))
-        return batch.filter(pc.is_in(ids, self.keys))

@@ -9,15 +9,13 @@ import time
 
 from spark_bridge.exceptions import TlsError
 from spark_bridge.queryable.protocol.messages import Failure, frame
+from spark_bridge.queryable.server.framed_socket import LINGER_SECONDS
 from spark_bridge.transport.tls import NO_TLS
-
-LINGER_SECONDS = 1.0
-
 
 LINGER_READS = 16
 
 
-def refuse(connected: socket.socket, error: ssl.SSLError) -> None:
+def refuse_handshake(connected: socket.socket, error: ssl.SSLError) -> None:
     """Tell a client whose handshake failed why, and wait a moment: closing while it still sends would take the reason from it.
 
     The caller closes the socket.

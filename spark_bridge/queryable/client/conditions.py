@@ -1,0 +1,71 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.protocol.messages import Comparison
+
+Condition = Comparison | tuple[Any, ...]
+"""A ``Comparison``, or ``(column, operator, value)``."""
+
+
+OPERATORS = ("=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null")
+
+
+_ALSO = {"==": "=", "<>": "!="}
+
+
+def comparisons(where: Sequence[Condition] | None, types: Mapping[str, pa.DataType]) -> list[Comparison]:
+    """Conditions as the hosts take them; ``types`` are those of the columns that the client knows. Raises ``RequestError``."""
+    return [_comparison(condition, types) for condition in where or ()]
+
+
+def _comparison(condition: Condition, types: Mapping[str, pa.DataType]) -> Comparison:
+    if isinstance(condition, Comparison):
+        return condition
+    if not isinstance(condition, tuple | list) or len(condition) not in (2, 3) or not isinstance(condition[0], str):
+        raise RequestError(f"where: {condition!r} is no condition; give (column, operator, value), as ('n', '>', 10).")
+    column, operator, *given = condition
+    name: Any = _ALSO.get(operator, operator)
+    name = name.lower() if isinstance(name, str) else name
+    if name not in OPERATORS:
+        raise RequestError(f"where: {operator!r} is no operator; there are {', '.join(OPERATORS)}.")
+    if (name in ("is null", "is not null")) != (not given):
+        raise RequestError(f"where: {condition!r}: 'is null' and 'is not null' take no value, all others one.")
+    values = list(given[0]) if name == "in" else given
+    if any(value is None for value in values):
+        raise RequestError(f"where: {condition!r} compares with None, which nothing is equal to; use 'is null'.")
+    return Comparison(column, name, [plain_value(value, types.get(column)) for value in values])
+
+
+def plain_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
+    """A value as JSON can say it: as it is, or as a string that Arrow reads as the column's type. Raises ``RequestError``."""
+    if isinstance(value, pa.Scalar):
+        value = value.as_py()
+    if isinstance(value, np.generic):
+        value = value.astype("M8[us]").item() if isinstance(value, np.datetime64) else value.item()
+    if isinstance(value, bool | str | int | float):
+        return value
+    if isinstance(value, dt.datetime):
+        return _time_text(value, kind)
+    if isinstance(value, dt.date):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    raise RequestError(f"where: {value!r} ({type(value).__name__}) cannot be compared with by the hosts.")
+
+
+def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:
+    """A time such as Arrow reads it: with an offset if the column has one, else without. Times without a zone are UTC."""
+    if value.tzinfo is not None:
+        value = value.astimezone(dt.timezone.utc)
+    has_zone = value.tzinfo is not None if kind is None or not pa.types.is_timestamp(kind) else kind.tz is not None
+    return value.replace(tzinfo=dt.timezone.utc if has_zone else None).isoformat()

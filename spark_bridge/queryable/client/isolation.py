@@ -1,0 +1,32 @@
+"""TODO docstring."""
+
+from __future__ import annotations
+
+from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.protocol.messages import At
+
+COMPLETED = At()
+
+
+ISOLATIONS = ("completed", "latest")
+
+
+def requested_version(isolation: str, version: int | None) -> At:
+    """Which version is asked for. Raises ``RequestError``."""
+    if version is not None:
+        if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+            raise RequestError(f"version={version!r} is no version; they are numbers from 0 on.")
+        if isolation != "completed":
+            raise RequestError(f"version={version} says which version is read; leave isolation={isolation!r} out.")
+        return At("version", version)
+    if isolation == "completed":
+        return COMPLETED
+    if isolation == "latest":
+        return At("latest")
+    raise RequestError(f"isolation={isolation!r} is none; there are {', '.join(map(repr, ISOLATIONS))}, or version=.")
+
+
+def check_limit(limit: int | None) -> None:
+    """Raise ``RequestError`` for what cannot be a limit."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise RequestError(f"limit={limit!r} is no number of rows.")
