@@ -17,9 +17,9 @@ from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoints import restore as savepoint_restore
 from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.restore import RestoredSavepoint
-from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from coordinator_actor.savepoints.savepoint_catalog import SavepointInfo
 from spark_bridge.session.current import current_cluster, current_spark
-from spark_bridge.session.settings import STATE_LOCATION_CONF
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.transport.error_codec import rebuilt_error
 
 if TYPE_CHECKING:
@@ -143,27 +143,24 @@ def restore_savepoint(
 
 
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
-    """The savepoints directly below a directory, the oldest first."""
-    return savepoint_catalog.list_savepoints(
-        _absolute(base_path), {**_options(current_spark()), **(storage_options or {})}
-    )
+    """Return the savepoints directly below a directory, the oldest first."""
+    return savepoint_catalog.list_savepoints(_absolute(base_path), _options(storage_options))
 
 
-def describe_savepoint(
-    path: str, storage_options: Mapping[str, str] | None = None, *, check_files: bool = False
-) -> SavepointInfo:
-    """What is in a savepoint: query, version, operators with their schemas and rows.
-
-    With ``check_files`` every file is read and compared with what was written. Raises ``SavepointError``, and
-    ``DamagedFileError`` naming all files that are missing or damaged.
-    """
-    describe = savepoint_catalog.verify_savepoint if check_files else savepoint_catalog.describe_savepoint
-    return describe(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
+def describe_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> SavepointInfo:
+    """Return what is in a savepoint: query, version, operators with schemas and rows. Raises ``SavepointError``."""
+    return savepoint_catalog.describe_savepoint(_absolute(path), _options(storage_options))
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
-    """Remove a savepoint. Raises ``SavepointError`` for a path that is none."""
-    savepoint_catalog.delete_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
+    """Remove a savepoint. Raises ``SavepointError`` if there is none at ``path``."""
+    savepoint_catalog.delete_savepoint(_absolute(path), _options(storage_options))
+
+
+def _options(given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the storage settings of the Spark session, if there is one, with those that were given."""
+    spark = current_spark()
+    return {**({} if spark is None else storage_settings(spark)), **(given or {})}
 
 
 def rebalance(query: str | None = None) -> dict[str, int]:
