@@ -10,8 +10,8 @@ import pyarrow as pa
 from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
-from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.state_reader import OpenStorage, Piece, Reading, StatePlace, StateVersions, opened
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.state_reader import Piece, Reading, StatePlace, StateVersions, opened
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.partition_rows import scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
