@@ -114,7 +114,7 @@ class StateStoreCoordinator(CoordinatorPort):
         return answers
 
     def describe(self) -> dict[str, Any]:
-        """See ``CoordinatorPort``. Also names the process and the place of the actor."""
+        """See ``CoordinatorPort``. Also names the node, the process and the namespace of the actor."""
         return {
             **super().describe(),
             "namespace": self._namespace,
