@@ -8,7 +8,7 @@ does not know of readers, so a version may be removed before it has been read; t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +26,9 @@ from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Layout
 from backends.partition.partition_state import PartitionState, open_partition
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.spark_commits import SparkCommits
-
-OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
 STATE_DIRECTORY = "statestore"
 LOOKS = 5
@@ -50,7 +48,9 @@ class StatePlace:
 
 
 class Piece(Struct, frozen=True):
-    """One partition to be read, in one layout: at the version of ``lineage``, or what changed behind ``since`` up to it."""
+    """One partition to be read, in one layout: at the version of ``lineage``, or what changed behind ``since`` up to
+    it.
+    """
 
     partition: int
     directory: str
@@ -87,8 +87,9 @@ def find_state(
 ) -> StatePlace:
     """Where the state of the query with that checkpoint location is.
 
-    ``state_location`` is the base directory of ``spark.statestore.location``, where each query has a directory named by its
-    id; without state there, that beside Spark's own files is taken. Raises ``MissingFileError`` if there is none at all.
+    ``state_location`` is the base directory of ``spark.statestore.location``, where each query has a directory named by
+    its id; without state there, that beside Spark's own files is taken. Raises ``MissingFileError`` if there is none at
+    all.
     """
     given = dict(options or {})
     checkpoint = open_storage(checkpoint_location, given)
@@ -100,7 +101,8 @@ def find_state(
         if storage.exists("query.json"):
             return StatePlace(checkpoint.location, storage.location, given)
     raise MissingFileError(
-        f"No state of a query is kept at {' or '.join(places)}: there is no query.json. Give the checkpoint location of a query "
+        f"No state of a query is kept at {' or '.join(places)}: there is no query.json. Give the checkpoint location "
+        "of a query "
         "with operators of the state store, and state_location= if spark.statestore.location was set when it ran."
     )
 
@@ -171,13 +173,17 @@ class StateVersions:
         return range(oldest, min(newest, self.completed) + 1)
 
     def resolve(self, version: int | None) -> int:
-        """The version asked for, None for the last completed one; raises ``VersionNotFoundError`` naming those that are there."""
+        """The version asked for, None for the last completed one; raises ``VersionNotFoundError`` naming those that
+        are there.
+        """
         there = self.readable
         if version is None:
             if not there or (self.completed not in there):
                 raise VersionNotFoundError(
-                    f"Spark's commits at {self.place.checkpoint_location} say that version {self.completed} is the last completed "
-                    f"one, but at {self.place.state_location} {self._there()}. Name one of them with version=, or start the query: "
+                    f"Spark's commits at {self.place.checkpoint_location} say that version {self.completed} is the "
+                    "last completed "
+                    f"one, but at {self.place.state_location} {self._there()}. Name one of them with version=, or "
+                    "start the query: "
                     "it recovers what it can, or says what is missing."
                 )
             return there[-1]
@@ -207,7 +213,8 @@ class StateVersions:
         operators = self.operators(version)
         if operator not in operators:
             raise InvalidStateStoreArgument(
-                f"There is no operator {operator!r} in version {version} of the state at {self.place.state_location}; there "
+                f"There is no operator {operator!r} in version {version} of the state at {self.place.state_location}; "
+                "there "
                 f"are {', '.join(map(repr, sorted(operators)))}."
             )
         return operators[operator]
@@ -226,7 +233,8 @@ class StateVersions:
         return Reading(self.place, operator, at, self.schema(entry), tuple(self._pieces(operator, entry, at)))
 
     def reading_of_changes(self, operator: str, from_version: int, to_version: int | None = None) -> Reading:
-        """How to read what batches ``from_version`` to ``to_version - 1`` have changed, those that lead from one to the other.
+        """How to read what batches ``from_version`` to ``to_version - 1`` have changed, those that lead from one to the
+        other.
 
         A piece per partition of every layout that the operator had. Raises as ``reading`` does.
         """
@@ -305,7 +313,8 @@ def _explaining(place: StatePlace, version: int, open_storage: OpenStorage) -> I
             raise
         kept = f"versions {there[0]} to {there[-1]} are kept" if there else "none is kept"
         raise VersionNotFoundError(
-            f"Version {version} of the state at {place.state_location} was removed while it was read: now {kept}. Read a later "
+            f"Version {version} of the state at {place.state_location} was removed while it was read: now {kept}. Read "
+            "a later "
             "one, or let the query keep more versions (min_versions_to_retain)."
         ) from error
 

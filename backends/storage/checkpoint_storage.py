@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import obstore
 import xxhash
@@ -55,6 +55,10 @@ def file_digest(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             hashed.update(chunk)
     return hashed.hexdigest()
+
+
+OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
+"""Opens the storage at a location with its options, as ``CheckpointStorage.open`` does."""
 
 
 class CheckpointStorage:

@@ -1,1 +1,3 @@
-"""One registered run of a query: its versions, its running batch, the owners of its partitions, what is removed when."""
+"""One registered run of a query: its versions, its running batch, the owners of its partitions, what is removed
+when.
+"""

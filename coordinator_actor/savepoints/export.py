@@ -55,13 +55,13 @@ def export_partition(
 ) -> ExportedFile:
     """Write the pairs of key groups ``first_group`` to ``last_group``, both included, as one Parquet file.
 
-    ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by ``backends.encoding.keys`` and
-    ``backends.encoding.values``, whichever schema of the history it was), ascending by key over all of them, as
-    ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory) and then uploaded.
-    ``throttle`` is called after each batch with the seconds that it took, and may sleep.
+    ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by
+    ``backends.encoding.keys`` and ``backends.encoding.values``, whichever schema of the history it was), ascending by
+    key over all of them, as ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory)
+    and then uploaded. ``throttle`` is called after each batch with the seconds that it took, and may sleep.
 
-    The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt
-    has uploaded is either the same, and stays, or was cut short by its death, and is replaced.
+    The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt has uploaded is
+    either the same, and stays, or was cut short by its death, and is replaced.
 
     Raises ``SchemaMismatchError`` if the pairs are not of ``schema``, ``SavepointError`` if they are not in order or of
     other key groups, ``StoreClosedError`` if ``is_cancelled``, ``StorageError``.
@@ -174,7 +174,8 @@ class _Writer:
         first, last = self._groups
         if groups[0] < first or groups[-1] > last:
             raise SavepointError(
-                f"Keys of the groups {groups[0]} to {groups[-1]} came for {self._name}, which is to have {first} to {last}."
+                f"Keys of the groups {groups[0]} to {groups[-1]} came for {self._name}, which is to have {first} to "
+                f"{last}."
             )
         return groups
 
@@ -214,8 +215,8 @@ def copy_spark_files(
 ) -> list[FileRef]:
     """Copy what Spark needs to go on behind batch ``batch_id``; returns the copies.
 
-    Those are ``offsets`` and ``commits`` of that batch and the one before it, and all of ``sources``. Sources may be ahead of
-    the batch: Spark reads from them only what lies behind its offsets. They are appended to and compacted
+    Those are ``offsets`` and ``commits`` of that batch and the one before it, and all of ``sources``. Sources may be
+    ahead of the batch: Spark reads from them only what lies behind its offsets. They are appended to and compacted
     meanwhile; whenever a file vanishes, all are listed again. Hadoop's hidden checksums are left behind: they are
     optional, and Spark's storage makes its own.
 
@@ -230,7 +231,8 @@ def _logged(storage: CheckpointStorage, batch_id: int) -> list[str]:
     absent = [path for path in needed if not storage.exists(path)]
     if absent:
         raise SavepointError(
-            f"No savepoint can be taken behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not exist "
+            f"No savepoint can be taken behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not "
+            "exist "
             "there. Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
         )
     # Spark does not read it to go on, and a user may have removed it.
@@ -252,7 +254,8 @@ def _copy_sources(spark: CheckpointStorage, savepoint: CheckpointStorage) -> lis
                 return [copied[path] for path in listed]
             listed = now
     raise SavepointError(
-        f"The files in {spark.full_location('sources')} changed {_COPY_ATTEMPTS} times while they were copied; take the "
+        f"The files in {spark.full_location('sources')} changed {_COPY_ATTEMPTS} times while they were copied; take "
+        "the "
         "savepoint again when less is going on."
     )
 

@@ -34,9 +34,10 @@ def build_partition(
 ) -> tuple[PartitionEntry, int]:
     """Write the version ``meta.version`` of a partition: a changelog without changes, its head, and a snapshot.
 
-    ``pairs`` come by column family, each batch sorted; of a key that comes several times the last counts, and a null value
-    removes it; ``is_distinct`` if none does. ``meta.base`` must be no changelog: nobody may take this one for changes to the empty version 0.
-    ``scratch`` is a local directory for the time being. Also returns how many pairs there are. Raises ``StorageError``.
+    ``pairs`` come by column family, each batch sorted; of a key that comes several times the last counts, and a null
+    value removes it; ``is_distinct`` if none does. ``meta.base`` must be no changelog: nobody may take this one for
+    changes to the empty version 0. ``scratch`` is a local directory for the time being. Also returns how many pairs
+    there are. Raises ``StorageError``.
     """
     backend = backend_of(conf)
     path = changelog_path(meta.operator, meta.num_partitions, meta.partition, STORE, meta.version, uuid.uuid4().hex)

@@ -40,7 +40,7 @@ from backends.exceptions import DamagedFileError, FileExistsInStorageError, Inva
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.formats.sealed import seal
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
@@ -49,14 +49,8 @@ from coordinator_actor.messages import ExportedFile, OperatorSpec
 from coordinator_actor.savepoints.differences import differences
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
-from coordinator_actor.savepoints.savepoint_format import (
-    OpenStorage,
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    check_files,
-    read_metadata,
-)
+from coordinator_actor.savepoints.savepoint_catalog import check_files, read_metadata
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 log = logging.getLogger(__name__)
 _SPARKS_OWN = ("offsets", "commits", "sources", "state", "statestore")
@@ -114,20 +108,20 @@ def restore_savepoint(
 ) -> RestoredSavepoint:
     """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there goes on behind it.
 
-    ``num_partitions`` (for all operators, or by name) and ``backend`` are by default what ``operators`` declare,
-    else what the savepoint was taken with. ``operators`` are names, which choose what is restored, or the program's
-    declarations, which must agree with the savepoint; ``allow_non_restored_state`` then drops operators that the program
-    does not have. With ``state_only`` the query is a new one that starts with batch 0 and with this
-    state: its version 0. Both ways the query has a new id.
+    ``num_partitions`` (for all operators, or by name) and ``backend`` are by default what ``operators`` declare, else
+    what the savepoint was taken with. ``operators`` are names, which choose what is restored, or the program's
+    declarations, which must agree with the savepoint; ``allow_non_restored_state`` then drops operators that the
+    program does not have. With ``state_only`` the query is a new one that starts with batch 0 and with this state: its
+    version 0. Both ways the query has a new id.
 
     ``state_location`` is the base directory of ``spark.statestore.location``, if the session has that. ``threads``
-    partitions are built at once, in ``scratch`` (by default the system's temporary directory), which takes them
-    while they are built, and what is read of a savepoint that is not on a local disk. ``progress`` is told
-    of each step, from several threads. ``clock`` gives seconds since 1970.
+    partitions are built at once, in ``scratch`` (by default the system's temporary directory), which takes them while
+    they are built, and what is read of a savepoint that is not on a local disk. ``progress`` is told of each step, from
+    several threads. ``clock`` gives seconds since 1970.
 
     Raises, before anything is written: ``SavepointError`` (no savepoint, or a target that is in use),
-    ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing
-    or damaged, ``InvalidStateStoreArgument``; later ``StorageError``. The directory is then to be removed.
+    ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing or damaged,
+    ``InvalidStateStoreArgument``; later ``StorageError``. The directory is then to be removed.
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)
@@ -190,7 +184,8 @@ def _targets(
         ]
     if found:
         raise SavepointMismatchError(
-            f"The savepoint of query {metadata.query_name or metadata.query_id} (checkpoint {metadata.checkpoint_id}) does not "
+            f"The savepoint of query {metadata.query_name or metadata.query_id} (checkpoint {metadata.checkpoint_id}) "
+            "does not "
             "fit the program:\n" + "\n".join(f"- {line}" for line in found)
         )
     targets = []
@@ -201,7 +196,8 @@ def _targets(
         n = given if given is not None else spec.num_partitions if spec else operator.num_partitions
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= metadata.key_groups:
             raise InvalidStateStoreArgument(
-                f"num_partitions={n!r} for operator {operator.name!r} must be an int from 1 to {metadata.key_groups}, the number "
+                f"num_partitions={n!r} for operator {operator.name!r} must be an int from 1 to {metadata.key_groups}, "
+                "the number "
                 "of key groups, which is fixed for the life of the state."
             )
         conf = StateStoreConf(
@@ -224,7 +220,8 @@ def _check_place(savepoint: CheckpointStorage, checkpoint: CheckpointStorage, st
     if held or state.list():
         raise SavepointError(
             f"A savepoint is restored to a new checkpoint location, but in {checkpoint.location} there is "
-            f"{', '.join(held) or state.location} already. Choose another, or remove it if it was left by a restore that failed."
+            f"{', '.join(held) or state.location} already. Choose another, or remove it if it was left by a restore "
+            "that failed."
         )
 
 
@@ -285,7 +282,8 @@ class _Restore:
             exported = sum(variable.rows for variable in target.operator.variables)
             if rows[target.operator.name] != exported:
                 raise DamagedFileError(
-                    f"Operator {target.operator.name!r} has {exported} rows in the savepoint, but {rows[target.operator.name]} "
+                    f"Operator {target.operator.name!r} has {exported} rows in the savepoint, but "
+                    f"{rows[target.operator.name]} "
                     "were found in its files: their key groups are not those that the metadata file says."
                 )
         self._write_manifest(logs, targets, entries, now_ms)
@@ -344,7 +342,9 @@ class _Restore:
         return entry, rows
 
     def _pairs(self, variable: SavepointVariable, first: int, end: int) -> Iterator[SortedPairs]:
-        """The stored pairs of key groups from ``first`` (included) to ``end`` (not included), in order, a row group at a time."""
+        """The stored pairs of key groups from ``first`` (included) to ``end`` (not included), in order, a row group
+        at a time.
+        """
         schema = StateSchema.from_json(variable.schema)
         for file in variable.files:
             if file.first_group < end and first <= file.last_group:

@@ -1,8 +1,8 @@
 """The savepoints of one run: which hosts export what, Spark's own files, the metadata at the end.
 
-The stream runs on meanwhile. A savepoint is of one completed version, which retention leaves alone until it is done. With
-``stop`` the tasks of the next batch are held, so that no sink sees a batch behind the savepoint; they are let go if it
-fails. A savepoint does not outlive its coordinator: who asked for it asks again.
+The stream runs on meanwhile. A savepoint is of one completed version, which retention leaves alone until it is done.
+With ``stop`` the tasks of the next batch are held, so that no sink sees a batch behind the savepoint; they are let go
+if it fails. A savepoint does not outlive its coordinator: who asked for it asks again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StorageError
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
@@ -26,14 +26,9 @@ from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported,
 from coordinator_actor.query.assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
+from coordinator_actor.savepoints.savepoint_catalog import write_metadata
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
-from coordinator_actor.savepoints.savepoint_format import (
-    OpenStorage,
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    write_metadata,
-)
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +113,8 @@ class RunSavepoints:
                 version = run.held_from  # an earlier coordinator has let nothing behind it begin
         if version == 0:
             raise InvalidRequestError(
-                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait for one."
+                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait "
+                "for one."
             )
         if stop:
             run.hold(version)
@@ -236,7 +232,9 @@ class RunSavepoints:
             self._let_go()
 
     def _let_go(self) -> None:
-        """The savepoint has failed that the run was to be stopped with. First that is written down, for a later coordinator."""
+        """The savepoint has failed that the run was to be stopped with. First that is written down, for a later
+        coordinator.
+        """
         if self._stopping_id is not None:
             try:
                 self._run.manifests.savepoints.release(self._stopping_id)

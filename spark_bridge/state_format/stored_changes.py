@@ -17,8 +17,9 @@ import pyarrow.compute as pc
 
 from backends.encoding.keys import encode_keys
 from backends.encoding.values import encode_values
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor import state_reader
-from coordinator_actor.state_reader import ChangedPairs, OpenStorage, Piece, StatePlace
+from coordinator_actor.state_reader import ChangedPairs, Piece, StatePlace
 from spark_bridge.state_format.family_order import list_keys, order_keys, order_of
 from spark_bridge.state_format.layouts import LIST, TIMERS
 from spark_bridge.state_format.list_changes import changed_elements

@@ -123,7 +123,7 @@ def check_ends(server, mode, backend, tmp_path, acknowledged):
     """After each death, all is well; returns the steps there are, and the newest version found after some of them."""
     ends = {}
     looks, seen = 0, None
-    answer = server.run(mode, backend, tmp_path, effort(3, 1))
+    answer = server.run(mode, backend, tmp_path, effort(6, 1))
     kinds = next(answer).split()
     for line in answer:
         number = int(re.search(r"(\d+) (?:killed|done)", line)[1])

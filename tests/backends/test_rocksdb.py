@@ -7,8 +7,7 @@ import pytest
 from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
 from backends.engines import rocksdb
 from backends.exceptions import LocalStateDamagedError, MissingFileError
-
-from .test_provider_behaviour import commit, content
+from tests.backends.providers import commit, content
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
+from tests.effort import only_thorough
 from tests.patience import PATIENCE
 
 MIB = 1 << 20
@@ -150,7 +151,7 @@ def forced_hashes(number, seed=0):
     )
 
 
-@pytest.mark.parametrize("collisions", [None, 1, 3, 50])
+@pytest.mark.parametrize("collisions", [None, only_thorough(1), 3, only_thorough(50)])
 @pytest.mark.parametrize("limit", [3000, 20_000, MIB])
 def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
     if collisions is not None:
@@ -332,7 +333,7 @@ def user(i):
     return b"\x00\x07\x01" + i.to_bytes(8, "big")
 
 
-@pytest.mark.parametrize("collisions", [None, 1, 3, 50])
+@pytest.mark.parametrize("collisions", [None, only_thorough(1), 3, only_thorough(50)])
 @pytest.mark.parametrize("limit", [3000, 20_000, MIB])
 @pytest.mark.parametrize("seed", range(3))
 def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, collisions, seed):

@@ -2,20 +2,16 @@
 
 Counterparts of Flink 1.0's tests, and where each is:
 
-CheckpointCoordinatorTest
-  testCheckpointAbortsIfTriggerTasksAreNotExecuted,
-  ...IfTriggerTasksAreFinished, ...IfAckTasksAreNotExecuted  test_tasks_that_cannot_be_told_abort_the_checkpoint (who runs
-                                                             is known to ``trigger`` alone here)
-  testTriggerAndConfirmSimpleCheckpoint                      test_trigger_and_confirm
-  testTriggerAndDeclineCheckpointSimple                      test_a_declined_checkpoint_is_given_up
-  testMultipleConcurrentCheckpoints                          test_multiple_concurrent_checkpoints
-  testSuccessfulCheckpointSubsumesUnsuccessful               test_a_completed_checkpoint_subsumes_those_before_it
-  testCheckpointTimeoutIsolated                              test_a_checkpoint_expires
-  handleMessagesForNonExistingCheckpoints                    test_messages_that_belong_to_nothing
-CheckpointIDCounterTest
-  testSerialIncrementAndGet, testConcurrentGetAndIncrement,
-  testSetCount                                               test_the_counter_...
-CoordinatorShutdownTest                                      test_shutdown_...
+CheckpointCoordinatorTest testCheckpointAbortsIfTriggerTasksAreNotExecuted, ...IfTriggerTasksAreFinished,
+...IfAckTasksAreNotExecuted  test_tasks_that_cannot_be_told_abort_the_checkpoint (who runs is known to ``trigger`` alone
+here) testTriggerAndConfirmSimpleCheckpoint                      test_trigger_and_confirm
+testTriggerAndDeclineCheckpointSimple                      test_a_declined_checkpoint_is_given_up
+testMultipleConcurrentCheckpoints                          test_multiple_concurrent_checkpoints
+testSuccessfulCheckpointSubsumesUnsuccessful               test_a_completed_checkpoint_subsumes_those_before_it
+testCheckpointTimeoutIsolated                              test_a_checkpoint_expires
+handleMessagesForNonExistingCheckpoints                    test_messages_that_belong_to_nothing CheckpointIDCounterTest
+testSerialIncrementAndGet, testConcurrentGetAndIncrement, testSetCount
+test_the_counter_... CoordinatorShutdownTest                                      test_shutdown_...
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -47,25 +42,10 @@ from coordinator_actor.exceptions import (
     InvalidRequestError,
 )
 from spark_bridge.transport.error_codec import rebuilt_error
+from tests.coordinator_actor.checkpoint_world import World
 from tests.patience import HANG, PATIENCE
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)
-
-
-@dataclass
-class World:
-    """A clock; who turns it lets the coordinators look at what is overdue."""
-
-    now: float = 1000.0
-    coordinators: list[CheckpointCoordinator] = field(default_factory=list)
-
-    def clock(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-        for coordinator in self.coordinators:
-            coordinator.expire()
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 Counterparts of Flink 1.0's SavepointCoordinatorTest, and where each is:
 
-  testSimpleTriggerSavepoint                                  test_trigger_and_acknowledge
-  testAbortSavepointIfTriggerTasksNotExecuted, ...AreFinished,
-  testAbortSavepointIfAckTasksAreNotExecuted                  test_tasks_that_cannot_be_told
-  testAbortOnCheckpointTimeout                                test_a_savepoint_expires
-  testAbortSavepointsOnShutdown                               test_shutdown
-  testAbortSavepointOnStateStoreFailure                       test_a_savepoint_that_cannot_be_stored
-  testAbortSavepointIfSubsumed                                test_savepoints_do_not_subsume_each_other
-  testRollback...                                             test_savepoint_restore.py: restoring makes a new checkpoint
+testSimpleTriggerSavepoint                                  test_trigger_and_acknowledge
+testAbortSavepointIfTriggerTasksNotExecuted, ...AreFinished, testAbortSavepointIfAckTasksAreNotExecuted
+test_tasks_that_cannot_be_told testAbortOnCheckpointTimeout                                test_a_savepoint_expires
+testAbortSavepointsOnShutdown                               test_shutdown testAbortSavepointOnStateStoreFailure
+test_a_savepoint_that_cannot_be_stored testAbortSavepointIfSubsumed
+test_savepoints_do_not_subsume_each_other testRollback...
+test_savepoint_restore.py: restoring makes a new checkpoint
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from coordinator_actor.exceptions import (
 )
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 from spark_bridge.transport.error_codec import rebuilt_error
-from tests.coordinator_actor.test_checkpoint_coordinator import World
+from tests.coordinator_actor.checkpoint_world import World
 from tests.patience import HANG, PATIENCE
 
 A, B = ("op", 0), ("op", 1)

@@ -32,16 +32,14 @@ from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.restore import restore_savepoint
-from coordinator_actor.savepoints.savepoint_format import (
+from coordinator_actor.savepoints.savepoint_catalog import (
     delete_savepoint,
     list_savepoints,
     read_metadata,
     verify_savepoint,
 )
 from tests.backends.strategies import FIXED, LEAVES, batches
-from tests.effort import examples
-
-from .test_savepoint_files import (
+from tests.coordinator_actor.savepoint_makers import (
     INTS,
     G,
     Savepoint,
@@ -57,6 +55,7 @@ from .test_savepoint_files import (
     stored,
     tree,
 )
+from tests.effort import examples
 
 
 @pytest.fixture

@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import uuid
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,80 +16,15 @@ import pytest
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StorageError
-from backends.formats.changelog import Changes
 from backends.partition.partition_state import PartitionState
-from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError
-from coordinator_actor.messages import HostReport, OperatorSpec, QueryRegistration
+from coordinator_actor.messages import HostReport
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.test_coordinator import SCHEMA, World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG, PATIENCE
-
-
-class Port:
-    """A coordinator within reach; ``before[method]`` and ``after[method]`` happen around a call."""
-
-    def __init__(self, c: Coordinator) -> None:
-        self.c = c
-        self.before: dict[str, Callable[..., Any]] = {}
-        self.after: dict[str, Callable[..., Any]] = {}
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name in self.before:
-                self.before[name](*args, **kwargs)
-            answer = getattr(self.c, name)(*args, **kwargs)
-            if name in self.after:
-                self.after[name](answer, *args, **kwargs)
-            return answer
-
-        return call
-
-
-def make_host(world: World, c: Coordinator, i: int, tmp: Path, inc: str = "a", **conf: Any) -> Any:
-    given = StateStoreConf(provider="file", fsync=False, **conf)
-    port: Any = Port(c)
-    host: Any = Host(world.host(i, inc), port, tmp / f"local{i}{inc}", conf=given, open_storage=world.storage)
-    host.port = port
-    host.register()
-    return host
-
-
-def reg(world: World, run: str = "run1", n: int = 2, **changes: Any) -> QueryRegistration:
-    return world.registration(run, n, operators=(OperatorSpec("op", n, SCHEMA, backend="file"),), **changes)
-
-
-def task(batch: int, p: int = 0, run: str = "run1", attempt: str | None = None) -> TaskIdentity:
-    return TaskIdentity(
-        run_id=run,
-        operator="op",
-        partition=p,
-        batch_id=batch,
-        attempt=attempt or uuid.uuid4().hex[:6],
-        invocation=uuid.uuid4().hex,
-    )
-
-
-def ch(value: bytes, key: bytes = b"k") -> Changes:
-    return Changes.of(pa.array([key]), pa.array([value]))
-
-
-def run_task(
-    hosts: list[Any], batch: int, p: int = 0, run: str = "run1", value: bytes = b"v", attempt: str | None = None
-) -> Any:
-    given = task(batch, p, run, attempt)
-    for host in hosts:
-        if host.open(given).redirect is None:
-            return host, host.commit(given, ch(value), {})
-    raise AssertionError("no host owns the partition")
-
-
-def plan_spark(world: World, batch: int) -> None:
-    path = world.root / "ck" / "offsets" / str(batch)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("v1\n{}\n{}")
+from tests.spark_bridge.host_steps import Port, ch, make_host, plan_spark, reg, run_task, task
 
 
 def get(host: Any, run: str = "run1", p: int = 0, version: int | None = None) -> Any:
@@ -176,7 +108,9 @@ def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):
     with pytest.raises(StorageError):
         c.register_query(reg(w, "run1"))  # driver's heartbeat registers run1 again
     w.put_hook = None
-    assert c.driver_heartbeat("run1") is False or 1 in c._runs["run1"].chain  # else nobody ever registers it again
+    assert (
+        c.driver_heartbeat("run1") is False or 1 in c.registries.runs.by_id["run1"].versions.chain
+    )  # else nobody ever registers it again
     if not c.driver_heartbeat("run1"):
         c.register_query(reg(w, "run1"))
     h = make_host(w, c, 0, tmp_path, inc="c")
@@ -329,7 +263,7 @@ def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
     """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
     _w, c, (h,) = start(tmp_path)
     inst = next(iter(h.held.instances.values()))
-    done = c._runs["run1"].announced_by_host["h0"]
+    done = c.registries.runs.by_id["run1"].announcement("h0")
     err = []
 
     def go():
@@ -490,9 +424,9 @@ def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
             f.result()
         w.now += 2
         c.maintain()
-    run = c._runs["run1"]
+    versions = c.registries.runs.by_id["run1"].versions
     kept = len(list((tmp_path / "ck/statestore/operators/op/1/0/default").glob("*.snapshot")))
-    assert len(run.descriptors) <= kept + 1
+    assert len(versions.descriptors) <= kept + 1
 
 
 def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
@@ -563,7 +497,7 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
         time.sleep(0.1)
         w.now += 1
         c.expire()
-    dropped = not c._hosts.leases
+    dropped = not c.registries.hosts.leases
     go.set()
     stop.set()
     t.join()
@@ -615,13 +549,15 @@ def test_one_querys_storage_does_not_keep_another_from_being_reported(tmp_path):
             raise StorageError("bucket of the first query: 403")
         return orig(loc, o)
 
-    c2._open_storage = storage
+    c2._queries._open_storage = storage
     h.port.c = c2
     for _ in range(3):
         time.sleep(0.1)
         h.heartbeat()
     c2.register_query(r2)
-    assert c2._runs["runX"].acknowledged(1), "the acknowledgement of the healthy query was not taken up"
+    assert c2.registries.runs.by_id["runX"].batch.acknowledged(1), (
+        "the acknowledgement of the healthy query was not taken up"
+    )
 
 
 def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
@@ -632,7 +568,7 @@ def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
     assert c.unregister_session("s") is True  # StateCluster.stop(): hosts are told to stop only afterwards
     epochs = len(list((tmp_path / "ck/statestore/epochs").iterdir()))
     h.heartbeat()
-    assert "run1" not in c._runs and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs
+    assert "run1" not in c.registries.runs.by_id and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs
 
 
 def two_queries(tmp_path):
@@ -658,7 +594,7 @@ def two_queries(tmp_path):
             go.wait(HANG)
         return orig(loc, o)
 
-    c2._open_storage = storage
+    c2._queries._open_storage = storage
     c2.register_query(r2)  # by its driver
     h.port.c = c2
     return w, c2, h, tX, go, at
@@ -693,7 +629,7 @@ def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path)
         time.sleep(0.1)
         w.now += 1
         c2.expire()
-    dropped = "h0" not in c2._hosts.leases
+    dropped = "h0" not in c2.registries.hosts.leases
     stop.set()
     go.set()
     t.join()
@@ -716,4 +652,4 @@ def test_a_run_without_partitions_here_is_forgotten_when_it_ends(tmp_path):
     h.port.c = c2  # the coordinator is restarted
     for _ in range(3):
         h.heartbeat()
-    assert not left and "run1" not in c2._runs and not (tmp_path / "ck").exists()
+    assert not left and "run1" not in c2.registries.runs.by_id and not (tmp_path / "ck").exists()
