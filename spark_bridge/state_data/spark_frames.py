@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from backends.decoders import msgpack_decoder
 from backends.encoding.spark_types import to_spark_type
-from coordinator_actor.state_reader import Piece, StatePlace, StateVersions, find_state
+from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
 from spark_bridge.state_data.state_tables import (

@@ -18,7 +18,8 @@ from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.state_reader import Piece, Reading, StatePlace, StateVersions, find_state, opened
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions, find_state
 from spark_bridge.aggregates.aggregator import is_aggregate_state
 from spark_bridge.state_format.layouts import MAP, ROWS, SESSIONS, TIMERS
 from spark_bridge.state_format.partition_rows import scan_partition
@@ -46,7 +47,7 @@ class StateSource:
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         """The rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
-        with opened(self.reading.place, piece, open_storage=self.open_storage) as state:
+        with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
             yield from scan_partition(self.rows, state, piece.partition)
 
 

@@ -23,10 +23,11 @@ from backends.formats.manifest import ChangelogRef
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor import state_reader
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError
-from coordinator_actor.state_reader import LOOKS, ChangedPairs, Piece, StatePlace, StateVersions
+from coordinator_actor.reading import partition_reader
+from coordinator_actor.reading.partition_reader import ChangedPairs
+from coordinator_actor.reading.stored_versions import LOOKS, Piece, StatePlace, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
@@ -314,7 +315,7 @@ class _Before:
         of = self._plan.registration
         place = StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
         try:
-            state_reader.load(place, state, self._piece, version, open_storage=self._host.files.open_storage)
+            partition_reader.load(place, state, self._piece, version, open_storage=self._host.files.open_storage)
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
         return state

@@ -238,9 +238,9 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     assert asked.changes(0, 5, "total")
     assert len(copies) == 2, "what is past comes from storage"
     loads: list[tuple[int, int]] = []
-    load = change_feed.state_reader.load
+    load = change_feed.partition_reader.load
     monkeypatch.setattr(
-        change_feed.state_reader,
+        change_feed.partition_reader,
         "load",
         lambda place, state, piece, version, **k: (
             loads.append((state.version, version)),
