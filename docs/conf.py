@@ -17,7 +17,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "command_line", "docstrings",
 exclude_patterns = ["_build", "_extensions"]
 templates_path: list[str] = []
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -26,6 +26,8 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 add_module_names = False
+
+smartquotes = False  # "--option" stays what it is
 
 html_theme = "furo"
 html_title = f"ray-statestore {release}"

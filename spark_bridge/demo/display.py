@@ -1,4 +1,4 @@
-"""What the user sees: one live picture on a terminal, plain lines anywhere else."""
+"""The demo's display: one live picture on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Display(Protocol):
 
 
 def choose_display(console: Console, batches: int) -> Display:
-    """The live picture where it can be drawn, else lines."""
+    """Return the live picture where it can be drawn, else lines."""
     return LiveDisplay(console, batches) if console.is_terminal else LineDisplay(console, batches)
 
 
@@ -54,7 +54,7 @@ class LineDisplay:
         return None
 
     def show(self, event: Event) -> None:
-        """Print the event, unless it is one lookup too many."""
+        """Print the event, but of lookups only one every two seconds."""
         if isinstance(event, Batch):
             self._line(describe_batch(event, self._batches))
         elif isinstance(event, Lookup):
@@ -91,7 +91,7 @@ class LiveDisplay:
         self._live.stop()
 
     def show(self, event: Event) -> None:
-        """Draw the picture anew; what must stay in sight is printed above it."""
+        """Draw the picture anew; lines that must stay in sight are printed above it."""
         if isinstance(event, Batch):
             self._batch = event
         elif isinstance(event, Lookup):
@@ -116,7 +116,7 @@ class LiveDisplay:
 
 
 def describe_batch(batch: Batch, batches: int) -> str:
-    """The figures of one batch, as far as they are known."""
+    """Return the figures of one batch, as far as they are known."""
     parts = [f"batch {batch.number}/{batches}", f"{batch.rows:,} rows"]
     parts.append(f"{batch.rows_per_second:,.0f} rows/s")
     if batch.touched_keys is not None:
@@ -132,12 +132,12 @@ def describe_batch(batch: Batch, batches: int) -> str:
 
 
 def describe_lookup(lookup: Lookup) -> str:
-    """One lookup as a line."""
+    """Return one lookup as a line."""
     return f"{lookup.key}: {lookup.answer or 'not seen yet'} ({lookup.milliseconds:.1f} ms)"
 
 
 def describe(event: Event) -> str | None:
-    """The line for every other event; None where there is nothing to say."""
+    """Return the line for any other event; None for an event without a line."""
     if isinstance(event, Progress):
         return f"{event.text} ..."
     if isinstance(event, Started) and event.done:

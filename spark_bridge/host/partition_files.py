@@ -60,7 +60,8 @@ class PartitionFiles:
     def open_copy(self, registration: QueryRegistration, directory: str, backend: str, local: Path) -> PartitionState:
         """Open an empty state in ``local``, into which versions of the partition in ``directory`` can be loaded.
 
-        The copy keeps one version and does not count its keys: to count, replaying would look up every key that it writes.
+        The copy keeps one version and does not count its keys: to count, replaying would look up every key that it
+        writes.
         """
         storage = self.open_storage(registration.state_location, registration.storage_options)
         conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)

@@ -12,6 +12,7 @@ TOP = ("backends", "benchmarks", "coordinator_actor", "deploy", "docs", "example
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"^(?:{'|'.join(TOP)})(?:/[\w.*<>-]+)*/?(?:::\w+)?$")
 _MODULE = re.compile(r"^(?:backends|coordinator_actor|spark_bridge)(?:\.\w+)+$")
+_OPTIONS = re.compile(r"^```\{options\} (\S+)$", re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 _RECORD_OF_THE_PAST = ("CHANGELOG.md", "benchmarks/RESULTS.md")
 PAGES = [p for p in pages() if p.name not in _RECORD_OF_THE_PAST]
@@ -52,7 +53,8 @@ def _defines(place: str, name: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_modules_and_tests_exist(page: Page) -> None:
-    names = set(_CODE.findall(prose(page)))
+    text = prose(page)
+    names = {*_CODE.findall(text), *_OPTIONS.findall(text)}
     assert {name: why for name in sorted(names) if (why := missing(name)) is not None} == {}
 
 

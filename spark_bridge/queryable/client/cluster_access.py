@@ -21,8 +21,8 @@ T = TypeVar("T")
 class ClusterAccess:
     """What ``QueryableStateClient`` and ``StateWatch`` ask hosts by. For any number of threads.
 
-    ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has perhaps
-    proved wrong. A ``deadline`` is a time of ``time.monotonic``.
+    ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has
+    perhaps proved wrong. A ``deadline`` is a time of ``time.monotonic``.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class ClusterAccess:
     ) -> T:
         """Return what ``ask(known operator, deadline)`` returns; repeat it where that may help.
 
-        ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has failed with
-        ``failure``.
+        ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has
+        failed with ``failure``.
         """
         begun = time.monotonic() if begun is None else begun
         deadline = begun + (self.timeout if timeout is None else timeout)
@@ -72,7 +72,9 @@ class ClusterAccess:
         return self._operators.get(ref, deadline)
 
     def moved(self, ref: OperatorRef, error: Exception) -> None:
-        """Forget the location of an operator if ``error`` says that it may be wrong; leave a proxy that does not answer."""
+        """Forget the location of an operator if ``error`` says that it may be wrong; leave a proxy that does not
+        answer.
+        """
         if should_locate(error):
             self._operators.forget(ref)
             self._on_moved()

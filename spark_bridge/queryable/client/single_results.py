@@ -1,4 +1,4 @@
-"""The results of one aggregate's state: what ``aggregation.results`` does for columns, for single lookups."""
+"""The results of one aggregate's state for single lookups: what ``results`` of the aggregates does for columns."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ EXACT_IN_DOUBLE = 1 << 53
 
 
 class _Unsure(Exception):
-    """The state is left to the columns."""
+    """The result is left to the columns."""
 
 
 class SingleResults:
-    """AdmissionLimiter single states of one schema into results, exactly as the columns would."""
+    """Turns single states of one schema into results, exactly as the columns would."""
 
     def __init__(self, outputs: Mapping[str, Result]) -> None:
         self._outputs = list(outputs.items())
 
     @classmethod
     def of(cls, state: pa.Schema) -> SingleResults | None:
-        """For the state's columns; None if they have other functions than counts, sums, means, extremes, first, last, moments."""
+        """Return the results for state columns; None for functions other than counts, sums, means, extremes, first,
+        last, moments.
+        """
         outputs: dict[str, Result] = {}
         for name, function, parts in outputs_of(state):
             result = _result_of(function, [part.name for part in parts])
@@ -43,7 +45,7 @@ class SingleResults:
         return cls(outputs)
 
     def of_row(self, row: Row) -> dict[str, Any] | None:
-        """The output columns of a row of state columns. None leaves it to the columns."""
+        """Return the output columns of a row of state columns; None leaves the row to the columns."""
         try:
             return {name: result(row) for name, result in self._outputs}
         except _Unsure:

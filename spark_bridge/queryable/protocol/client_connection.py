@@ -48,7 +48,9 @@ _OPTIONS = {
 
 
 class ClosedByPeerError(ConnectionClosedError):
-    """The host closed the connection before it answered: the connection was idle for long, or the host was restarted."""
+    """The host closed the connection before it answered: the connection was idle for long, or the host was
+    restarted.
+    """
 
 
 class ClientConnection:
@@ -114,7 +116,8 @@ class ClientConnection:
         if header_length > length or header_length > MAX_HEADER_BYTES or length > MAX_REPLY_BYTES:
             self._fail(
                 ConnectionClosedError(
-                    f"{self.address} sent a frame of {length} bytes with a header of {header_length}: is it a query address?"
+                    f"{self.address} sent a frame of {length} bytes with a header of {header_length}: is it a query "
+                    "address?"
                 )
             )
         total = PREFIX.size + length

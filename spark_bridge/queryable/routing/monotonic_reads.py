@@ -35,7 +35,8 @@ class SeenVersions:
                 return
             if run_id not in self._versions and len(self._versions) >= REMEMBERED_RUNS:
                 del self._versions[next(iter(self._versions))]
-            # In place, unlike in a ``BoundedDict``: ``get`` takes no lock, and must never find a lower version in between.
+            # In place, unlike in a ``BoundedDict``: ``get`` takes no lock, and must never find a lower version in
+            # between.
             self._versions[run_id] = version
 
     def floor(self, run_id: str, at: At) -> At:

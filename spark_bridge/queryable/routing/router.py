@@ -1,4 +1,6 @@
-"""``StateRouter``: ask the owners of an operator's partitions, all at once, and put their answers together at one version."""
+"""``StateRouter``: ask the owners of an operator's partitions, all at once, and put their answers together at one
+version.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ class StateRouter:
 
     Every ``deadline`` is a time of ``clock``, which must be the clock of the connections (``time.monotonic``).
 
-    - ``via``: None asks the owners. Else a proxy is asked for everything: its address, or a function that returns the address.
+    - ``via``: None asks the owners. Else a proxy is asked for everything: its address, or a function that returns the
+      address.
     - ``local``: this process's own query address, and its reads, which are used without a network.
     - ``seen``: the versions seen (``SeenVersions``); no answer is older than they are. Routers may share them.
 
@@ -135,8 +138,8 @@ class StateRouter:
     ) -> StateAnswer:
         """Return the rows of stored grouping keys.
 
-        The column ``position`` is the position of the row's key in ``keys``, and ascends within a batch. The rows of one key
-        come together and in order, except for the rows of an aggregate by windows, which come from all hosts.
+        The column ``position`` is the position of the row's key in ``keys``, and ascends within a batch. The rows of
+        one key come together and in order, except for the rows of an aggregate by windows, which come from all hosts.
         """
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         is_windowed = self._table(location).is_windowed(request.state)
@@ -197,11 +200,11 @@ class StateRouter:
     ) -> StateAnswer:
         """Return the rows of all partitions (or of ``request.partitions``), all owners in parallel, at one version.
 
-        ``deadline`` is for the beginning; while rows come there is none. A stream that breaks later is resumed at the same
-        version, at the owners that ``relocate(error)`` returns, within the connections' ``timeout``. The next run of the query
-        resumes it too, if that run has the same layout and has not been rolled back. Without ``relocate``, with ``latest``, or
-        if rows have a TTL, the error is raised. The batches come in any order, but the rows of one partition in their order;
-        with ``in_order`` the partitions come one after the other, as they are asked for.
+        ``deadline`` is for the beginning; while rows come there is none. A stream that breaks later is resumed at the
+        same version, at the owners that ``relocate(error)`` returns, within the connections' ``timeout``. The next run
+        of the query resumes it too, if that run has the same layout and has not been rolled back. Without ``relocate``,
+        with ``latest``, or if rows have a TTL, the error is raised. The batches come in any order, but the rows of one
+        partition in their order; with ``in_order`` the partitions come one after the other, as they are asked for.
         """
         shares = self._scan_shares(location, request.partitions, in_order)
         if not shares:
@@ -251,7 +254,8 @@ class StateRouter:
     def _completed_now(
         self, location: OperatorLocation, request: Scan, shares: list[tuple[str, list[int]]], deadline: float
     ) -> int:
-        """Return the version that all hosts are asked for in a scan: the later one of what an owner and the location say.
+        """Return the version that all hosts are asked for in a scan: the later one of what an owner and the location
+        say.
 
         An owner is asked because other hosts may not have heard of the run for long.
         """

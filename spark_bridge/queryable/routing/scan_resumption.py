@@ -1,10 +1,11 @@
 """The rest of a scan whose stream has broken, partition by partition, from the hosts that own the partitions now.
 
-A host gives its partitions one after the other, in the order in which they were asked for. The rows of a partition at an exact
-version always come in the same order. So a stream is resumed by counting: the rows that were given already are asked for again
-and dropped. Each partition is asked for by itself, for the partitions may have other owners by now. A query that was restarted
-goes on from the version that it had, so its next run is asked for the rest; that run refuses if it has made the version anew (a
-rollback). Rows that expire by the clock cannot be counted: a stream that has given some of those is not resumed.
+A host gives its partitions one after the other, in the order in which they were asked for. The rows of a partition at
+an exact version always come in the same order. So a stream is resumed by counting: the rows that were given already are
+asked for again and dropped. Each partition is asked for by itself, for the partitions may have other owners by now. A
+query that was restarted goes on from the version that it had, so its next run is asked for the rest; that run refuses
+if it has made the version anew (a rollback). Rows that expire by the clock cannot be counted: a stream that has given
+some of those is not resumed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class ScanPlan:
 
     - ``open_stream(address, request, deadline)`` sends the request without waiting for an answer.
     - ``address_of(location, partition)`` returns the address to ask for a partition.
-    - ``relocate(error)`` finds out who owns what now, also if the query has been restarted. It raises ``RetiredRunError`` if
-      no other run than that of ``location`` will do. With None, a broken stream is an error.
+    - ``relocate(error)`` finds out who owns what now, also if the query has been restarted. It raises
+      ``RetiredRunError`` if no other run than that of ``location`` will do. With None, a broken stream is an error.
     - ``timeout``: the seconds that the resumption may take.
     - ``is_stable``: a second scan of a version finds the same rows.
     """
@@ -117,13 +118,17 @@ class ScanResumption:
         return source
 
     def _check_same_rows(self, location: OperatorLocation) -> None:
-        """Raise ``RetiredRunError`` unless each partition has the rows, in the order, that it had when the scan began."""
+        """Raise ``RetiredRunError`` unless each partition has the rows, in the order, that it had when the scan
+        began.
+        """
         before = self.plan.location
         if location.query_id == before.query_id and _layout(location) == _layout(before):
             return
         raise RetiredRunError(
-            f"Operator {before.operator.name!r} of query {before.query_id} (run {before.run_id}) was scanned, which then "
-            f"ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, partitions or "
+            f"Operator {before.operator.name!r} of query {before.query_id} (run {before.run_id}) was scanned, which "
+            "then "
+            f"ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, "
+            "partitions or "
             "columns: scan it again."
         )
 

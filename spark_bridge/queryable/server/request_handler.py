@@ -1,4 +1,6 @@
-"""The answers to the requests of one client: each request is admitted, read from ``StateReads``, and answered in frames."""
+"""The answers to the requests of one client: each request is admitted, read from ``StateReads``, and answered in
+frames.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
 """A thread that waits for a version checks so often whether the server still runs and the client is still there."""
 COMPUTE_SLOT_BYTES = 1 << 18
-"""Lookups of up to so many bytes of keys are worked on one at a time. A larger one would keep the others waiting for too long."""
+"""Lookups of up to so many bytes of keys are worked on one at a time. A larger one would keep the others waiting for
+too long.
+"""
 _ONE_KEY = memoryview(b"\x01\x00\x00\x00")
 _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 """``pack_bytes`` of one null."""
@@ -57,7 +61,9 @@ _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the connections of one server share. ``describe`` answers a ``Describe``; ``stopping`` is set when the server stops."""
+    """What the connections of one server share. ``describe`` answers a ``Describe``; ``stopping`` is set when the
+    server stops.
+    """
 
     reads: StateReads
     tokens: TokenVerifier

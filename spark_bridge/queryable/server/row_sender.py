@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -12,20 +12,28 @@ from spark_bridge.queryable.protocol.messages import Batch, End, frame
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.server.framed_socket import FramedSocket
 
-if TYPE_CHECKING:
-    from spark_bridge.queryable.server.served_request import ServedRequest
-
 FRAME_BYTES = 4 << 20
 """The most bytes that the rows of one ``Batch`` take, unless one row is larger."""
 QUIET_SECONDS = 1.0
-"""A scan that has found nothing for so long sends an empty batch: the client sees that the scan goes on, the server whether the
-client is gone."""
+"""A scan that has found nothing for so long sends an empty batch: the client sees that the scan goes on, the server
+whether the client is gone.
+"""
+
+
+class SendContext(Protocol):
+    """What a sender needs of the request (``ServedRequest``)."""
+
+    deadline: float
+    """When the answer must have been sent, in ``time.monotonic``."""
+
+    def before_slow_work(self) -> None:
+        """Let other requests in, for a client may read slowly."""
 
 
 class RowSender:
     """Sends the rows of one answer. ``is_short``: the last batch is held back, to be sent together with the end."""
 
-    def __init__(self, frames: FramedSocket, answer: StateAnswer, request: ServedRequest, is_short: bool) -> None:
+    def __init__(self, frames: FramedSocket, answer: StateAnswer, request: SendContext, is_short: bool) -> None:
         self.num_rows = 0
         self._frames = frames
         self._answer = answer

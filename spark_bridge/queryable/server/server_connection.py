@@ -51,7 +51,9 @@ VERBS: dict[type[Any], str] = {
 
 
 class ServerConnection:
-    """Answers one client, in one thread, until the client leaves, its bytes can no longer be understood, or the server stops."""
+    """Answers one client, in one thread, until the client leaves, its bytes can no longer be understood, or the server
+    stops.
+    """
 
     def __init__(self, server: ServerContext, connected: socket.socket) -> None:
         self._server = server
@@ -90,7 +92,9 @@ class ServerConnection:
             self._server.admission.connections.release()
 
     def _greet(self) -> bool:
-        """Check the token in the first frame, before anything else of the client is read. Return whether it is valid."""
+        """Check the token in the first frame, before anything else of the client is read. Return whether it is
+        valid.
+        """
         started = time.monotonic()
         try:
             try:
@@ -107,7 +111,8 @@ class ServerConnection:
             self._session.authenticate(hello.token, started)
             if hello.protocol != PROTOCOL:
                 raise RequestError(
-                    f"The client speaks protocol {hello.protocol}, this host {PROTOCOL}: use the same ray-statestore for both."
+                    f"The client speaks protocol {hello.protocol}, this host {PROTOCOL}: use the same ray-statestore "
+                    "for both."
                 )
             # Only now, so that clients without a token take no place of those with one.
             self._server.admission.connections.acquire(0.0)

@@ -1,4 +1,4 @@
-"""Queries whose hosts are read from, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``."""
+"""Queries whose hosts are read, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 
 G = 16
 KEY = pa.schema([("k", pa.int64())])

@@ -60,7 +60,7 @@ class OneToken:
 
 
 class MemoryReads:
-    """Operator "totals" has a dict of keys and values, and ``batches`` of rows; "broken" has a bug, "gone" a host that left."""
+    """Operator "totals" has a dict of keys and values, and ``batches``; "broken" has a bug, "gone" a host that left."""
 
     def __init__(self, values: dict[bytes, bytes] | None = None, batches: list[pa.RecordBatch] | None = None) -> None:
         self.values = values if values is not None else {b"k%d" % i: b"v%d" % i for i in range(1000)}

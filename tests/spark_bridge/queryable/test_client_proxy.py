@@ -50,14 +50,14 @@ from spark_bridge.queryable.protocol.messages import (
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.retries import Attempts, retrying
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server import location_cache as kept_oracles
+from spark_bridge.queryable.server import location_cache
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.location_cache import LocationCache
 from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import MemoryReads, OneToken, eventually
-from tests.spark_bridge.queryable.test_router import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
+from tests.spark_bridge.queryable.router_world import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
 
 USERS = list(range(1000))
 Q = "q"
@@ -331,7 +331,7 @@ class Away:
 def test_what_is_known_serves_while_the_coordinator_is_replaced(
     cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_oracles, "REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(location_cache, "MAX_AGE_SECONDS", 0.02)
     for host in range(3):
         look_up(connections, cluster, host)
     cluster.port.c = Away()
@@ -379,7 +379,7 @@ def test_a_query_that_has_ended_is_said_to_have_ended(cluster: Cluster, connecti
 def test_a_query_that_is_restarted_is_located_again(
     cluster: Cluster, connections: KvConnections, partitions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_oracles, "REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(location_cache, "MAX_AGE_SECONDS", 0.02)
     for host in range(3):
         look_up(connections, cluster, host)
     cluster.partitions = partitions

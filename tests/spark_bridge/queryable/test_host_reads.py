@@ -27,7 +27,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
 )
 from spark_bridge.queryable.protocol.messages import At, Comparison, Lookup, Scan
-from spark_bridge.queryable.reads import answer_version, host_reads, partition_scans, version_copies
+from spark_bridge.queryable.reads import completion_wait, host_reads, partition_loading, partition_scans, version_copies
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -148,7 +148,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
     w = make()
     w.batch(filled(1))
     w.lookup(KEYS)
-    w.reads[0]._views.wait_seconds = 0.1
+    w.reads[0]._reader.wait_seconds = 0.1
     asked, go_on = threading.Event(), threading.Event()
 
     def silent(*args: str) -> Any:
@@ -186,7 +186,7 @@ def test_a_version_that_is_not_completed_is_waited_for_a_little_and_then_refused
     assert w.port.calls["completed"] < 60, "not more often than every 20 ms"
     with pytest.raises(StateVersionError, match="version 1 is the last"):
         w.lookup([1], exactly(9, held_only=True))
-    w.reads[0]._views.wait_seconds = HANG
+    w.reads[0]._reader.wait_seconds = HANG
     later = threading.Timer(0.1, lambda: w.complete(tell=False))
     later.start()
     assert w.lookup([1], At("completed", 2)) == (2, [2]), "completed while it waits"
@@ -292,7 +292,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
 
 
 def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, monkeypatch):
-    monkeypatch.setattr(answer_version, "REFUSED_SECONDS", HANG)
+    monkeypatch.setattr(partition_loading, "REFUSED_SECONDS", HANG)
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -316,7 +316,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     w.c.expire()
     # The moment is over.
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG, sleep=time.sleep)
-    monkeypatch.setattr(answer_version, "time", later)
+    monkeypatch.setattr(partition_loading, "time", later)
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     w.hosts, w.reads = w.hosts[:1], w.reads[:1]
@@ -373,7 +373,7 @@ def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_non
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     with monkeypatch.context() as brief, pytest.raises(StateVersionError, match="version 1 is the last"):
-        brief.setattr(w.reads[0]._views, "wait_seconds", 0.1)
+        brief.setattr(w.reads[0]._reader, "wait_seconds", 0.1)
         w.lookup(KEYS, At("completed", 3))
     w.hosts[0].heartbeat()
     with pytest.raises((RetiredRunError, UnknownRunError)):
@@ -390,7 +390,7 @@ def test_a_coordinator_that_was_replaced_is_told_of_the_run_by_who_reads(make, m
     w.batch(filled(1))
     w.port.c = w.c = w.world.coordinator(0)
     with monkeypatch.context() as brief, pytest.raises(StateVersionError):
-        brief.setattr(w.reads[0]._views, "wait_seconds", 0.1)
+        brief.setattr(w.reads[0]._reader, "wait_seconds", 0.1)
         w.lookup(KEYS, At("completed", 2))  # has to ask, and is not answered by UnknownRunError
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     registered = w.port.calls.get("register_host", 0)
@@ -423,7 +423,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     w = make()
     for value in range(1, 10):
         w.batch(filled(value))
-    copies = w.reads[0]._views._copies
+    copies = w.reads[0]._reader._copies
     loaded: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
     fill = copies._fill
@@ -447,7 +447,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     answer = w.reads[0].scan(Scan(w.run, "op", at=exactly(3)))
     for version in (1, 2, 4, 5, 6):
         assert w.lookup(KEYS, exactly(version)) == (version, [version] * len(KEYS))
-    assert len(copies._held) == version_copies.KEPT_VERSIONS
+    assert len(copies._held) == version_copies.MAX_VERSIONS
     assert (w.run, "op", 3) in copies._held, "one that is read stays"
     assert sum(b.num_rows for b in answer.batches) == len(KEYS)
     unfinished = [w.reads[0].scan(Scan(w.run, "op", at=exactly(v))) for v in (1, 2, 3, 4)]
@@ -456,7 +456,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     for answer in unfinished[:2]:
         answer.batches.close()
     assert w.lookup(KEYS, exactly(5)) == (5, [5] * len(KEYS))
-    copies._clock = lambda: time.monotonic() + version_copies.IDLE_SECONDS + 1
+    copies._clock = lambda: time.monotonic() + version_copies.COPY_IDLE_SECONDS + 1
     w.hosts[0].maintenance.do_maintenance()
     assert {key[2] for key in copies._held} == {3, 4}
     w.c.deactivate_instances(w.run)
@@ -538,7 +538,7 @@ def key_bytes(key: int) -> bytes:
 
 @pytest.mark.parametrize("most", [4096, 2])
 def test_bounds_of_keys_within_every_key_group(make, monkeypatch, most):
-    monkeypatch.setattr(partition_scans, "MOST_RANGES", most)
+    monkeypatch.setattr(partition_scans, "MAX_RANGES", most)
     w = make(n=3)
     values = {k: k for k in range(-20, 200)}
     w.batch(values)
@@ -657,7 +657,7 @@ def test_what_is_no_key_is_refused(make):
 
 
 def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
-    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", HANG)
+    monkeypatch.setattr(completion_wait, "AWAIT_SECONDS", HANG)
     w = make()
     read = w.reads[0]
     assert read.await_completed(w.run, -1, 0.0) == 0
@@ -676,7 +676,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
 
 
 def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
-    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", 0.1)
+    monkeypatch.setattr(completion_wait, "AWAIT_SECONDS", 0.1)
     w = make(hosts=2, n=1)
     w.batch(filled(1))
     (read,) = [r for i, r in enumerate(w.reads) if w.instance(0, i) is None]
@@ -690,7 +690,7 @@ def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
 
 
 def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkeypatch):
-    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", 0.2)
+    monkeypatch.setattr(completion_wait, "AWAIT_SECONDS", 0.2)
     w = make()
     w.batch(filled(1))
     asked: list[float] = []

@@ -20,7 +20,7 @@ from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvSt
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.queryable.protocol.messages import At, Changes, Comparison, KeyRows, Lookup, Scan
-from spark_bridge.queryable.reads import change_feed, key_reads, window_index, windowed_key_reads
+from spark_bridge.queryable.reads import key_reads, previous_values, window_index, windowed_key_reads
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data import state_tables
 from spark_bridge.state_format.layouts import session_schema
@@ -28,7 +28,7 @@ from spark_bridge.task.watermark import EventTime
 from tests.spark_bridge.operator_runs import TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.queryable.host_world import COMPLETED
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Query
-from tests.spark_bridge.test_state_tables import Expiring, flat, in_order, one_key, random_batch
+from tests.spark_bridge.variable_operations import Expiring, flat, in_order, one_key, random_batch
 
 USERS = [(user, shard) for user in ("é", "zz", "a", "b", "ab", "") for shard in (1, 0)]
 
@@ -238,9 +238,9 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     assert asked.changes(0, 5, "total")
     assert len(copies) == 2, "what is past comes from storage"
     loads: list[tuple[int, int]] = []
-    load = change_feed.partition_reader.load
+    load = previous_values.partition_reader.load
     monkeypatch.setattr(
-        change_feed.partition_reader,
+        previous_values.partition_reader,
         "load",
         lambda place, state, piece, version, **k: (
             loads.append((state.version, version)),
@@ -255,7 +255,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     asked.changes(5, 6, "total")
     assert len(copies) == 2 and loads, "the copies go on from where they were"
     assert all(behind - before <= 2 for before, behind in loads)
-    asked.reads._changes._clock = lambda: 1e12
+    asked.reads._changes._copies._clock = lambda: 1e12
     f.host.maintenance.do_maintenance()
     assert not any(f.host.files.copies.glob("*"))
     f.close()

@@ -35,7 +35,7 @@ from spark_bridge.queryable.protocol.messages import (
 )
 from spark_bridge.queryable.protocol.request_context import active_context
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads import host_reads, key_reads, partition_scans, version_copies
+from spark_bridge.queryable.reads import key_reads, operator_directory, partition_scans, version_copies
 from spark_bridge.queryable.reads.row_stream import gathered, limited
 from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
 from spark_bridge.queryable.server import client_session, row_sender, served_request, server
@@ -275,7 +275,7 @@ def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
             finally:
                 go_on.set()
             assert first.hear()[0] == Values(1)
-        world.reads[0]._views._copies.drop(None)
+        world.reads[0]._reader._copies.drop(None)
 
 
 def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
@@ -341,12 +341,11 @@ def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypa
         assert [o["operator"] for o in reads.operators()] == ["op"]
         assert len(reads.describe("op", None)["operators"]) == 1
     assert (calls["locate"], calls["operators"]) == (1, 1)
-    monkeypatch.setattr(host_reads, "KEPT_SECONDS", 0.0)
-    monkeypatch.setattr(host_reads, "_KNOWN_PLANS", 1)
-    reads._locations.clear()
+    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.0)
+    reads._directory._locations = BoundedDict(1)
     for query in (None, world.run, None, world.run):
         assert reads.locate("op", query).run_id == world.run
-    assert calls["locate"] == 5 and len(reads._locations) == 1
+    assert calls["locate"] == 5 and len(reads._directory._locations) == 1
 
 
 # -- connections -----------------------------------------------------------------------------------

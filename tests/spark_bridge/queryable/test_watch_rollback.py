@@ -12,8 +12,9 @@ from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
 from spark_bridge.host.version_requests import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol.messages import Changes
-from spark_bridge.queryable.reads.change_feed import IDLE_SECONDS
+from spark_bridge.queryable.reads.run_manifests import MANIFESTS_IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.rollback import go_back
 
 
 @pytest.fixture
@@ -27,15 +28,6 @@ def outsider(c: Cluster) -> int:
     """The host that has no partition."""
     (found,) = [i for i, h in enumerate(c.hosts) if h.host.held.instance(c.run, "totals", 0) is None]
     return found
-
-
-def go_back(c: Cluster, version: int, run: str) -> None:
-    """The query is started again from an older version."""
-    for batch in range(version, c.version):
-        (c.world.root / f"ck/offsets/{batch}").unlink()
-        (c.world.root / f"ck/commits/{batch}").unlink()
-    c.start(run)
-    assert c.version == version
 
 
 def count(change: Any) -> int:
@@ -83,11 +75,11 @@ def test_the_changes_of_a_replaced_run_are_refused_and_it_is_forgotten(cluster: 
     host = cluster.hosts[outsider(cluster)]
     reads = host.proxy._reads.own
     list(reads.changes(Changes("run1", "totals", 0, 1), None).batches)
-    assert list(reads._changes._manifests) == ["run1"]
+    assert reads._changes._manifests.runs() == ["run1"]
     cluster.start("run2")
     with pytest.raises(RetiredRunError, match="replaced by run run2"):
         reads.changes(Changes("run1", "totals", 0, 1), None)
-    assert not reads._changes._manifests
+    assert not reads._changes._manifests.runs()
     with pytest.raises((RetiredRunError, UnknownRunError)):
         host.host.version_requests.completed_version("run1", 2, 1.0)
     assert host.host.completed.newest("run1") is None
@@ -102,13 +94,13 @@ def test_runs_that_a_host_has_no_part_of_are_forgotten_when_nobody_asks(cluster:
     for i, kept in ((other, []), (1 - other, ["run1"])):
         host, reads = cluster.hosts[i].host, cluster.hosts[i].proxy._reads.own
         host.maintenance.do_maintenance()
-        assert host.completed.runs() == list(reads._changes._manifests) == ["run1"]
-        clock = reads._changes._clock
-        reads._changes._clock = lambda clock=clock: clock() + IDLE_SECONDS + 1
+        assert host.completed.runs() == reads._changes._manifests.runs() == ["run1"]
+        clock = reads._changes._manifests._clock
+        reads._changes._manifests._clock = lambda clock=clock: clock() + MANIFESTS_IDLE_SECONDS + 1
         for asking in host.version_requests._asking.values():
             asking.at -= IDLE_RUN_SECONDS + 1
         host.maintenance.do_maintenance()
-        assert host.completed.runs() == list(reads._changes._manifests) == kept
+        assert host.completed.runs() == reads._changes._manifests.runs() == kept
         assert reads.await_completed("run1", 0, 5.0) == 1
 
 
