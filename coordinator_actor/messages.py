@@ -252,10 +252,9 @@ class ExportedFile(Struct, frozen=True):
 
 
 class SavepointExported(Struct, frozen=True):
-    """A host has exported a partition for a savepoint, or cannot (``failure`` says why). ``files`` are by state
-    variable.
+    """A host has exported a partition for a savepoint, or cannot: ``failure`` says why.
 
-    ``duration`` is in seconds.
+    ``files`` are by state variable. ``duration`` is in seconds.
     """
 
     run_id: str
@@ -270,8 +269,7 @@ class SavepointExported(Struct, frozen=True):
 
 
 class SavepointStatus(Struct, frozen=True):
-    """The status of a savepoint: ``path`` once it is done, ``failure`` if it has failed, neither while it is being
-    made.
+    """The status of a savepoint: ``path`` once it is done, ``failure`` if it has failed, else neither.
 
     ``known`` is False if this coordinator has never heard of the savepoint.
     """

@@ -136,10 +136,10 @@ class CheckpointStatsTracker:
             return list(self._failures)
 
     def task_stats(self, checkpoint_id: int | None = None) -> dict[str, dict[str, list[float]]] | None:
-        """Return per operator ``{"duration": [...], "size": [...]}`` by partition, of one checkpoint (default: the
-        latest).
+        """Return the figures of each task of one checkpoint, the latest by default; None if it is not remembered.
 
-        None if the checkpoint is not remembered. A partition that is no task has the duration and size 0.
+        They are per operator ``{"duration": [...], "size": [...]}`` by partition. A partition that is no task has 0 for
+        both.
         """
         figures = self._figures_of(checkpoint_id)
         if figures is None:

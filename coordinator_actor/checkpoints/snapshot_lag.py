@@ -97,8 +97,7 @@ class SnapshotLag:
         self._reported: float | None = None
 
     def report_uploaded(self, key: TaskKey, version: int, now: float) -> None:
-        """Take note of a durable snapshot. A snapshot older than the newest known one changes nothing: it may come
-        late.
+        """Take note of a durable snapshot. It may come late: if a newer one is known, nothing changes.
 
         Raises ``InvalidRequestError`` for a partition that the run does not have.
         """

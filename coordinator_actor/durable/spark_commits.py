@@ -1,6 +1,4 @@
-"""Spark's own logs of a query, ``commits/`` and ``offsets/``: which batches are committed or planned, and their
-times.
-"""
+"""Spark's own logs of a query, ``commits/`` and ``offsets/``: its committed and planned batches, and their times."""
 
 from __future__ import annotations
 
@@ -46,10 +44,10 @@ class SparkCommits:
         return self._storage.exists(f"commits/{batch_id}")
 
     def times(self, batch_id: int) -> BatchTimes:
-        """Return the times of a batch that Spark has planned. The watermark of the batch before decides which rows are
-        late.
+        """Return the times of a batch that Spark has planned.
 
-        Raises ``MissingFileError``, and ``DamagedFileError`` if a file is not as Spark writes it.
+        Rows are late by the watermark of the batch before. Raises ``MissingFileError``, and ``DamagedFileError`` if a
+        file is not as Spark writes it.
         """
         own = self._offsets(batch_id)
         late = self._offsets(batch_id - 1).batchWatermarkMs if batch_id > 0 else 0

@@ -23,7 +23,10 @@ def refusal_of(run: QueryState) -> str | None:
     registration = run.registration
     where = registration.state_location
     if any(o.num_partitions > registration.key_groups for o in registration.operators):
-        return f"An operator has more partitions than there are key groups ({registration.key_groups}); lower num_partitions."
+        return (
+            f"An operator has more partitions than there are key groups ({registration.key_groups}); "
+            "lower num_partitions."
+        )
     stored = run.manifests.query_file()
     if stored is not None and stored.query_id != registration.query_id:
         return (

@@ -164,9 +164,7 @@ def _best(partitions: Hashes, hosts: Hashes) -> tuple[Counts, Hashes]:
 
 
 def _scores(partitions: Hashes, hosts: Hashes) -> Hashes:
-    """Return the score of each partition with each host: both hashes mixed (two rounds of multiply and shift,
-    ``rrmxmx``).
-    """
+    """Return the score of each partition with each host: both hashes mixed by two rounds of ``rrmxmx``."""
     mixed: Hashes = partitions[:, None] ^ hosts[None, :]
     for _ in range(2):
         mixed ^= mixed >> _SHIFT

@@ -238,9 +238,9 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     assert asked.changes(0, 5, "total")
     assert len(copies) == 2, "what is past comes from storage"
     loads: list[tuple[int, int]] = []
-    load = previous_values.state_reader.load
+    load = previous_values.partition_reader.load
     monkeypatch.setattr(
-        previous_values.state_reader,
+        previous_values.partition_reader,
         "load",
         lambda place, state, piece, version, **k: (
             loads.append((state.version, version)),
