@@ -17,7 +17,15 @@ from types import FrameType
 from rich.console import Console
 
 from spark_bridge.demo.display import Display, choose_display
-from spark_bridge.demo.events import Batch, Failed, Lookup, LookupOptions, Started, StreamOptions, Verified
+from spark_bridge.demo.events import (
+    BatchCommitted,
+    Failed,
+    LookupAnswered,
+    LookupOptions,
+    Started,
+    StreamOptions,
+    Verified,
+)
 from spark_bridge.demo.flights import check_replay, find_flights_csv
 from spark_bridge.demo.processes import Children
 
@@ -29,7 +37,7 @@ WARM_UP_BATCHES = 3
 class Record:
     """The measurements of a run of the demo."""
 
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[BatchCommitted] = field(default_factory=list)
     lookups_ms: list[float] = field(default_factory=list)
 
     def summary(self, seconds: float) -> str:
@@ -159,9 +167,9 @@ def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
             problem = problem or (None if verified else message.message)
             continue
         display.show(message)
-        if isinstance(message, Batch):
+        if isinstance(message, BatchCommitted):
             record.batches.append(message)
-        elif isinstance(message, Lookup):
+        elif isinstance(message, LookupAnswered):
             record.lookups_ms.append(message.milliseconds)
         elif isinstance(message, Started):
             children.start("lookup", "spark_bridge.demo.lookup", _lookup_options(message.ray_address))

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spark_bridge.demo.events import Batch, Event, HostKilled, Lookup, Progress, Started, Verified
+from spark_bridge.demo.events import BatchCommitted, Event, HostKilled, LookupAnswered, Progress, Started, Verified
 
 LOOKUPS_SHOWN = 6
 SECONDS_BETWEEN_LOOKUP_LINES = 2.0
@@ -55,9 +55,9 @@ class LineDisplay:
 
     def show(self, event: Event) -> None:
         """Print the event, but of lookups only one every two seconds."""
-        if isinstance(event, Batch):
+        if isinstance(event, BatchCommitted):
             self._line(describe_batch(event, self._batches))
-        elif isinstance(event, Lookup):
+        elif isinstance(event, LookupAnswered):
             if time.monotonic() >= self._next_lookup:
                 self._next_lookup = time.monotonic() + SECONDS_BETWEEN_LOOKUP_LINES
                 self._line("  lookup " + describe_lookup(event))
@@ -76,9 +76,9 @@ class LiveDisplay:
     def __init__(self, console: Console, batches: int) -> None:
         self._console = console
         self._batches = batches
-        self._batch: Batch | None = None
+        self._batch: BatchCommitted | None = None
         self._step = "starting"
-        self._lookups: deque[Lookup] = deque(maxlen=LOOKUPS_SHOWN)
+        self._lookups: deque[LookupAnswered] = deque(maxlen=LOOKUPS_SHOWN)
         self._live = Live(self._picture(), console=console, refresh_per_second=8, transient=False)
 
     def __enter__(self) -> LiveDisplay:
@@ -92,9 +92,9 @@ class LiveDisplay:
 
     def show(self, event: Event) -> None:
         """Draw the picture anew; lines that must stay in sight are printed above it."""
-        if isinstance(event, Batch):
+        if isinstance(event, BatchCommitted):
             self._batch = event
-        elif isinstance(event, Lookup):
+        elif isinstance(event, LookupAnswered):
             self._lookups.appendleft(event)
         elif isinstance(event, Progress):
             self._step = event.text
@@ -115,7 +115,7 @@ class LiveDisplay:
         return Group(ProgressBar(total=self._batches, completed=done, width=60), figures, lookups)
 
 
-def describe_batch(batch: Batch, batches: int) -> str:
+def describe_batch(batch: BatchCommitted, batches: int) -> str:
     """Return the figures of one batch, as far as they are known."""
     parts = [f"batch {batch.number}/{batches}", f"{batch.rows:,} rows"]
     parts.append(f"{batch.rows_per_second:,.0f} rows/s")
@@ -131,7 +131,7 @@ def describe_batch(batch: Batch, batches: int) -> str:
     return " | ".join(parts)
 
 
-def describe_lookup(lookup: Lookup) -> str:
+def describe_lookup(lookup: LookupAnswered) -> str:
     """Return one lookup as a line."""
     return f"{lookup.key}: {lookup.answer or 'not seen yet'} ({lookup.milliseconds:.1f} ms)"
 

@@ -45,7 +45,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     target: int
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
+class BatchCommitted(msgspec.Struct, frozen=True, tag=True):
     """One committed micro-batch. ``state_ms`` is the time of the task that worked longest on state."""
 
     number: int
@@ -65,7 +65,7 @@ class HostKilled(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Lookup(msgspec.Struct, frozen=True, tag=True):
+class LookupAnswered(msgspec.Struct, frozen=True, tag=True):
     """One answer of a query client: the figures of ``key`` in words (None: not in the state yet)."""
 
     key: str
@@ -88,7 +88,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Event = Progress | Started | Batch | HostKilled | Lookup | Verified | Failed
+Event = Progress | Started | BatchCommitted | HostKilled | LookupAnswered | Verified | Failed
 """Every message that a child may send."""
 
 

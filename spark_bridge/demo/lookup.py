@@ -17,7 +17,7 @@ import ray
 from backends.decoders import json_decoder
 from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient
-from spark_bridge.demo.events import EventPipe, Failed, Lookup, LookupOptions
+from spark_bridge.demo.events import EventPipe, Failed, LookupAnswered, LookupOptions
 from spark_bridge.demo.expected import KEY
 from spark_bridge.demo.flights import OPERATOR, find_flights_csv
 from spark_bridge.demo.processes import end_with_parent
@@ -38,7 +38,7 @@ def look_up(options: LookupOptions, events: EventPipe) -> None:
                 key = random.choice(aircraft)
                 started = time.perf_counter()
                 value = client.get(OPERATOR, key)
-                events.send(Lookup(key, describe_value(value), (time.perf_counter() - started) * 1e3))
+                events.send(LookupAnswered(key, describe_value(value), (time.perf_counter() - started) * 1e3))
                 time.sleep(options.pause_s)
     finally:
         ray.shutdown()

@@ -27,7 +27,7 @@ from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo.events import (
-    Batch,
+    BatchCommitted,
     Event,
     EventPipe,
     Failed,
@@ -186,7 +186,7 @@ class FlightStream:
 
     def _describe(self, progress: Any) -> Event:
         batch_id = progress["batchId"]
-        return Batch(
+        return BatchCommitted(
             number=batch_id + 1,
             rows=progress["numInputRows"],
             rows_per_second=progress["processedRowsPerSecond"],

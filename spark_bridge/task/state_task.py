@@ -24,7 +24,7 @@ from spark_bridge.task.task_store import TaskStore
 from spark_bridge.task.worker_process import settle_worker
 from spark_bridge.transport.protocol import TaskIdentity
 
-EMIT_ROWS = 1 << 16
+OUTPUT_ROWS = 1 << 16
 """Output is given in batches of at most so many rows."""
 
 
@@ -81,8 +81,8 @@ class StateTask:
                 store.open()
                 timer.step("open_ms")
             for output in self.logic.process(self._checked(first, batches, partition), store, timer):
-                for start in range(0, output.num_rows, EMIT_ROWS):
-                    yield output.slice(start, EMIT_ROWS)
+                for start in range(0, output.num_rows, OUTPUT_ROWS):
+                    yield output.slice(start, OUTPUT_ROWS)
         finally:
             store.close()
             settle_worker()
