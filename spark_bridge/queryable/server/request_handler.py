@@ -199,7 +199,7 @@ class RequestHandler:
 
         ``is_short``: the last rows are among those frames, so that a short answer is one write.
         """
-        sender = context.rows = RowSender(self._frames, answer, context, is_short)
+        sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short)
         try:
             for batch in slices(answer.batches):
                 context.raise_if_cancelled()

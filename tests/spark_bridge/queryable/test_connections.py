@@ -61,7 +61,9 @@ def soon(seconds: float) -> float:
 
 @contextmanager
 def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A peer that welcomes each connection in turn and then does anything but what a server does. What a script raises fails the test."""
+    """A peer that welcomes each connection in turn and then does anything but what a server does. What a script
+    raises fails the test.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(PATIENCE)
     failures: list[BaseException] = []

@@ -98,7 +98,9 @@ def server() -> Iterator[tuple[KvStateServer, MemoryReads]]:
 
 
 def say(server: KvStateServer, sent: bytes) -> list[object]:
-    """Send it all and read all that comes, which must be frames of the protocol; the server closes within some seconds."""
+    """Send it all and read all that comes, which must be frames of the protocol; the server closes within some
+    seconds.
+    """
     ip, port = server.server_address.split(":")
     with socket.create_connection((ip, int(port)), timeout=10) as client:
         received = bytearray()

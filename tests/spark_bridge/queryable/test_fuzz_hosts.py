@@ -1,4 +1,6 @@
-"""Requests that are well-formed and make little sense, to real hosts: an answer, or an error of ours that says what is wrong."""
+"""Requests that are well-formed and make little sense, to real hosts: an answer, or an error of ours that says what
+is wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a host answers: all partitions of an answer at one version, whatever is committed, moved and restarted meanwhile."""
+"""What a host answers: all partitions of an answer at one version, whatever is committed, moved and restarted
+meanwhile.
+"""
 
 from __future__ import annotations
 

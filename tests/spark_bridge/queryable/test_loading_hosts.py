@@ -1,4 +1,6 @@
-"""A host that loads for long: who asks for what is being loaded is told so, and everybody else is answered meanwhile."""
+"""A host that loads for long: who asks for what is being loaded is told so, and everybody else is answered
+meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -310,7 +310,9 @@ def test_a_named_version_and_the_latest_one(cluster: Cluster, router: StateRoute
 
 
 class Lagging(MemoryReads):
-    """A host that hears of versions late and holds the last two: the value of every key, and every row, is the version."""
+    """A host that hears of versions late and holds the last two: the value of every key, and every row, is the
+    version.
+    """
 
     def __init__(self, coordinator: list[int]) -> None:
         super().__init__()
@@ -462,7 +464,9 @@ def test_many_requests_of_one_call_are_of_one_version(
 
 
 class Racing(Lagging):
-    """There are three new versions whenever it is asked for one, ``races`` times. What it does not hold comes from storage."""
+    """There are three new versions whenever it is asked for one, ``races`` times. What it does not hold comes from
+    storage.
+    """
 
     def __init__(self, races: int) -> None:
         super().__init__([1])

@@ -1,4 +1,6 @@
-"""Scans that are under way while their query is started again: the next run gives the rest of the same version, or says that it cannot."""
+"""Scans that are under way while their query is started again: the next run gives the rest of the same version, or
+says that it cannot.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def begun(cluster: Cluster, *, direct: bool) -> tuple[StateScan, list[pa.RecordB
 
 
 def break_off(cluster: Cluster, incarnation: str) -> None:
-    """The second host dies, with the connections to it, and comes back. The first one, which may be the proxy, hears of what has happened."""
+    """The second host dies, with the connections to it, and comes back. The first one, which may be the proxy, hears
+    of what has happened.
+    """
     cluster.hosts[1].kill()
     cluster.replace_host(1, incarnation)
     for h in cluster.hosts:

@@ -1,4 +1,6 @@
-"""``client.watch`` and a query that went back: one history is given or none; and answers that the consumer takes long over."""
+"""``client.watch`` and a query that went back: one history is given or none; and answers that the consumer takes
+long over.
+"""
 
 from __future__ import annotations
 
