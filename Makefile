@@ -48,13 +48,11 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhil
 	@$(BIN)/statestore demo $(ARGS)
 
 .PHONY: test test-fast test-thorough
-test: $(STAMP) $(STAMP42) ## Run all tests: without a cluster, on Ray and Spark 3.5, then the streams on Spark 4.2
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark" $(ARGS)
-	$(BIN)/python -m pytest -m "ray or spark" $(ARGS)
-	$(BIN42)/python -m pytest -m spark42 $(ARGS)
+test: $(STAMP) $(STAMP42) ## Run the tests, a representative part of what takes long, and say how long it took
+	@$(BIN)/python -m tests.run $(ARGS)
 
-test-thorough: export STATESTORE_TEST_EFFORT = thorough
-test-thorough: test ## Run all tests, with many times as much random work
+test-thorough: $(STAMP) $(STAMP42) ## Run all tests on both lines of Spark, with many times as much random work
+	@$(BIN)/python -m tests.run --thorough $(ARGS)
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark and not long" $(ARGS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.effort import examples
+from tests.effort import IS_THOROUGH, effort, examples
 
 _MEMORY = Path("/dev/shm")
 if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4 << 30:
@@ -20,5 +20,14 @@ settings.register_profile("suite", max_examples=examples(100), deadline=None)
 settings.load_profile("suite")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str:
+    return "effort: " + effort("usual; STATESTORE_TEST_EFFORT=thorough runs the tests marked thorough too", "thorough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not IS_THOROUGH and "thorough" not in config.option.markexpr:
+        left = [item for item in items if item.get_closest_marker("thorough")]
+        if left:
+            config.hook.pytest_deselected(items=left)
+            items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     items.sort(key=lambda item: 2 if item.get_closest_marker("spark") else 1 if item.get_closest_marker("ray") else 0)

@@ -1,9 +1,15 @@
-"""How much random work the suite does: some by default, so that it stays quick; all of it by ``make test-thorough``."""
+"""How much work the suite does: a representative part by default, all of it by ``make test-thorough``.
+
+Two means: a test or a parameter that bears the mark ``thorough`` is run by a thorough run only, and ``effort`` gives
+tests fewer seeds, rounds and examples otherwise.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -11,10 +17,15 @@ IS_THOROUGH = os.environ.get("STATESTORE_TEST_EFFORT") == "thorough"
 
 
 def effort(usual: T, thorough: T) -> T:
-    """Something of which there is more in a thorough run: seeds, rounds, parameters."""
+    """Return that of which there is more in a thorough run: seeds, rounds, parameters."""
     return thorough if IS_THOROUGH else usual
 
 
 def examples(thorough: int) -> int:
-    """How many examples of a property to try; each run draws others, so in time there are many."""
+    """Return how many examples of a property to try; each run draws others, so in time there are many."""
     return effort(max(thorough // 3, 5), thorough)
+
+
+def only_thorough(*values: Any, id: str | None = None) -> Any:
+    """Return a parameter of ``pytest.mark.parametrize`` that only a thorough run tries."""
+    return pytest.param(*values, marks=pytest.mark.thorough, id=id)

@@ -1,4 +1,4 @@
-"""Processes die at every step of commits, snapshots, maintenance and loads; what is found afterwards is whole, and goes on."""
+"""Processes die at every step of commits, snapshots, maintenance and loads; the state is whole, and goes on."""
 
 import os
 import random
@@ -79,7 +79,7 @@ def traces(directory):
 
 
 def check_durable(backend, directory, at_least, at_most):
-    """From the checkpoint location alone, all that was acknowledged is there, and exactly that; returns the newest version."""
+    """Check that exactly what was acknowledged is in the checkpoint location; return the newest version."""
     with provider_in(backend, directory, local="fresh") as provider:
         latest = provider.latest_version()
         assert at_least <= latest <= at_most
@@ -123,7 +123,7 @@ def check_ends(server, mode, backend, tmp_path, acknowledged):
     """After each death, all is well; returns the steps there are, and the newest version found after some of them."""
     ends = {}
     looks, seen = 0, None
-    answer = server.run(mode, backend, tmp_path, effort(3, 1))
+    answer = server.run(mode, backend, tmp_path, effort(6, 1))
     kinds = next(answer).split()
     for line in answer:
         number = int(re.search(r"(\d+) (?:killed|done)", line)[1])

@@ -13,9 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from backends import StateStoreConf, StateStoreId
 from backends.exceptions import VersionNotFoundError
+from tests.backends.providers import PROVIDERS
 from tests.effort import effort
-
-from .test_provider_behaviour import PROVIDERS
 
 pytestmark = pytest.mark.long
 
@@ -315,7 +314,7 @@ class Model(RuleBasedStateMachine):
 def test_a_model_of_dicts(provider_class):
     model = type(f"{provider_class.backend}Model", (Model,), {"provider_class": provider_class})
     # RocksDB's files take most of its time.
-    count = {"rocksdb": effort(5, 30), "file": effort(15, 60)}.get(provider_class.backend, effort(8, 60))
+    count = {"rocksdb": effort(2, 30), "file": effort(10, 60)}.get(provider_class.backend, effort(5, 60))
     run_state_machine_as_test(
         model, settings=settings(deadline=None, derandomize=True, max_examples=count, stateful_step_count=30)
     )

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from backends import FileStateStoreProvider, RocksDBStateStoreProvider, StateStoreConf
-from backends.encoding.sorted_pairs import SortedPairs
+from backends import FileStateStoreProvider
 from backends.exceptions import (
     ConcurrentCommitError,
     DamagedFileError,
@@ -19,73 +18,13 @@ from backends.exceptions import (
     StoreClosedError,
     VersionNotFoundError,
 )
-from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import ChangelogRef, Lineage
-from backends.partition.partition_state import PartitionState
-from backends.storage.checkpoint_storage import CheckpointStorage
+from tests.backends.partition_steps import CONF, binary, changes, commit, meta, stage
 from tests.patience import HANG, PATIENCE
-
-DIRECTORY = "operators/op/1/0/default"
-CONF = StateStoreConf(fsync=False)
-
-
-@pytest.fixture
-def storage(tmp_path):
-    return CheckpointStorage.open(str(tmp_path / "ck"), fsync=False)
-
-
-@pytest.fixture(params=[RocksDBStateStoreProvider, FileStateStoreProvider], ids=["rocksdb", "file"])
-def provider(request):
-    return request.param
-
-
-@pytest.fixture
-def open_state(provider, storage):
-    made = []
-
-    def opened(local_dir):
-        made.append(PartitionState(local_dir, storage, DIRECTORY, CONF, provider.backend, provider.engine))
-        return made[-1]
-
-    yield opened
-    for state in made:
-        state.close()
-
-
-@pytest.fixture
-def state(tmp_path, open_state):
-    return open_state(tmp_path / "local")
 
 
 def lineage(chain):
     return Lineage(chain[-1][0] if chain else 0, tuple(ChangelogRef(v, ref) for v, ref in chain))
-
-
-def binary(*values):
-    return pa.array(values, pa.binary())
-
-
-def changes(pairs=None, **families):
-    return Changes({n: SortedPairs.from_dict(p) for n, p in {"default": pairs or {}, **families}.items()})
-
-
-def meta(version, base, attempt="a"):
-    return ChangelogMeta("run", "op", 0, 1, version, attempt, base)
-
-
-def stage(state, pairs, *, version=None, base="head", attempt="a", **families):
-    version = state.version + 1 if version is None else version
-    base = state.head if base == "head" else base
-    return state.stage(meta(version, base, attempt), changes(pairs, **families))
-
-
-def commit(state, pairs, **families):
-    """All steps of one version, as a host takes them."""
-    version = state.version + 1
-    ref = stage(state, pairs, **families)
-    state.accept(version, "a")
-    state.complete(version, ref.path)
-    return version, ref
 
 
 def everything(state, version=None, **kwargs):
@@ -269,7 +208,8 @@ def test_bulk_gets_take_keys_in_any_form(state, keys):
     commit(state, {b"a": b"1", b"b": b"", b"": b"empty"})
     expected = [{b"a": b"1", b"b": b"", b"": b"empty"}.get(k) for k in keys]
     array = pa.array(keys, pa.binary())
-    for form in (array, pa.chunked_array([array]), pa.chunked_array([array[:1], array[1:]]), array.cast(pa.large_binary()),
+    parts = pa.chunked_array([array[:1], array[1:]])
+    for form in (array, pa.chunked_array([array]), parts, array.cast(pa.large_binary()),
                  pa.concat_arrays([binary(b"x"), array]).slice(1)):  # fmt: skip
         assert state.get_many(form).to_pylist() == expected
     with pytest.raises(InvalidStateStoreArgument, match="1 of 1 keys are null"):

@@ -66,7 +66,6 @@ import pytest
 
 from backends import (
     FileStateStoreProvider,
-    RocksDBStateStoreProvider,
     StateStore,
     StateStoreConf,
     StateStoreId,
@@ -82,11 +81,11 @@ from backends.exceptions import (
 )
 from backends.providers.overlay import successor
 from backends.storage.local_files import LocalFiles
+from tests.backends.providers import PROVIDERS, commit, content
 from tests.patience import HANG, PATIENCE
 
 from .third_provider import ThirdStateStoreProvider
 
-PROVIDERS = [RocksDBStateStoreProvider, FileStateStoreProvider, ThirdStateStoreProvider]
 CONF = StateStoreConf(fsync=False)
 
 
@@ -117,20 +116,6 @@ def location(tmp_path):
 @pytest.fixture
 def provider(open_provider):
     return open_provider()
-
-
-def commit(provider, version, **pairs):
-    store = provider.get_store(version)
-    for key, value in pairs.items():
-        if value is None:
-            store.remove(key.encode())
-        else:
-            store.put(key.encode(), value.encode())
-    return store.commit()
-
-
-def content(store, column_family="default"):
-    return {k.decode(): v.decode() for k, v in store.iterator(column_family)}
 
 
 def test_versions_are_reloaded_from_nothing_but_the_checkpoint_location(provider, location, open_provider):

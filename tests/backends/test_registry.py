@@ -25,9 +25,8 @@ from backends.exceptions import (
 )
 from backends.loaded_providers import LoadedProviders
 from backends.store import load_provider, loaded_providers
+from tests.backends.providers import content
 from tests.patience import HANG, PATIENCE
-
-from .test_provider_behaviour import content
 
 CONF = StateStoreConf(provider="file", fsync=False, maintenance_interval=3600, deltas_per_snapshot=2)
 
@@ -159,9 +158,21 @@ def eventually(condition):
         time.sleep(0.005)
 
 
+OTHERS = set()
+"""Threads that were there before the test: hosts of other modules, which the same process has run, have some too."""
+
+
+@pytest.fixture(autouse=True)
+def _others():
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
 def maintenance_threads():
     return [
-        t for t in threading.enumerate() if t.name.startswith(("state-store-maintenance", "statestore-maintenance"))
+        t
+        for t in {*threading.enumerate()} - OTHERS
+        if t.name.startswith(("state-store-maintenance", "statestore-maintenance"))
     ]
 
 

@@ -7,8 +7,7 @@ import pytest
 from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
 from backends.engines import rocksdb
 from backends.exceptions import LocalStateDamagedError, MissingFileError
-
-from .test_provider_behaviour import commit, content
+from tests.backends.providers import commit, content
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def test_a_local_directory_is_used_again_if_it_proves_right(location, tmp_path):
 
 @pytest.fixture
 def ends_midway(monkeypatch):
-    """Has the next version that is written end between its write batches, what was written being on the disk; says what that left."""
+    """Make the next write of a version end between its write batches, with the first ones on disk; say what is left."""
     monkeypatch.setattr(rocksdb, "WRITE_ROWS", 2)
     engines, errors, open_engine = [], [], rocksdb.LocalRocksDB._open
 

@@ -1,4 +1,4 @@
-"""Lookups of one key, and reads by queries beside the stream: what they show, and that they change nothing for the stream."""
+"""Look-ups of one key, and reads by queries beside the stream: what they show, and that the stream notices nothing."""
 
 import threading
 
@@ -6,13 +6,7 @@ import pyarrow as pa
 import pytest
 
 from backends.exceptions import InvalidStateStoreArgument, StoreClosedError, VersionNotFoundError
-
-from . import test_partition_state
-from .test_partition_state import binary, commit, stage
-
-storage, provider, open_state, state = (
-    getattr(test_partition_state, name) for name in ("storage", "provider", "open_state", "state")
-)
+from tests.backends.partition_steps import binary, commit, stage
 
 
 def test_one_key_is_read_as_many_are(state):

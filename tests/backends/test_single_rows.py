@@ -18,6 +18,7 @@ from backends.encoding.single_rows import KeyEncoder, ValueDecoder
 from backends.encoding.values import encode_values
 from backends.exceptions import InvalidStateStoreArgument, SchemaMismatchError
 from tests.backends.strategies import BINARIES, LADDERS, LEAVES, STRINGS, comparable, values_of
+from tests.effort import examples
 
 NESTED = [pa.list_(pa.int8()), pa.struct([("a", pa.int8())])]
 ZONES = [dt.timezone.utc, ZoneInfo("UTC"), ZoneInfo("Europe/London"), dt.timezone(dt.timedelta(hours=-5))]
@@ -64,7 +65,7 @@ def rows(draw, values, max_columns=6):
     return schema_of(kinds), tuple(draw(values(kind)) for kind in kinds)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(rows(values_of, 4), group_numbers)
 def test_keys_are_those_of_the_columns(row, num_groups):
     schema, key = row
@@ -80,7 +81,7 @@ def test_each_value_likely_to_go_wrong(kind):
         assert encoder.encode((value,)) == encoder.encode(value) == expected, value
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(leaf_kinds, ANYTHING, group_numbers)
 def test_what_columns_refuse_is_never_encoded(kind, value, num_groups):
     schema = schema_of([kind])
@@ -89,7 +90,7 @@ def test_what_columns_refuse_is_never_encoded(kind, value, num_groups):
         assert encoded == columnar_key(schema, num_groups, (value,))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.sampled_from([(1, 0), (9, 2), (9, 9), (18, 0), (19, 3), (38, 38), (5, -2)]), DECIMALS)
 def test_decimals_of_any_scale(kind, value):
     schema = schema_of([pa.decimal128(*kind)])
@@ -118,7 +119,7 @@ def test_other_keys_have_no_encoder():
         KeyEncoder.of(schema_of([pa.int64()]), 70_000)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(rows(values_of, 10))
 def test_values_are_those_of_the_columns(row):
     schema, values = row
@@ -145,7 +146,7 @@ def test_values_that_python_has_no_object_for_are_left_to_the_columns():
         assert ValueDecoder.of(schema).decode(stored) is None
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(rows(values_of, 4), st.data())
 def test_damaged_values_are_left_to_the_columns_or_read_alike(row, data):
     schema, values = row

@@ -40,7 +40,7 @@ def search(request):
 
 
 def examples(count):
-    return settings(deadline=None, derandomize=True, max_examples=effort(count, 10 * count))
+    return settings(deadline=None, derandomize=True, max_examples=effort(count // 2, 10 * count))
 
 
 def binary(values):

@@ -24,6 +24,7 @@ from spark_bridge.stateful.task_input import TaskInput
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.watermark import EventTime
+from tests.effort import only_thorough
 from tests.spark_bridge.operator_runs import OperatorRun
 
 DELAY_MS = 4000
@@ -99,11 +100,18 @@ def winning_in_arrow(limits: Limits) -> OperatorRun:
 
 
 @pytest.mark.parametrize(
-    ("conf", "limits"),
-    [(CONFS[0], Limits()), (CONFS[1], Limits()), (CONFS[1], TINY), (CONFS[2], Limits())],
-    ids=["in order", "out of order", "in little memory", "hot"],
+    ("form", "conf", "limits"),
+    [
+        only_thorough(winning_in_rows, CONFS[0], Limits(), id="rows, in order"),
+        only_thorough(winning_in_rows, CONFS[1], Limits(), id="rows, out of order"),
+        pytest.param(winning_in_rows, CONFS[1], TINY, id="rows, in little memory"),
+        only_thorough(winning_in_rows, CONFS[2], Limits(), id="rows, hot"),
+        only_thorough(winning_in_arrow, CONFS[0], Limits(), id="arrow, in order"),
+        only_thorough(winning_in_arrow, CONFS[1], Limits(), id="arrow, out of order"),
+        pytest.param(winning_in_arrow, CONFS[1], TINY, id="arrow, in little memory"),
+        pytest.param(winning_in_arrow, CONFS[2], Limits(), id="arrow, hot"),
+    ],
 )
-@pytest.mark.parametrize("form", [winning_in_rows, winning_in_arrow])
 def test_winning_bids(form: Callable[[Limits], OperatorRun], conf: NexmarkConf, limits: Limits) -> None:
     in_us = form is winning_in_rows
     given = [*batches(conf, EVENTS, BATCHES)]

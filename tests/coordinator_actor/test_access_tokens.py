@@ -15,6 +15,7 @@ from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_r
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 from coordinator_actor.messages import HostInfo, HostReport
+from tests.effort import examples
 
 SECRET = "5ec4e7" * 8
 
@@ -138,7 +139,7 @@ def test_times_that_cannot_be(tokens: AccessTokens, seconds: float) -> None:
         tokens.issue_token("a", seconds)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(st.integers(0, 200), st.characters(exclude_categories=["Cs"]) | st.just(""))
 def test_an_altered_token_is_no_token(at: int, other: str) -> None:
     token = World().tokens().issue_token("a", 60)

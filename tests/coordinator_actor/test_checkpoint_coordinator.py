@@ -27,7 +27,6 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -47,25 +46,10 @@ from coordinator_actor.exceptions import (
     InvalidRequestError,
 )
 from spark_bridge.transport.error_codec import rebuilt_error
+from tests.coordinator_actor.checkpoint_world import World
 from tests.patience import HANG, PATIENCE
 
 A, B, C = ("op", 0), ("op", 1), ("other", 0)
-
-
-@dataclass
-class World:
-    """A clock; who turns it lets the coordinators look at what is overdue."""
-
-    now: float = 1000.0
-    coordinators: list[CheckpointCoordinator] = field(default_factory=list)
-
-    def clock(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-        for coordinator in self.coordinators:
-            coordinator.expire()
 
 
 @pytest.fixture

@@ -20,11 +20,8 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.compatibility import evolved_operators, refusal_of
 from coordinator_actor.query.query_state import QueryState
-
-from .test_coordinator import SCHEMA, World
-from .test_savepoints import G, Stream, stream
-
-__all__ = ["stream"]
+from tests.coordinator_actor.coordinator_world import SCHEMA, World
+from tests.coordinator_actor.savepoint_streams import G, Stream
 
 KEY = pa.schema([("k", pa.int64())])
 COUNTS = StateSchema(KEY, pa.schema([("n", pa.int32())]))

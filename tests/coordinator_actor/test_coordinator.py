@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +11,6 @@ import pytest
 
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError, StorageError
-from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
-from backends.formats.file_names import changelog_path
-from backends.formats.manifest import Manifest
-from backends.formats.sealed import unseal
-from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import (
@@ -36,110 +27,16 @@ from coordinator_actor.exceptions import (
     UnknownRunError,
 )
 from coordinator_actor.messages import (
-    Acknowledge,
-    HostInfo,
     HostReport,
-    OpenBatch,
-    OpenGrant,
     OperatorSpec,
-    QueryRegistration,
 )
 from coordinator_actor.query.partition_owners import assign
 from spark_bridge.transport.error_codec import rebuilt_error
+from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import acknowledge
 
-SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
 OTHER_KEY = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())])).to_json()
 OTHER_STATE = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.float64())])).to_json()
-
-
-@dataclass
-class World:
-    """One checkpoint directory, hosts that answer at once, and any number of coordinators."""
-
-    root: Path
-    now: float = 1000.0
-    put_hook: Callable[[str], None] | None = None
-    pending: dict[tuple[str, int], Acknowledge] = field(default_factory=dict)
-
-    def storage(self, location: str, options: Mapping[str, str]) -> CheckpointStorage:
-        storage = CheckpointStorage.open(location, options, fsync=False)
-        put_new = storage.put_new
-
-        def put(path: str, data: bytes) -> Any:
-            if self.put_hook is not None:
-                self.put_hook(path)
-            return put_new(path, data)
-
-        storage.put_new = put  # type: ignore[method-assign]
-        return storage
-
-    def coordinator(self, hosts: int = 2) -> Coordinator:
-        # Told at once whatever it must know, so that it need not wait for reports.
-        made = Coordinator(lambda: self.now, self.storage, CoordinatorConf(report_timeout=0.0))
-        for i in range(hosts):
-            made.register_host(self.host(i), HostReport())
-        return made
-
-    @staticmethod
-    def host(i: int, incarnation: str = "a") -> HostInfo:
-        return HostInfo(f"h{i}", incarnation, f"grpc://127.0.0.1:{i}", f"node{i}", "s")
-
-    def registration(self, run: str = "run1", n: int = 2, **changes: Any) -> QueryRegistration:
-        given = QueryRegistration(
-            query_id="q",
-            run_id=run,
-            name="name",
-            session_id="s",
-            checkpoint_location=str(self.root / "ck"),
-            state_location=str(self.root / "ck/statestore"),
-            operators=(OperatorSpec("op", n, SCHEMA),),
-        )
-        return msgspec.structs.replace(given, **changes)
-
-    def commit_spark(self, batch: int) -> None:
-        path = self.root / "ck" / "commits" / str(batch)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("v1\n{}")
-
-    def plan_spark(self, batch: int) -> None:
-        path = self.root / "ck" / "offsets" / str(batch)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("v1\n{}\n{}")
-
-    def open(self, c: Coordinator, batch: int, partition: int = 0, run: str = "run1", host: int = 0) -> OpenGrant:
-        info = self.host(host)
-        grant = c.open_batch(OpenBatch(run, batch, info.host_id, info.incarnation))
-        owner = grant.hosts[grant.owners["op"][partition]]
-        if owner != info:
-            grant = c.open_batch(OpenBatch(run, batch, owner.host_id, owner.incarnation))
-        head = grant.heads["op"].get(partition)
-        return OpenGrant(owner, grant.version, head, grant.registration, grant.epoch)
-
-    def open_owner(self, c: Coordinator, partition: int, run: str = "run1") -> HostInfo:
-        return c.open_for_read(run, "op", partition).owner
-
-    def stage(self, grant: OpenGrant, partition: int, batch: int, attempt: str, run: str = "run1") -> Acknowledge:
-        """What a host does before it acknowledges: the changelog is durable."""
-        n = grant.registration.operators[0].num_partitions
-        meta = ChangelogMeta(run, "op", partition, n, batch + 1, attempt, grant.head)
-        data = write_changelog(Changes.of(pa.array([b"k"]), pa.array([attempt.encode()])), meta)
-        path = changelog_path("op", n, partition, "default", batch + 1, uuid.uuid4().hex)
-        ref = self.storage(grant.registration.state_location, {}).put_new(path, data)
-        owner = grant.owner
-        return Acknowledge(run, "op", partition, batch + 1, attempt, owner.host_id, owner.incarnation, ref, grant.head)
-
-    def run_batch(self, c: Coordinator, batch: int, n: int = 2, run: str = "run1", attempt: str = "t") -> list[Any]:
-        answers = []
-        for p in range(n):
-            answers.append(acknowledge(c, self.stage(self.open(c, batch, p, run), p, batch, attempt, run)))
-        self.commit_spark(batch)
-        return answers
-
-    def manifests(self) -> list[dict[str, Any]]:
-        """What is written, with an entry for each partition instead of columns."""
-        paths = sorted((self.root / "ck/statestore/manifests").glob("*.json"))
-        return [json.loads(msgspec.json.encode(unseal(p.read_bytes(), Manifest, p.name), enc_hook=dict)) for p in paths]
 
 
 @pytest.fixture

@@ -20,11 +20,10 @@ from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, Unkn
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.transport.protocol import TaskIdentity
+from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge, run_of
+from tests.coordinator_actor.savepoint_streams import Stream
 from tests.patience import HANG, PATIENCE
-
-from .test_coordinator import World
-from .test_savepoints import Stream
 
 
 @pytest.fixture

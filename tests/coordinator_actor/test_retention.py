@@ -18,9 +18,8 @@ from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import BUSY_SECONDS
+from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
-
-from .test_coordinator import World
 
 KEEP = 3
 

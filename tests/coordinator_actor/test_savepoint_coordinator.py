@@ -36,7 +36,7 @@ from coordinator_actor.exceptions import (
 )
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
 from spark_bridge.transport.error_codec import rebuilt_error
-from tests.coordinator_actor.test_checkpoint_coordinator import World
+from tests.coordinator_actor.checkpoint_world import World
 from tests.patience import HANG, PATIENCE
 
 A, B = ("op", 0), ("op", 1)

@@ -39,9 +39,7 @@ from coordinator_actor.savepoints.savepoint_format import (
     verify_savepoint,
 )
 from tests.backends.strategies import FIXED, LEAVES, batches
-from tests.effort import examples
-
-from .test_savepoint_files import (
+from tests.coordinator_actor.savepoint_makers import (
     INTS,
     G,
     Savepoint,
@@ -57,6 +55,7 @@ from .test_savepoint_files import (
     stored,
     tree,
 )
+from tests.effort import examples
 
 
 @pytest.fixture

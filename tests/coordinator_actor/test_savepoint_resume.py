@@ -19,17 +19,7 @@ from coordinator_actor.durable.manifests import QueryFile
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, QueryRegistration
 from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
-
-from .test_savepoint_files import (
-    BATCH,
-    INTS,
-    G,
-    Savepoint,
-    restore,
-    small,
-    storage,
-    tree,
-)
+from tests.coordinator_actor.savepoint_makers import BATCH, INTS, G, Savepoint, restore, small, storage, tree
 
 
 @pytest.fixture

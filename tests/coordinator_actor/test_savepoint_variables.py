@@ -26,11 +26,8 @@ from coordinator_actor.savepoints.restore import restore_savepoint
 from coordinator_actor.savepoints.run_savepoints import variables_of
 from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, read_metadata
 from spark_bridge.transport.protocol import TaskIdentity
-
-from .test_savepoint_files import assert_same, loaded, storage
-from .test_savepoints import G, Stream, stream
-
-__all__ = ["stream"]
+from tests.coordinator_actor.savepoint_makers import assert_same, loaded, storage
+from tests.coordinator_actor.savepoint_streams import G, Stream
 
 KEY = pa.schema([("k", pa.int64())])
 OLD = StateSchema(KEY, pa.schema([("n", pa.int32()), ("gone", pa.string())]))

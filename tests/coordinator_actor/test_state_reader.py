@@ -24,8 +24,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor import state_reader
 from coordinator_actor.savepoints.restore import restore_savepoint
 from coordinator_actor.state_reader import Piece, Reading, StateVersions, changes, find_state, opened
-
-from .test_savepoints import KEYS, VALUES, Rows, Stream, run_and_clean
+from tests.coordinator_actor.savepoint_streams import KEYS, VALUES, Rows, Stream, run_and_clean
 
 Changed = list[tuple[int, int, int | None, int | None]]
 

@@ -40,6 +40,7 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from tests.deploy.memory_client import TOKEN, TOTALS, UTC, MemoryClient, Rows, Tokens
+from tests.effort import examples
 from tests.patience import HANG, PATIENCE
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -653,7 +654,7 @@ KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_values_go_through_json_and_back(data: st.DataObject) -> None:
     kind, strategy = data.draw(st.sampled_from(KINDS))
@@ -673,7 +674,7 @@ def test_durations() -> None:
             values.from_json(wrong, pa.duration("us"), "it")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.text(), min_size=2, max_size=4))
 def test_keys_in_a_path_go_through_quotes(parts: list[str]) -> None:
     schema = pa.schema([(str(i), pa.string()) for i in range(len(parts))])
@@ -693,7 +694,7 @@ def test_what_comes_as_columns_is_as_value_by_value() -> None:
         values.to_json(object())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -18,6 +18,9 @@ from tests.patience import PATIENCE
 
 COORDINATOR = "of-state-api"
 
+# Otherwise: the application without Serve, in test_state_api.py and test_state_api_on_hosts.py.
+pytestmark = [pytest.mark.ray, pytest.mark.thorough]
+
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
@@ -86,7 +89,6 @@ def wait_until(holds: Any) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.ray
 def test_the_application_on_serve(address: str) -> None:
     token = coordinator("issue_token", "browser")
     with httpx.Client(base_url=f"{address}/state", auth=("", token), timeout=PATIENCE) as http:
@@ -109,7 +111,6 @@ def test_the_application_on_serve(address: str) -> None:
         wait_until(lambda: http.get("/v1/operators").status_code == 401)
 
 
-@pytest.mark.ray
 def test_a_scan_that_fails_is_cut_short_on_the_wire(address: str) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with httpx.Client(base_url=f"{address}/memory", headers=headers, timeout=PATIENCE) as http:

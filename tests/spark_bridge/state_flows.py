@@ -26,7 +26,7 @@ from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.transport.protocol import ScanCommand, TaskIdentity
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 
 G = 16
 KEYS = pa.schema([("user", pa.string()), ("shard", pa.int32())])

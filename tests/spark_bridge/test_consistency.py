@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import effort
+
 from .bank import run_bank
 from .conftest import Stream
 
 pytestmark = pytest.mark.spark
-ANSWERS = 20_000
+ANSWERS = effort(4_000, 20_000)
+SECONDS = effort(15, 45)
 
 
 def test_no_answer_is_ever_broken(make_stream: Callable[..., Stream], tmp_path: Path) -> None:
     directory = tmp_path / "tellers"
     directory.mkdir()
-    at_least = (ANSWERS // 20 + 1, 6)
+    at_least = (1_001, 6)
     stream = make_stream("account long, amount long")
-    answers, _, newest = run_bank(stream, directory, 5, ANSWERS, 45, pause=1.0, at_least=at_least)
+    answers, _, newest = run_bank(stream, directory, 5, ANSWERS, SECONDS, pause=1.0, at_least=at_least)
     assert answers >= at_least[0], "the tellers had hardly any answer"
     assert newest >= at_least[1], "the tellers have hardly seen a new version"

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,16 @@ from typing import Any
 import pytest
 import ray
 from pyspark.sql import DataFrame
-from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
-from tests.effort import effort
 from tests.patience import HANG
+from tests.spark_bridge.totals import KEYS, Totals, start
 
 from .conftest import Stream, driver_environment, held_instances, settle, wait_until
 
 pytestmark = pytest.mark.spark
-KEYS = 40
 
 
 @pytest.fixture(scope="module")
@@ -36,40 +33,9 @@ def client(spark: Any) -> QueryableStateClient:
     return QueryableStateClient.connect()
 
 
-class Totals:
-    """A stream of known totals: each batch adds ``batch + 1`` to every key."""
-
-    def __init__(self, stream: Stream, operator: str) -> None:
-        self.stream = stream
-        self.operator = operator
-        self.expected: dict[int, float] = defaultdict(float)
-
-    def add(self, batches: int = 1) -> None:
-        for _ in range(batches):
-            n = self.stream.files
-            self.stream.add([(k, float(n + 1)) for k in range(KEYS)])
-            for k in range(KEYS):
-                self.expected[k] += n + 1
-
-    def frame(self, n: int = 4) -> DataFrame:
-        """With ``n`` partitions, twice as many as tasks run at once."""
-        return aggregate(
-            self.stream.read(), by="k", operator=self.operator, num_partitions=n, n=S.count(), total=S.sum("v")
-        )
-
-    def check(self, client: QueryableStateClient) -> None:
-        table = client.get_many(self.operator, list(range(KEYS)))
-        assert dict(zip(table["k"].to_pylist(), table["total"].to_pylist(), strict=True)) == self.expected
-        assert set(table["n"].to_pylist()) == {self.stream.files}
-
-
 @pytest.fixture
 def totals(stream: Stream, request: pytest.FixtureRequest) -> Totals:
     return Totals(stream, request.node.name.replace("[", ".").replace("]", ""))
-
-
-def start(df: DataFrame, stream: Stream) -> StreamingQuery:
-    return df.writeStream.format("noop").outputMode("append").option("checkpointLocation", stream.checkpoint).start()
 
 
 def once(flag: Path, action: Callable[[], None]) -> Callable[[Iterator[Any]], Iterator[Any]]:
@@ -154,7 +120,8 @@ VICTIMS: dict[str, Callable[[], list[int]]] = {
 MOMENTS = (0.15, 0.55, 0.9)
 
 
-@pytest.mark.parametrize("turn", effort([0], [0, 1, 2]))
+@pytest.mark.thorough  # otherwise: test_recovery.py::test_no_task_fails_when_state_processes_die
+@pytest.mark.parametrize("turn", [0, 1, 2])
 def test_state_processes_killed_mid_batch(totals: Totals, client: QueryableStateClient, turn: int) -> None:
     """At different moments of a batch; in all turns together, everybody at each of them."""
     totals.add()

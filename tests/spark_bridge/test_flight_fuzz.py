@@ -37,14 +37,14 @@ from spark_bridge.transport.protocol import (
     OpenAndGetCommand,
     ScanCommand,
 )
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
-from tests.spark_bridge.test_host import make_host, plan_spark, reg, run_task, task
+from tests.spark_bridge.host_steps import make_host, plan_spark, reg, run_task, task
 
 T = TypeVar("T")
 
 TOKEN = "right-token"
-ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(500, marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(500, marks=[pytest.mark.long, pytest.mark.thorough])])
 
 
 class Served:

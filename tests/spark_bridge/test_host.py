@@ -8,9 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import uuid
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,80 +16,15 @@ import pytest
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StateStoreError, StorageError
-from backends.formats.changelog import Changes
 from backends.partition.partition_state import PartitionState
-from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import CoordinatorError, IncompleteBatchError, RetiredRunError
-from coordinator_actor.messages import HostReport, OperatorSpec, QueryRegistration
+from coordinator_actor.messages import HostReport
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.host import Host
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.test_coordinator import SCHEMA, World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import HANG, PATIENCE
-
-
-class Port:
-    """A coordinator within reach; ``before[method]`` and ``after[method]`` happen around a call."""
-
-    def __init__(self, c: Coordinator) -> None:
-        self.c = c
-        self.before: dict[str, Callable[..., Any]] = {}
-        self.after: dict[str, Callable[..., Any]] = {}
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name in self.before:
-                self.before[name](*args, **kwargs)
-            answer = getattr(self.c, name)(*args, **kwargs)
-            if name in self.after:
-                self.after[name](answer, *args, **kwargs)
-            return answer
-
-        return call
-
-
-def make_host(world: World, c: Coordinator, i: int, tmp: Path, inc: str = "a", **conf: Any) -> Any:
-    given = StateStoreConf(provider="file", fsync=False, **conf)
-    port: Any = Port(c)
-    host: Any = Host(world.host(i, inc), port, tmp / f"local{i}{inc}", conf=given, open_storage=world.storage)
-    host.port = port
-    host.register()
-    return host
-
-
-def reg(world: World, run: str = "run1", n: int = 2, **changes: Any) -> QueryRegistration:
-    return world.registration(run, n, operators=(OperatorSpec("op", n, SCHEMA, backend="file"),), **changes)
-
-
-def task(batch: int, p: int = 0, run: str = "run1", attempt: str | None = None) -> TaskIdentity:
-    return TaskIdentity(
-        run_id=run,
-        operator="op",
-        partition=p,
-        batch_id=batch,
-        attempt=attempt or uuid.uuid4().hex[:6],
-        invocation=uuid.uuid4().hex,
-    )
-
-
-def ch(value: bytes, key: bytes = b"k") -> Changes:
-    return Changes.of(pa.array([key]), pa.array([value]))
-
-
-def run_task(
-    hosts: list[Any], batch: int, p: int = 0, run: str = "run1", value: bytes = b"v", attempt: str | None = None
-) -> Any:
-    given = task(batch, p, run, attempt)
-    for host in hosts:
-        if host.open(given).redirect is None:
-            return host, host.commit(given, ch(value), {})
-    raise AssertionError("no host owns the partition")
-
-
-def plan_spark(world: World, batch: int) -> None:
-    path = world.root / "ck" / "offsets" / str(batch)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("v1\n{}\n{}")
+from tests.spark_bridge.host_steps import Port, ch, make_host, plan_spark, reg, run_task, task
 
 
 def get(host: Any, run: str = "run1", p: int = 0, version: int | None = None) -> Any:

@@ -5,35 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 from backends.conf import StateStoreConf
-from backends.encoding.operator_schema import OperatorSchema, StateVariable
-from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.changelog import Changes
 from coordinator_actor.messages import BatchTimes, OperatorFigures, OperatorSpec
 from spark_bridge.exceptions import NotOwnerError
 from spark_bridge.operators.initial_state import InitialStateAccess
 from spark_bridge.transport.protocol import ScanCommand
-from tests.coordinator_actor.test_coordinator import World
-from tests.spark_bridge.test_host import make_host, plan_spark, task
-
-SCHEMA = OperatorSchema(
-    (
-        StateVariable("a", "value", {"a": StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("v", pa.int64())]))}),
-        StateVariable("b", "value", {"b": StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("v", pa.int64())]))}),
-    )
-).to_json()
-
-
-def binary(*values: bytes | None) -> pa.BinaryArray:
-    return pa.array(values, pa.binary())
-
-
-def spec(n: int = 2, backend: str = "file", **changes: Any) -> OperatorSpec:
-    return OperatorSpec("op", n, SCHEMA, backend=backend, kind="transform_with_state", **changes)
+from tests.coordinator_actor.coordinator_world import World
+from tests.spark_bridge.host_operators import SCHEMA, binary, reg_of, spec, write_offsets
+from tests.spark_bridge.host_steps import make_host, plan_spark, task
 
 
 def start(tmp_path: Path, **changes: Any) -> tuple[World, Any, Any]:
@@ -42,10 +25,6 @@ def start(tmp_path: Path, **changes: Any) -> tuple[World, Any, Any]:
     h = make_host(w, c, 0, tmp_path)
     assert c.register_query(reg_of(w, spec(**changes))).refusal is None
     return w, c, h
-
-
-def reg_of(w: World, *specs: OperatorSpec, run: str = "run1") -> Any:
-    return w.registration(run, 2, operators=specs)
 
 
 def commit(h: Any, batch: int, families: dict[str, dict[bytes, bytes | None]], p: int = 0) -> None:
@@ -82,12 +61,6 @@ def test_families_are_read_scanned_and_made_when_they_are_first_written(tmp_path
         scan(h, 7, "a", (b"", None))
     (instance,) = [i for i in h.describe()["instances"] if i["partition"] == 0]
     assert instance["commits"][1]["num_rows_updated"] == 3
-
-
-def write_offsets(w: World, batch: int, watermark: int, timestamp: int) -> None:
-    plan_spark(w, batch)
-    path = w.root / "ck" / "offsets" / str(batch)
-    path.write_text(f'v1\n{{"batchWatermarkMs":{watermark},"batchTimestampMs":{timestamp},"conf":{{}}}}\n{{}}')
 
 
 def test_the_times_are_those_that_spark_has_logged_and_rows_are_late_by_the_batch_before(tmp_path):

@@ -13,10 +13,11 @@ from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import QueryableStateClient, rebalance
 from spark_bridge.session.current import current_cluster
+from tests.effort import only_thorough
+from tests.spark_bridge.flow import SCHEMA, Flow, Sink, backend, kept_by, newest_manifest, progressed, start
+from tests.spark_bridge.other_driver import Driver
 
 from .conftest import Stream, settle, wait_until
-from .test_recovery import Driver
-from .test_savepoint import SCHEMA, Flow, Sink, backend, kept_by, newest_manifest, progressed, start
 
 pytestmark = pytest.mark.spark
 
@@ -59,22 +60,15 @@ def run(
     query.stop()
 
 
-@pytest.mark.spark42
-def test_another_partition_count_at_each_restart(flow: Flow, client: QueryableStateClient) -> None:
-    for partitions in [(4, 2), (1, 5), (3, 5), (16, 1)]:
-        run(flow, client, partitions)
+def test_another_partition_count_or_backend_or_both_at_each_restart(flow: Flow, client: QueryableStateClient) -> None:
+    run(flow, client, (4, 2), "rocksdb")
+    run(flow, client, (1, 5), "rocksdb")
+    run(flow, client, (1, 5), "file")
+    run(flow, client, (3, 5), "rocksdb", batches=1)
+    run(flow, client, (16, 1), "file", batches=1)
     # Nobody has removed a layout that users may go back to.
     assert layouts(flow.stream, "per_key") == {4, 1, 3, 16}
     assert layouts(flow.stream, "per_s") == {2, 5, 1}
-
-
-def test_another_backend_at_each_restart_with_and_without_another_partition_count(
-    flow: Flow, client: QueryableStateClient
-) -> None:
-    run(flow, client, (2, 3), "rocksdb", batches=3)
-    run(flow, client, (2, 3), "file")
-    run(flow, client, (5, 2), "rocksdb", batches=1)
-    run(flow, client, (3, 3), "file", batches=1)
 
 
 def remove_last(stream: Stream, batches: int) -> None:
@@ -86,7 +80,9 @@ def remove_last(stream: Stream, batches: int) -> None:
                 Path(stream.checkpoint, directory, name).unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("removed", [1, 3], ids=["behind-the-rescaling", "before-the-rescaling"])
+@pytest.mark.parametrize(
+    "removed", [only_thorough(1, id="behind-the-rescaling"), pytest.param(3, id="before-the-rescaling")]
+)
 def test_rescaled_again_from_an_older_batch(flow: Flow, client: QueryableStateClient, removed: int) -> None:
     """The base is a version of the first layout or of the second; neither is the newest, nor has the third's count."""
     run(flow, client, (4, 2), batches=3)
@@ -120,7 +116,9 @@ def kill_all_state_processes() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("action", [lambda: None, kill_all_state_processes], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    "action", [only_thorough(lambda: None, id="stopped"), pytest.param(kill_all_state_processes, id="killed")]
+)
 def test_the_first_batch_of_a_rescaled_query_is_not_committed(
     flow: Flow, client: QueryableStateClient, action: Callable[[], None]
 ) -> None:
@@ -142,6 +140,7 @@ def test_the_first_batch_of_a_rescaled_query_is_not_committed(
     run(flow, client, (4, 2))
 
 
+@pytest.mark.thorough  # otherwise: the test above, and test_failures.py::test_a_driver_killed_between_our_commit_and_sparks_own
 def test_the_session_dies_before_the_first_batch_of_a_rescaled_query_is_committed(
     flow: Flow, client: QueryableStateClient, tmp_path: Path
 ) -> None:

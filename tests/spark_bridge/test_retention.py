@@ -11,9 +11,10 @@ import ray
 
 from spark_bridge import QueryableStateClient
 from spark_bridge.session.current import current_cluster
+from tests.effort import only_thorough
+from tests.spark_bridge.totals import Totals, start
 
 from .conftest import Stream, settle, wait_until
-from .test_failures import Totals, start
 
 pytestmark = pytest.mark.spark
 
@@ -62,7 +63,7 @@ def run_batches(totals: Totals, n: int) -> None:
     query.stop()
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [only_thorough(1), 3])
 def test_the_last_k_offsets_and_commits_are_removed(totals: Totals, client: QueryableStateClient, k: int) -> None:
     run_batches(totals, 5)
     for batch in batches(totals.stream, "offsets")[-k:]:

@@ -53,11 +53,12 @@ def test_random_commands(processor: type, time_mode: str, seed: int) -> None:
     check_random_commands(processor, time_mode, seed, batches=4)
 
 
+@pytest.mark.thorough  # otherwise: test_random_commands
 @pytest.mark.long
 @pytest.mark.parametrize("time_mode", TIME_MODES)
 @pytest.mark.parametrize("processor", [Commands, PandasCommands], ids=["rows", "pandas"])
 def test_many_random_commands(processor: type, time_mode: str) -> None:
-    for seed in effort([2, 5], range(2, 10)):
+    for seed in range(2, 10):
         check_random_commands(processor, time_mode, seed, batches=8)
 
 

@@ -12,6 +12,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_bridge import transform_with_state, transform_with_state_in_pandas
+from tests.effort import effort
 
 from .conftest import Stream
 from .processors import (
@@ -40,7 +41,7 @@ pytestmark = [
 ]
 
 SEED = int(os.environ.get("STATESTORE_TEST_SEED", "1"))
-BATCHES = 6
+BATCHES = effort(4, 6)
 NATIVE = {
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"

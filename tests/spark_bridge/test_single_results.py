@@ -11,6 +11,7 @@ from spark_bridge.aggregates.aggregator import result_fields, results, state_fie
 from spark_bridge.aggregates.outputs import Output
 from spark_bridge.queryable.client.single_results import MOMENTS, SingleResults
 from tests.backends.strategies import LEAVES, comparable, values_of
+from tests.effort import examples
 
 INT, FLOAT, MONEY = pa.int32(), pa.float64(), pa.decimal128(12, 2)
 
@@ -47,7 +48,7 @@ def columnar(batch):
     return pa.RecordBatch.from_arrays(results(batch), schema=pa.schema(result_fields(batch.schema))).to_pylist()[0]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(states())
 def test_results_are_those_of_the_columns(batch):
     result = SingleResults.of(batch.schema).of_row(batch.to_pylist()[0])

@@ -95,7 +95,6 @@ def batch_rows(i: int) -> list[Row]:
     return [((i * 7 + j) % 9, float(j % 4)) for j in range(40)]
 
 
-@pytest.mark.spark42
 def test_the_state_of_a_query_can_be_read_at_every_version_and_so_can_its_changes(
     spark: SparkSession, stream: Stream
 ) -> None:

@@ -15,8 +15,6 @@ from backends.encoding.key_groups import key_groups, partition_of
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
-from spark_bridge.aggregates.aggregator import Aggregator
-from spark_bridge.aggregates.outputs import Output
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
@@ -31,11 +29,19 @@ from spark_bridge.state_data.state_tables import (
 from spark_bridge.state_format import partition_rows
 from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
 from spark_bridge.task.watermark import EventTime
+from tests.spark_bridge.variable_operations import (
+    AGGREGATOR,
+    Expiring,
+    Row,
+    flat,
+    in_order,
+    note,
+    one_key,
+    random_batch,
+)
 
 from .operator_runs import SECOND, TS, WINDOW, batch_of, seconds
-from .state_flows import KEYS, NAMES, Flow, G, Key, Operation, Query
-
-Row = tuple[Any, ...]
+from .state_flows import KEYS, NAMES, Flow, G, Operation, Query
 
 
 @pytest.fixture
@@ -49,44 +55,6 @@ def flow(tmp_path: Path) -> Iterator[Callable[..., Flow]]:
     yield make
     for one in made:
         one.close()
-
-
-def note(text: str | None) -> Any:
-    return None if text is None else (text,)
-
-
-def random_operation(rng: random.Random) -> Operation:
-    """Something with every variable; small and large lists and maps, and removals."""
-    n, wide = rng.randrange(100), rng.choice([1, 1, 3, 30, 90, 150])
-    visits = [(rng.choice(["/", "/a", None]), rng.randrange(9)) for _ in range(wide)]
-    entries = [((f"/{rng.randrange(150)}", rng.choice("xyz")), (i, note(rng.choice(["t", None])))) for i in range(wide)]
-    timers = [rng.randrange(10**6, 2 * 10**6, 1000) for _ in range(rng.randrange(4))]
-    what = rng.choice(["add", "add", "add", "put", "clear", "take"])
-
-    def operation(of: Any) -> None:
-        if what in ("add", "put"):
-            of.total.update((n, f"u{n}"))
-            (of.visits.appendList if what == "add" else of.visits.put)(visits)
-            for key, value in entries:
-                of.pages.updateValue(key, value)
-            for timer in timers:
-                of.timers.registerTimer(timer)
-        if what == "clear":
-            of.total.clear()
-            of.visits.clear()
-            of.pages.clear()
-        if what == "take":
-            for key, _ in entries[::2]:
-                of.pages.removeKey(key)
-            for timer in timers[:1]:
-                of.timers.deleteTimer(timer)
-
-    return operation
-
-
-def random_batch(rng: random.Random) -> dict[Key, Operation]:
-    keys = [(user, shard) for user in ("a", "b", "ab", "", "é") for shard in (0, 1)]
-    return {key: random_operation(rng) for key in rng.sample(keys, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +71,6 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flow]:
     f.close()
 
 
-def flat(name: str, of: dict[Key, Any]) -> list[Row]:
-    """The rows that a table must have, sorted."""
-    rows: list[Row] = []
-    for key, held in of.items():
-        if name == "total":
-            rows.append((*key, *held))
-        elif name == "visits":
-            rows += [(*key, *element) for element in held]
-        elif name == "pages":
-            rows += [(*key, *k, n, None if t is None else {"text": t[0]}) for k, (n, t) in held.items()]
-        else:
-            rows += [(*key, expiry) for expiry in held]
-    return rows
-
-
 def rows_of(table: pa.Table) -> list[Row]:
     """Rows without key group and partition, which are right."""
     if table.num_rows:
@@ -127,10 +80,6 @@ def rows_of(table: pa.Table) -> list[Row]:
         assert table.column("key_group").to_pylist() == groups
     names = [n for n in table.column_names if n not in ("key_group", "partition_id")]
     return list(zip(*(table.column(n).to_pylist() for n in names), strict=True))
-
-
-def in_order(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=repr)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -245,10 +194,6 @@ def test_changes_lead_from_each_version_to_the_next(worked, name):
         assert reader.schema == table.schema
 
 
-def one_key(operation: Operation) -> dict[Key, Operation]:
-    return {("a", 0): operation}
-
-
 def changed(f: Flow, name: str) -> list[tuple[Any, ...]]:
     """The changes of the last batch, without key and place."""
     last = max(f.at)
@@ -316,13 +261,6 @@ def test_what_is_written_as_it_was_is_no_change(flow):
 
 
 # -- TTL, changed schemas, names ---------------------------------------------------------------
-
-
-class Expiring:
-    def init(self, handle: Any) -> None:
-        self.seen = handle.getValueState("seen", "n LONG", 10_000)
-        self.log = handle.getListState("log", "n LONG", 10_000)
-        self.by_page = handle.getMapState("by_page", "page STRING", "n LONG", 10_000)
 
 
 def test_the_time_to_live_is_a_column(flow):
@@ -465,7 +403,6 @@ def query(tmp_path: Path, schema: OperatorSchema, logic: Any, keys: list[str], *
     return made
 
 
-AGGREGATOR = Aggregator([Output("n", "count", None, None, None), Output("mean", "mean", "v", None, pa.float64())])
 BY_WINDOW = pa.schema([pa.field("window", WINDOW), pa.field("k", pa.string())])
 VALUES = pa.schema([*BY_WINDOW, pa.field("v", pa.float64())])
 

@@ -23,7 +23,6 @@ from backends.encoding.operator_schema import OperatorSchema, evolved
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.stateful import ttl as expiry
 from spark_bridge.stateful.processor_state import ProcessorState
-from tests.effort import effort
 from tests.spark_bridge.local_partition import KEY_GROUPS, LocalPartition, encoded, run_step, steps
 
 KEYS: list[tuple[str | None, int]] = [("a", 1), ("a\x00b", 1), (None, 2), ("", 11), ("z", 18), ("q", -1)]
@@ -194,8 +193,9 @@ def test_variables_are_what_a_plain_model_says(batches: list[Any], ttls: Any) ->
     check_against_model(batches, ttls)
 
 
+@pytest.mark.thorough  # otherwise: the test above
 @pytest.mark.long
-@settings(max_examples=effort(15, 200), deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(BATCHES, TTLS)
 def test_variables_are_what_a_plain_model_says_of_many_histories(batches: list[Any], ttls: Any) -> None:
     check_against_model(batches, ttls)

@@ -174,7 +174,6 @@ def test_every_type_as_key_and_value_nulls_included(
         assert [got[f"last_{n}"] for n in names] == list(row)
 
 
-@pytest.mark.spark42
 def test_negative_zero_and_nan_are_one_key_each(
     make_stream: Callable[..., Stream], client: QueryableStateClient
 ) -> None:
@@ -187,7 +186,6 @@ def test_negative_zero_and_nan_are_one_key_each(
     assert client.get_many("floats", [0.0, -0.0, nan])["n"].to_pylist() == [3, 3, 3]
 
 
-@pytest.mark.spark42
 def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: QueryableStateClient) -> None:
     expected: dict[int, float] = defaultdict(float)
     for round_ in range(3):
@@ -310,7 +308,6 @@ def test_pyspark_workers_do_not_join_ray_and_hosts_take_no_cpu(stream: Stream) -
     assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"] - 2
 
 
-@pytest.mark.spark42
 def test_output_goes_to_any_sink(stream: Stream, spark: Any, tmp_path: Path) -> None:
     stream.add([(1, 1.0), (2, 2.0)])
     df = aggregate(stream.read(), by="k", operator="sink", n=S.count(), last=S.last("v", by="v")).withColumn(

@@ -26,10 +26,10 @@ from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.task.state_task import StateTask, partitions_of
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport.protocol import OpenReply
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
-from tests.spark_bridge.test_host import make_host, task
-from tests.spark_bridge.test_host_families import SCHEMA, binary, reg_of, spec, write_offsets
+from tests.spark_bridge.host_operators import SCHEMA, binary, reg_of, spec, write_offsets
+from tests.spark_bridge.host_steps import make_host, task
 
 
 class Served:

@@ -26,6 +26,7 @@ from spark_bridge import (
     transform_with_state_in_pandas,
 )
 from spark_bridge import functions as S
+from tests.effort import only_thorough
 from tests.patience import HANG
 
 from .conftest import Stream, wait_until
@@ -190,7 +191,8 @@ def test_state_of_every_kind_and_type_is_kept_over_batches_and_a_restart(make_st
 
 
 @pytest.mark.parametrize(
-    ("processor", "time_mode"), [(Commands, "eventTime"), (PandasCommands, "processingTime")], ids=["rows", "pandas"]
+    ("processor", "time_mode"),
+    [pytest.param(Commands, "eventTime", id="rows"), only_thorough(PandasCommands, "processingTime", id="pandas")],
 )
 def test_random_commands_give_what_a_plain_model_gives(
     make_stream: Callable[..., Stream], processor: type, time_mode: str
@@ -268,7 +270,6 @@ def test_event_time_timers_fire_by_the_watermark_on_a_quiet_stream_too(make_stre
     assert query.exception() is None
 
 
-@pytest.mark.spark42
 def test_processing_time_timers_and_ttl_go_by_the_time_of_the_batch_on_a_quiet_stream_too(
     make_stream: Callable[..., Stream],
 ) -> None:
@@ -345,7 +346,6 @@ def test_available_now_keeps_its_batches_and_ends(make_stream: Callable[..., Str
 # Initial state -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.spark42
 def test_an_initial_state_is_there_once_and_before_the_first_rows(make_stream: Callable[..., Stream]) -> None:
     stream, write = make_stream(INPUT), Writer()
     initial = stream.spark.createDataFrame([(7, "a", "x", 1), (95_000, "b", "y", 2), (None, None, None, None)], INITIAL)
@@ -445,7 +445,6 @@ class Columns(ArrowStatefulProcessor):
         )
 
 
-@pytest.mark.spark42
 def test_columns_come_with_the_state_of_all_keys(make_stream: Callable[..., Stream]) -> None:
     stream = make_stream("v long, k string, t timestamp")
     df = transform_with_state_in_arrow(
@@ -591,7 +590,6 @@ def totals_on(stream: Stream, **attributes: Any) -> DataFrame:
     )
 
 
-@pytest.mark.spark42
 def test_state_keeps_its_meaning_when_its_schema_evolves(make_stream: Callable[..., Stream]) -> None:
     stream = make_stream("k long, v int")
 

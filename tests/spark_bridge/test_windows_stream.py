@@ -124,7 +124,6 @@ def test_windows_that_close_are_those_of_spark(stream: Stream) -> None:
     same_when_closed(ours, native, stream)
 
 
-@pytest.mark.spark42
 def test_sessions_that_end_are_those_of_spark(stream: Stream) -> None:
     ours = aggregate(
         read(stream),
@@ -137,7 +136,6 @@ def test_sessions_that_end_are_those_of_spark(stream: Stream) -> None:
     same_when_closed(ours, native, stream)
 
 
-@pytest.mark.spark42
 def test_windows_of_windows_are_those_of_spark(stream: Stream) -> None:
     """The watermark of the second operator is what the first one lets through."""
     first = aggregate(

@@ -86,7 +86,6 @@ def test_an_operator_name_used_twice_in_a_chain(stream: Stream) -> None:
         aggregate(once, by="k", operator="same", n=S.count())
 
 
-@pytest.mark.spark42
 def test_an_operator_name_used_on_both_sides_of_a_union(stream: Stream) -> None:
     stream.add([(1, 1.0)])
     side = aggregate(stream.read(), by="k", operator="both", v=S.sum("v")).repartition(2)
@@ -180,7 +179,6 @@ def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Call
     assert "version 3" in refusal(made(), stream)
 
 
-@pytest.mark.spark42
 def test_a_session_without_the_listener(stream: Stream, spark: Any) -> None:
     stream.add([(1, 1.0)])
     other = Stream(spark.newSession(), stream.root, stream.schema)
@@ -188,7 +186,6 @@ def test_a_session_without_the_listener(stream: Stream, spark: Any) -> None:
     assert "listener" in refusal(df, stream)
 
 
-@pytest.mark.spark42
 def test_a_setting_that_loses_tasks_is_refused(stream: Stream, spark: Any) -> None:
     stream.add([(1, 1.0)])
     rules = spark.conf.get("spark.sql.optimizer.excludedRules")

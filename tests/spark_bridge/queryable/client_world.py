@@ -28,7 +28,7 @@ from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
 from tests.spark_bridge.state_flows import Query
 

@@ -23,7 +23,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.transport.protocol import TaskIdentity
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 
 G = 16
 KEY = pa.schema([("k", pa.int64())])

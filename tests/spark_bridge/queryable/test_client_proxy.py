@@ -57,7 +57,7 @@ from spark_bridge.queryable.server.server import KvStateServer
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import MemoryReads, OneToken, eventually
-from tests.spark_bridge.queryable.test_router import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
+from tests.spark_bridge.queryable.router_world import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
 
 USERS = list(range(1000))
 Q = "q"

@@ -43,6 +43,7 @@ from spark_bridge.queryable.server import failures, request_handler
 from spark_bridge.queryable.server.admission import AdmissionLimiter
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.server_connection import decoded_request
+from tests.effort import examples
 from tests.spark_bridge.queryable.memory_reads import (
     TOKEN,
     MemoryReads,
@@ -84,7 +85,7 @@ REQUESTS = [
 ]
 
 
-ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.thorough])])
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +315,7 @@ def test_announced_megabytes_that_do_not_come_take_no_memory(server):
     assert figures(made, reads)[2:] == (0, 0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_decoders(data):
     for decode in (decoded_request, unpack_bytes, unpack_one):
@@ -322,7 +323,7 @@ def test_no_bytes_break_the_decoders(data):
             decode(memoryview(data))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=40))))
 def test_what_is_packed_is_unpacked(values):
     array = pa.array(values, pa.binary())
@@ -335,7 +336,7 @@ def test_what_is_packed_is_unpacked(values):
         assert unpack_one(pack_bytes(array)) == values[0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(-3, 40), max_size=8), st.binary(max_size=60), st.integers(-2, 2))
 def test_keys_that_are_unpacked_are_valid(lengths, content, more):
     body = struct.pack("<I", max(0, len(lengths) + more)) + struct.pack(f"<{len(lengths)}i", *lengths) + content

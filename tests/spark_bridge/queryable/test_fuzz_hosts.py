@@ -4,6 +4,7 @@ is wrong.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import random
@@ -35,22 +36,24 @@ from spark_bridge.queryable.protocol.messages import (
     Scan,
 )
 from spark_bridge.queryable.reads.host_reads import HostReads
-from spark_bridge.queryable.server import request_handler
+from spark_bridge.queryable.server import client_proxy, request_handler
+from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
 from spark_bridge.queryable.server.request_limits import RequestLimits
-from tests.effort import effort
+from tests.effort import only_thorough
 from tests.spark_bridge.queryable import client_world
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import RawClient, eventually
 
-ROUNDS = pytest.mark.parametrize("rounds", [200, pytest.param(effort(500, 5000), marks=pytest.mark.long)])
+ROUNDS = pytest.mark.parametrize("rounds", [200, only_thorough(5000)])
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(request_handler, "MAX_AWAIT_SECONDS", 0.01)
+        patch.setattr(request_handler, "MAX_AWAIT_SECONDS", 0.001)
         # Many of the versions asked for will never be.
-        patch.setattr(client_world, "HostReads", lambda host, **_: HostReads(host, wait_seconds=0.01))
+        patch.setattr(client_world, "HostReads", lambda host, **_: HostReads(host, wait_seconds=0.001))
+        patch.setattr(client_proxy, "ForwardingReads", functools.partial(ForwardingReads, patience=0.05))
         made = Cluster(tmp_path_factory.mktemp("fuzz"), limits=RequestLimits(max_keys=1000, max_request_bytes=1 << 20))
         for batch in range(3):
             made.batch({i: (i + batch, f"user {i}") for i in range(batch, 60)})

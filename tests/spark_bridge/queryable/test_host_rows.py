@@ -28,7 +28,7 @@ from spark_bridge.task.watermark import EventTime
 from tests.spark_bridge.operator_runs import TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.queryable.host_world import COMPLETED
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Query
-from tests.spark_bridge.test_state_tables import Expiring, flat, in_order, one_key, random_batch
+from tests.spark_bridge.variable_operations import Expiring, flat, in_order, one_key, random_batch
 
 USERS = [(user, shard) for user in ("é", "zz", "a", "b", "ab", "") for shard in (1, 0)]
 

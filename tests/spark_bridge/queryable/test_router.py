@@ -15,8 +15,6 @@ import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 
-from backends.encoding.key_groups import key_groups
-from backends.encoding.keys import encode_keys
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.encoding.schema import StateSchema
 from coordinator_actor.exceptions import RetiredRunError
@@ -48,24 +46,7 @@ from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, eventually
 from tests.spark_bridge.queryable.relays import Relay
-
-FAMILY = "default"
-COMPLETED = At()
-
-
-def soon(seconds: float = PATIENCE) -> float:
-    return time.monotonic() + seconds
-
-
-def stored(users: Sequence[int]) -> pa.BinaryArray:
-    columns = pa.record_batch([pa.array(users, pa.int64())], schema=KEYS)
-    return encode_keys(columns, key_groups(columns, G))
-
-
-def numbers(values: pa.BinaryArray) -> list[int | None]:
-    """What the first column of stored values says."""
-    n = TOTALS.decode_values(values).column(0)
-    return [x if there else None for x, there in zip(n.to_pylist(), values.is_valid().to_pylist(), strict=True)]
+from tests.spark_bridge.queryable.router_world import COMPLETED, FAMILY, asked, located, numbers, owned_by, soon, stored
 
 
 @pytest.fixture
@@ -85,25 +66,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture(params=["direct", "via"])
 def router(request: pytest.FixtureRequest, cluster: Cluster, connections: KvConnections) -> StateRouter:
     return StateRouter(connections, via=cluster.hosts[0].address if request.param == "via" else None)
-
-
-def located(cluster: Cluster) -> OperatorLocation:
-    location: OperatorLocation = cluster.c.locate("totals")
-    return location
-
-
-def owned_by(cluster: Cluster, host: int) -> list[int]:
-    """Users whose partition the host owns."""
-    columns = pa.record_batch([pa.array(range(1000), pa.int64())], schema=KEYS)
-    partitions = key_groups(columns, G).astype(np.int64) * cluster.partitions // G
-    owners = located(cluster).owners
-    return [u for u in range(1000) if owners[partitions[u]].host_id == f"h{host}"]
-
-
-def asked(cluster: Cluster, verb: str) -> list[int]:
-    """How many such requests each host has had."""
-    snapshots = [h.proxy.statistics.snapshot("totals") for h in cluster.hosts]
-    return [s.get("totals", {}).get(verb, {}).get("requests", 0) for s in snapshots]
 
 
 # -- keys --------------------------------------------------------------------------------------

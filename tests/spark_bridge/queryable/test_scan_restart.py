@@ -29,7 +29,7 @@ from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing.routed_scan import RoutedScan
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
-from tests.spark_bridge.queryable.test_watch_rollback import go_back
+from tests.spark_bridge.queryable.rollback import go_back
 
 USERS = 12_000
 WIDE = "x" * 4_000
@@ -39,8 +39,8 @@ WIDE = "x" * 4_000
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     made = Cluster(tmp_path, hosts=2, partitions=4)
-    for n in (1, 2):
-        made.batch(dict.fromkeys(range(USERS), (n, WIDE)))
+    made.batch(dict.fromkeys(range(USERS), (1, "narrow")))
+    made.batch(dict.fromkeys(range(USERS), (2, WIDE)))
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ def test_the_next_run_gives_the_rest(cluster: Cluster, direct: bool) -> None:
     scan, batches = begun(cluster, direct=direct)
     for run, incarnation in (("run2", "b"), ("run3", "c")):
         cluster.start(run)
-        cluster.batch(dict.fromkeys(range(USERS), (9, WIDE)))
+        cluster.batch(dict.fromkeys(range(USERS), (9, "narrow")))
         break_off(cluster, incarnation)
         batches += [next(scan) for _ in range(3)]
     table = pa.Table.from_batches([*batches, *scan])

@@ -35,6 +35,7 @@ from spark_bridge.queryable.sql.expressions import (
 )
 from spark_bridge.queryable.sql.pushdown import ScanPushdown, as_json, push_down
 from spark_bridge.queryable.sql.sql import sql
+from tests.effort import examples
 from tests.patience import PATIENCE
 
 UTC = datetime.timezone.utc
@@ -467,7 +468,7 @@ conditions = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(conditions)
 def test_any_condition_gives_the_rows_that_duckdb_finds_in_a_plain_table(condition: str) -> None:
     found = sql(memory(), f"select flights from aircraft where {condition} order by 1").fetchall()

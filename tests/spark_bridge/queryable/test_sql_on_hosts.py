@@ -11,8 +11,8 @@ import pytest
 
 from spark_bridge.exceptions import AccessDeniedError, StateVersionError, UnknownOperatorError
 from spark_bridge.queryable.client.client import QueryableStateClient
+from tests.spark_bridge.queryable.client_rows import NINE, ROWS, bounds, windowed
 from tests.spark_bridge.queryable.client_world import Cluster, served
-from tests.spark_bridge.queryable.test_client import NINE, ROWS, bounds, windowed
 from tests.spark_bridge.state_flows import Flow
 
 

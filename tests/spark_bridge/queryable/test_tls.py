@@ -32,10 +32,10 @@ from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport import flight_client
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.tls import TlsConf
-from tests.coordinator_actor.test_coordinator import World
+from tests.coordinator_actor.coordinator_world import World
 from tests.patience import PATIENCE
+from tests.spark_bridge.host_steps import make_host, reg, task
 from tests.spark_bridge.queryable.memory_reads import MemoryReads
-from tests.spark_bridge.test_host import make_host, reg, task
 
 SECRET = "5ec4e7" * 8
 

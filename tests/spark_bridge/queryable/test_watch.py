@@ -24,9 +24,9 @@ from spark_bridge.queryable.client import watch as watching
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.queryable.client_rows import UntilGone
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.queryable.memory_reads import eventually
-from tests.spark_bridge.queryable.test_client import UntilGone
 from tests.spark_bridge.state_flows import Flow
 
 

@@ -16,6 +16,7 @@ from spark_bridge.host.version_requests import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol.messages import Changes
 from spark_bridge.queryable.reads.run_manifests import MANIFESTS_IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
+from tests.spark_bridge.queryable.rollback import go_back
 
 
 @pytest.fixture
@@ -29,15 +30,6 @@ def outsider(c: Cluster) -> int:
     """The host that has no partition."""
     (found,) = [i for i, h in enumerate(c.hosts) if h.host.held.instance(c.run, "totals", 0) is None]
     return found
-
-
-def go_back(c: Cluster, version: int, run: str) -> None:
-    """The query is started again from an older version."""
-    for batch in range(version, c.version):
-        (c.world.root / f"ck/offsets/{batch}").unlink()
-        (c.world.root / f"ck/commits/{batch}").unlink()
-    c.start(run)
-    assert c.version == version
 
 
 def count(change: Any) -> int:

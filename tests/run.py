@@ -1,0 +1,129 @@
+"""Run the suite in parts and print how long each took: ``python -m tests.run [--thorough] [arguments of pytest]``.
+
+The part without clusters comes first and alone, so that simple mistakes show within a minute. The two lines of Spark wait
+most of their time, so they run side by side; each has Ray's files in a directory of its own, and its lines begin with its name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TextIO
+
+NOTHING_COLLECTED = 5
+"""The status of pytest where its arguments have chosen no test of a part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the suite: its name, its command, and how many seconds it should take on two quiet cores at most."""
+
+    name: str
+    command: Sequence[str]
+    bound: float | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended: the status of its process, its time in seconds, and the last line that it wrote."""
+
+    part: Part
+    status: int
+    seconds: float
+    last_line: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether no test failed."""
+        return self.status in (0, NOTHING_COLLECTED)
+
+
+def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
+    """Run a part; write its output line by line, each behind ``prefix``."""
+    begun = time.monotonic()
+    ray_files = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # a short path: Ray's sockets live below it
+    last = ""
+    try:
+        with subprocess.Popen(
+            part.command,
+            env={**os.environ, "RAY_TMPDIR": ray_files, **part.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                out.write(prefix + line)
+                out.flush()
+                last = line.strip(" =\n") or last
+    finally:
+        shutil.rmtree(ray_files, ignore_errors=True)
+    return Outcome(part, process.returncode, time.monotonic() - begun, last)
+
+
+def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:
+    """Run step after step, the parts of a step side by side; end behind a step in which something failed."""
+    outcomes: list[Outcome] = []
+    for step in steps:
+        with ThreadPoolExecutor(len(step)) as threads:
+            running = [threads.submit(run_part, p, out, f"{p.name} | " if len(step) > 1 else "") for p in step]
+            outcomes += [one.result() for one in running]
+        if not all(outcome.is_right for outcome in outcomes):
+            break
+    return outcomes
+
+
+def spoken(seconds: float) -> str:
+    """Return a time as it is read: ``48 s``, ``7 min 05 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> str:
+    """Return a table of the parts, their times and results, with the time of all of them as its last line."""
+    rows = [(o.part.name, spoken(o.seconds), o.part.bound, o.last_line) for o in outcomes]
+    rows.append(("in all", spoken(seconds), bound, "right" if all(o.is_right for o in outcomes) else "FAILED"))
+    return "\n".join(
+        f"{name:18} {took:>12}  {'' if most is None else f'(bound {spoken(most)})':18}  {said}".rstrip()
+        for name, took, most, said in rows
+    )
+
+
+def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
+    """Return the steps of the suite; a thorough one has no bounds, and all tests of streams on both lines of Spark."""
+    given = {"STATESTORE_TEST_EFFORT": "thorough"} if is_thorough else {}
+
+    def part(name: str, venv: str, *options: str, bound: float | None = None) -> Part:
+        command = [f"{venv}/bin/python", "-m", "pytest", *options, *arguments]
+        return Part(name, command, None if is_thorough else bound, given)
+
+    return [
+        [part("without clusters", ".venv", "-n", "3", "--dist", "loadfile", "-m", "not ray and not spark", bound=60)],
+        [
+            part("Spark 3.5", ".venv", "-m", "ray or spark"),
+            part("Spark 4.2", ".venv42", "-m", "ray or spark" if is_thorough else "spark42"),
+        ],
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the suite; return 0 if all of it is right."""
+    is_thorough = "--thorough" in arguments
+    begun = time.monotonic()
+    steps = steps_of(is_thorough, [a for a in arguments if a != "--thorough"])
+    outcomes = run_steps(steps, sys.stdout)
+    print(f"\n{report(outcomes, time.monotonic() - begun, None if is_thorough else 600)}")
+    return 0 if all(outcome.is_right for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

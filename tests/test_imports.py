@@ -1,0 +1,33 @@
+"""What several test modules need is in modules of helpers: no test module imports from another one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+
+
+def imported(source: str) -> Iterator[str]:
+    """Give the dotted names of all that a module imports, the imported names included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def modules_imported_from(source: str) -> set[str]:
+    """Return the test modules that a module imports from."""
+    return {part for name in imported(source) for part in name.split(".") if part.startswith("test_")}
+
+
+def test_what_is_found() -> None:
+    source = "import a.test_b\nfrom . import test_c\ndef f():\n    from .test_d import World\nfrom tests.effort import effort"
+    assert modules_imported_from(source) == {"test_b", "test_c", "test_d"}
+
+
+def test_no_module_imports_from_a_test_module() -> None:
+    found = {str(p.relative_to(ROOT)): modules_imported_from(p.read_text()) for p in ROOT.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}

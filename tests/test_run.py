@@ -1,0 +1,71 @@
+"""The runner of the suite: what fails is not passed over, and times are said."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import run
+from tests.run import Outcome, Part, report, run_part, run_steps, spoken
+
+
+def python(name: str, code: str, **rest: float) -> Part:
+    return Part(name, [sys.executable, "-c", code], **rest)
+
+
+@pytest.mark.parametrize(("status", "is_right"), [(0, True), (5, True), (1, False), (2, False), (-9, False)])
+def test_what_pytest_ends_with(status: int, is_right: bool) -> None:
+    code = "import os; os.kill(os.getpid(), 9)" if status < 0 else f"raise SystemExit({status})"
+    outcome = run_part(python("one", code), io.StringIO())
+    assert (outcome.status, outcome.is_right) == (status, is_right)
+
+
+def test_parts_of_a_step_run_side_by_side_and_have_their_names_before_their_lines(tmp_path: Path) -> None:
+    """Each waits for the other."""
+    wait = "import os, sys, time\nopen({0!r}, 'w')\nwhile not os.path.exists({1!r}): time.sleep(0.01)\n"
+    wait += "print(os.environ['RAY_TMPDIR'])\nprint('===== {2} =====', file=sys.stderr)"
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    out = io.StringIO()
+    parts = [python("A", wait.format(a, b, "3 passed")), python("B", wait.format(b, a, "4 passed"))]
+    outcomes = run_steps([parts], out)
+    assert [o.last_line for o in outcomes] == ["3 passed", "4 passed"]
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 4 and {line.split(" | ")[0] for line in lines} == {"A", "B"}
+    directories = {line.split(" | ")[1] for line in lines if "/rs-" in line}
+    assert len(directories) == 2 and not any(Path(d).exists() for d in directories)
+
+
+def test_a_failure_ends_the_run_behind_its_step() -> None:
+    good, bad, never = python("good", ""), python("bad", "raise SystemExit(1)"), python("never", "")
+    outcomes = run_steps([[good], [bad, good], [never]], io.StringIO())
+    assert [o.part.name for o in outcomes] == ["good", "bad", "good"]
+    assert "FAILED" in report(outcomes, 1.0, None)
+
+
+def test_the_report() -> None:
+    parts = Part("without clusters", [], 60.0), Part("Spark 3.5", [])
+    outcomes = [Outcome(parts[0], 0, 48.4, "3000 passed"), Outcome(parts[1], 0, 425.0, "150 passed")]
+    assert report(outcomes, 473.0, 600.0).splitlines() == [
+        "without clusters           48 s  (bound 1 min 00 s)  3000 passed",
+        "Spark 3.5            7 min 05 s                      150 passed",
+        "in all               7 min 53 s  (bound 10 min 00 s)  right",
+    ]
+    assert [spoken(s) for s in (0.2, 59.4, 59.6)] == ["0 s", "59 s", "1 min 00 s"]
+
+
+def test_the_status_is_that_of_the_tests(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for status in (0, 1):
+        step = [python("part", f"print({status} or 'passed'); raise SystemExit({status})")]
+        monkeypatch.setattr(run, "steps_of", lambda *_, step=step: [step])
+        assert run.main([]) == status
+        assert "in all" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_thorough_run_is_told_to_all_parts() -> None:
+    for parts in run.steps_of(True, ["-x"]):
+        for part in parts:
+            assert part.environment == {"STATESTORE_TEST_EFFORT": "thorough"} and part.command[-1] == "-x"
+    assert all(not p.environment for parts in run.steps_of(False, []) for p in parts)
