@@ -1,4 +1,4 @@
-"""The rows of an answer on their way to the client: ``Batch`` frames and the ``End``."""
+"""The rows of an answer on their way to the client: ``RowsReply`` frames and the ``EndOfRows``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_bridge.queryable.protocol.messages import Batch, End, frame
+from spark_bridge.queryable.protocol.messages import EndOfRows, RowsReply, frame
 from spark_bridge.queryable.protocol.request_context import before_slow_work
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.server.framed_socket import FramedSocket
 
 FRAME_BYTES = 4 << 20
-"""The most bytes that the rows of one ``Batch`` take, unless one row is larger."""
+"""The most bytes that the rows of one ``RowsReply`` take, unless one row is larger."""
 QUIET_SECONDS = 1.0
 """A scan that has found nothing for so long sends an empty batch: the client sees that the scan goes on, the server
 whether the client is gone.
@@ -51,7 +51,7 @@ class RowSender:
         if self._held:
             before_slow_work()  # a client that reads slowly must not keep others from their lookups
             self._frames.send(self._held, self._deadline)
-        self._held = frame(Batch(self._answer.version), body)
+        self._held = frame(RowsReply(self._answer.version), body)
         if not self._is_short:
             self._frames.send(self._held, self._deadline)
             self._held = []
@@ -65,8 +65,8 @@ class RowSender:
     def last_frames(self) -> list[Any]:
         """Return the frames that are still to be sent: the rows held back, and the end."""
         if not self._is_begun:
-            self._held = frame(Batch(self._answer.version), self._answer.schema.serialize())
-        return [*self._held, *frame(End(self._answer.version, self.num_rows))]
+            self._held = frame(RowsReply(self._answer.version), self._answer.schema.serialize())
+        return [*self._held, *frame(EndOfRows(self._answer.version, self.num_rows))]
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

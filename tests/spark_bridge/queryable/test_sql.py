@@ -453,7 +453,8 @@ def simple(draw: st.DrawFn) -> str:
     if kind == "null":
         return f"{column} is {draw(st.sampled_from(['', 'not ']))}null"
     if kind == "compare":
-        return f"{column} {draw(st.sampled_from(['=', '<>', '<', '<=', '>', '>=', 'is distinct from']))} {draw(LITERALS[column])}"
+        comparison = draw(st.sampled_from(["=", "<>", "<", "<=", ">", ">=", "is distinct from"]))
+        return f"{column} {comparison} {draw(LITERALS[column])}"
     values = ", ".join(draw(st.lists(LITERALS[column], min_size=1, max_size=4)))
     return f"{column} {kind} ({values})"
 
