@@ -153,24 +153,24 @@ class CoordinatorPort:
 
     @message
     def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """Return the files that lead to a version of a partition. None of them are removed while the partition is
-        loaded.
+        """Return the files that lead to a version of a partition. They stay while the partition is loaded.
 
         Raises ``VersionNotFoundError`` for a version that is no longer kept.
         """
 
     @message
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
-        """Report that the owner of a partition has uploaded a snapshot. True if it counts: the next manifest names
-        it.
+        """Report that the owner of a partition has uploaded a snapshot.
+
+        True if the snapshot counts: the next manifest names it.
         """
 
     @message
     def rebalance(self, query: str | None = None) -> dict[str, int]:
-        """Give every host its share of the partitions, of one query or of all. Return how many partitions moved, by
-        run.
+        """Give every host its share of the partitions. Return how many partitions moved, by run.
 
-        A run whose batch is under way moves its partitions where the next batch begins, as usual, and counts as 0.
+        ``query`` is a name, query id or run id; None stands for all queries. A run whose batch is under way moves its
+        partitions where the next batch begins, as usual, and counts as 0.
         """
 
     # -- savepoints ----------------------------------------------------------------------------
@@ -241,8 +241,9 @@ class CoordinatorPort:
 
     @message
     def token(self) -> str:
-        """Return the secret that tasks and clients show to hosts. Every process that can ask the coordinator may
-        know it.
+        """Return the secret that tasks and clients show to hosts.
+
+        Every process that can ask the coordinator may know the secret.
         """
 
     @message

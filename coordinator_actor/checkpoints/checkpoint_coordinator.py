@@ -1,5 +1,4 @@
-"""Triggers checkpoints, collects their acknowledgements, completes them or gives them up (Flink:
-``CheckpointCoordinator``).
+"""Triggers, completes and gives up checkpoints (Flink: ``CheckpointCoordinator``).
 
 Differences from Flink, and the reasons:
 
@@ -113,9 +112,7 @@ class CheckpointCoordinator:
         """
 
     def _keeps_failed(self) -> bool:
-        """Return whether a checkpoint stays pending if it could not be stored, so that an acknowledgement tries
-        again.
-        """
+        """Return whether a checkpoint that could not be stored stays pending, for another try."""
         return True
 
     # ---- triggering
@@ -339,8 +336,9 @@ class CheckpointCoordinator:
     # ---- shutdown
 
     def shutdown(self) -> None:
-        """Give up all that is pending, and take no more messages. A completion under way still counts if it
-        succeeds.
+        """Give up all that is pending, and take no more messages.
+
+        A completion that is under way still counts if it succeeds.
         """
         with self._lock:
             if self._shutdown:

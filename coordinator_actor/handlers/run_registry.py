@@ -78,8 +78,9 @@ class RunRegistry:
             return [run for run in self.by_id.values() if run.registration.session_id == session_id]
 
     def running(self, query: str) -> QueryState:
-        """Return the running query of that name, query id or run id. Raises ``UnknownQueryError`` unless there is
-        one.
+        """Return the running query of that name, query id or run id.
+
+        Raises ``UnknownQueryError`` if there is none, or more than one.
         """
         running = self.current()
         found = [run for run in running if run.is_named(query)]

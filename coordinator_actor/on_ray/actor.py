@@ -33,8 +33,9 @@ still.
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that never goes back: leases must not depend on a clock that somebody
-    sets.
+    """Return a clock of seconds since 1970 that never goes back.
+
+    Leases must not depend on a system clock that somebody sets.
     """
     start = time.time() - time.monotonic()
     return lambda: start + time.monotonic()
@@ -114,7 +115,7 @@ class StateStoreCoordinator(CoordinatorPort):
         return answers
 
     def describe(self) -> dict[str, Any]:
-        """See ``CoordinatorPort``. Also names the process and the place of the actor."""
+        """See ``CoordinatorPort``. Also names the node, the process and the namespace of the actor."""
         return {
             **super().describe(),
             "namespace": self._namespace,

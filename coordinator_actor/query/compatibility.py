@@ -1,4 +1,4 @@
-"""May this program go on from that checkpoint? Every reason why not, with both sides named."""
+"""Says whether a program may go on from the stored state of a query, or every reason why not, with both sides named."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from coordinator_actor.query.recovery import incomplete_message
 
 
 def refusal_of(run: QueryState) -> str | None:
-    """Why the run may not go on from what is stored, or None. Reads storage; changes nothing."""
+    """Return why the run may not go on from the stored state, or None. Reads storage; changes nothing."""
     registration = run.registration
     where = registration.state_location
     if any(o.num_partitions > registration.key_groups for o in registration.operators):
-        return f"An operator has more partitions than there are key groups ({registration.key_groups}); lower num_partitions."
+        return (
+            f"An operator has more partitions than there are key groups ({registration.key_groups}); "
+            "lower num_partitions."
+        )
     stored = run.manifests.query_file()
     if stored is not None and stored.query_id != registration.query_id:
         return (
@@ -73,11 +76,10 @@ def _program_refusal(run: QueryState, base: Manifest) -> str | None:
 
 
 def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
-    """The run's operators with the schemas that they go on with: what is stored, and what the program has changed of
-    it.
+    """Return the run's operators with their evolved schemas: the stored ones with what the program has changed.
 
-    For a run that nothing is refused of; the same however often it is asked, and for a run that has been given these
-    operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
+    Only for a run that is not refused. The result is the same however often this is called, also for a run that was
+    given these operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
     """
     base = _base(run)
     return tuple(
@@ -86,7 +88,7 @@ def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
 
 
 def _base(run: QueryState) -> Manifest | None:
-    """The manifest of the state that the run goes on from: what versions above it had changed, it does not know of."""
+    """Return the manifest of the state that the run goes on from. Changes by versions above it are not known to it."""
     below = [version for version in run.versions.chain if version <= run.versions.completed]
     return run.versions.chain[max(below)] if below else None
 

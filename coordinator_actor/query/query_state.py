@@ -131,11 +131,11 @@ class QueryState:
         self.maintained = now
 
     def retire(self, run_id: str) -> None:
-        """A newer run replaces this one."""
+        """Take note that a newer run replaces this one."""
         self.retired_by = run_id
 
     def end(self) -> None:
-        """The run is over: this run may change nothing any more."""
+        """Take note that the run is over: it may change nothing any more."""
         self.ended = True
 
     @property
@@ -316,9 +316,7 @@ class QueryState:
 
     @property
     def held_from(self) -> int | None:
-        """Return the first batch whose tasks must wait, since the query stops with a savepoint; None if there is
-        none.
-        """
+        """Return the first batch that must wait, since the query stops with a savepoint; None if no batch must."""
         return self._held_from
 
     def hold(self, batch_id: int) -> None:

@@ -125,8 +125,9 @@ class QueryVersions:
         return self.unnamed.get((layout.operator, partition), ())
 
     def carry_snapshots(self) -> None:
-        """Take up the snapshots that only manifests above the completed version name: these manifests may be
-        replaced.
+        """Take up the snapshots that only manifests above the completed version name.
+
+        These manifests may be replaced.
         """
         for task, found in self.named_only_above().items():
             if self.is_in_layout(self.completed, task[0]):

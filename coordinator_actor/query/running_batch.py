@@ -120,8 +120,9 @@ class RunningBatch:
             self.pending = None
 
     def slow_warning(self, now: float, seconds: float) -> str | None:
-        """Return the warning about a batch that has taken longer than ``seconds``; None if there is none, or no new
-        one.
+        """Return the warning about a batch that has taken longer than ``seconds``.
+
+        None if there is no such batch, or if its warning was returned before.
         """
         batch = self.pending
         if batch is None or now - batch.started <= seconds or self._warned_of == batch.id:

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The savepoints in storage: finished, read, listed, described, verified and deleted by their metadata files."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from coordinator_actor.savepoints.savepoint_format import (
 
 
 class _Version(Struct, frozen=True):
-    """All that must be understood of any release's metadata."""
+    """The only part of the metadata that every release must understand."""
 
     format_version: int
 
 
 def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> FileRef:
-    """Make a savepoint of what has been written: the last step. ``storage`` is that of the savepoint.
+    """Finish a savepoint whose files were written. ``storage`` is that of the savepoint.
 
-    Raises ``SavepointError`` if files are missing or the metadata does not fit together,
-    ``FileExistsInStorageError`` if there is a savepoint already.
+    Raises ``SavepointError`` if files are missing or the metadata is not consistent, ``FileExistsInStorageError`` if
+    there is a savepoint already.
     """
     check_metadata(metadata)
     there = dict(storage.list())
@@ -50,9 +50,9 @@ def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> F
 
 
 def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
-    """The metadata of the savepoint that ``storage`` is at.
+    """Return the metadata of the savepoint that ``storage`` is at.
 
-    Raises ``SavepointError`` if there is none, or a newer release wrote it; ``DamagedFileError``.
+    Raises ``SavepointError`` if there is none, or if a newer release wrote it; ``DamagedFileError``.
     """
     try:
         data = storage.get(METADATA_FILE)
@@ -78,7 +78,7 @@ def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
 def describe_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> SavepointInfo:
-    """What is in a savepoint, from its metadata alone; raises ``SavepointError`` or ``DamagedFileError``."""
+    """Return what is in a savepoint, from its metadata alone. Raises ``SavepointError`` or ``DamagedFileError``."""
     storage = open_storage(path, storage_options or {})
     return SavepointInfo(storage.location, read_metadata(storage))
 
@@ -89,9 +89,9 @@ def list_savepoints(
     *,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> list[SavepointInfo]:
-    """The savepoints directly below a directory, the oldest first; unfinished ones are none.
+    """Return the savepoints directly below a directory, the oldest first, without unfinished ones.
 
-    One with a damaged metadata file is listed with its ``damage``, so that it hides no other.
+    A savepoint with a damaged metadata file is listed with its ``damage``, so that it hides no other savepoint.
     """
     storage = open_storage(base_path, storage_options or {})
     found: list[SavepointInfo] = []
@@ -110,9 +110,9 @@ def list_savepoints(
 def delete_savepoint(
     path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
 ) -> None:
-    """Remove a savepoint: first its metadata file, so that a half-deleted one is no savepoint, then the rest.
+    """Remove a savepoint: first its metadata file, so that a half-deleted one is no savepoint, then its other files.
 
-    What does not belong to it stays. Raises ``SavepointError`` for a path that is no savepoint.
+    Files that do not belong to the savepoint stay. Raises ``SavepointError`` for a path that is no savepoint.
     """
     storage = open_storage(path, storage_options or {})
     read_metadata(storage)
@@ -125,7 +125,7 @@ def delete_savepoint(
 
 
 def _remove_empty(root: Path) -> None:
-    """Remove the directories that are left, which a local disk keeps; not those in which something lies."""
+    """Remove the directories that a local disk keeps, if they are empty."""
     for name in ("operators", "spark"):
         for directory, _, _ in os.walk(root / name, topdown=False):
             if not any(Path(directory).iterdir()):
@@ -141,9 +141,9 @@ def verify_savepoint(
     threads: int = 2,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> SavepointInfo:
-    """Read all of a savepoint and compare it with what was written.
+    """Read all files of a savepoint and compare them with what was written.
 
-    Raises ``SavepointError`` or ``DamagedFileError``, which names every file that is missing or damaged.
+    Raises ``SavepointError``, or ``DamagedFileError`` naming every file that is missing or damaged.
     """
     storage = open_storage(path, storage_options or {})
     metadata = read_metadata(storage)
@@ -155,10 +155,10 @@ def verify_savepoint(
 def check_files(
     storage: CheckpointStorage, files: Sequence[FileRef], scratch: Path, *, keep: bool, threads: int
 ) -> dict[str, Path]:
-    """Local copies of files, proven to be what was written: by path, the files themselves where the storage is local.
+    """Return local copies of files, by path, after comparing each with what was written.
 
-    Others are fetched into ``scratch``, where they stay if ``keep``. Raises ``DamagedFileError`` naming every
-    file that is missing or damaged, ``StorageError``.
+    Files of a local storage are not copied. Others are fetched into ``scratch``, where they stay if ``keep``. Raises
+    ``DamagedFileError`` naming every file that is missing or damaged, ``StorageError``.
     """
 
     def check(ref: FileRef) -> Path | str:
@@ -185,7 +185,7 @@ def check_files(
 
 
 def _checked(storage: CheckpointStorage, ref: FileRef) -> Path:
-    """A file of a local storage, where it lies."""
+    """Return the path of a file of a local storage after comparing it with what was written."""
     path = Path(storage.full_location(ref.path))
     if not path.is_file():
         raise MissingFileError(f"{path} ({ref.size} bytes) does not exist.")

@@ -1,15 +1,15 @@
-"""Savepoints: one completed version of a whole query, in a form that does not depend on how it was kept.
+"""The format of savepoints: one completed version of a whole query, independent of backends and partitions.
 
-After Flink's canonical savepoints: typed columns instead of a backend's own files, so that a savepoint
-can be restored to any number of partitions and any backend, and read by anything that reads Parquet.
+After Flink's canonical savepoints: typed columns instead of a backend's own files. So a savepoint can be restored to
+any number of partitions and any backend, and read by every program that reads Parquet.
 
     <savepoint>/operators/<operator>/<family>/key-groups-<first>-<last>.parquet     ``last`` is included
     <savepoint>/spark/offsets/, commits/, sources/                                  Spark's own files
     <savepoint>/_metadata.json                                                      written last
 
-``_metadata.json`` makes it a savepoint and names the files that count. There are files for every column
-family of a state variable that is not deleted. A Parquet file has the key group, the key's columns and the
-value's columns as the newest schema has them, sorted by stored key (see ``column_names``).
+``_metadata.json`` makes the directory a savepoint, and names the files that count. There are files for every column
+family of a state variable that is not deleted. A Parquet file has the key group, the key's columns and the value's
+columns as the newest schema has them, sorted by stored key (see ``column_names``).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ METADATA_FILE = "_metadata.json"
 DEFAULT_VARIABLE = "default"
 """The column family of an operator's own rows, if it has some."""
 KEY_GROUP_COLUMN = f"{RESERVED_PREFIX}key_group"
-"""The first column of every file, int32. No user's column can have such a name."""
+"""The first column of every file, int32. No column of a user can have such a name."""
 _DIGITS = 5
 
 
 class SavepointVariable(Struct, frozen=True):
-    """One column family of an operator, by name; ``schema`` is the JSON of its ``StateSchema``.
+    """One column family of an operator, by name. ``schema`` is the JSON of its ``StateSchema``.
 
-    ``files`` ascend and have every key group in exactly one of them.
+    ``files`` ascend. Every key group is in exactly one of them.
     """
 
     name: str
@@ -49,15 +49,15 @@ class SavepointVariable(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Return the number of rows."""
         return sum(file.rows for file in self.files)
 
 
 class SavepointOperator(Struct, frozen=True):
-    """One operator as it was: backend and number of partitions are what a restore takes if nothing else is asked for.
+    """One operator. A restore takes its backend and number of partitions if nothing else is asked for.
 
-    ``operator_schema`` is the JSON of its ``OperatorSchema``; older releases, which had no other operators than those
-    with rows of their own, did not write it.
+    ``operator_schema`` is the JSON of its ``OperatorSchema``. Older releases, whose operators all had rows of their
+    own, did not write it.
     """
 
     name: str
@@ -69,17 +69,17 @@ class SavepointOperator(Struct, frozen=True):
 
     @property
     def schema(self) -> OperatorSchema:
-        """Its state variables and what they are made of."""
+        """Return the state variables of the operator with their schemas."""
         if self.operator_schema is not None:
             return OperatorSchema.from_json(self.operator_schema)
         return OperatorSchema.from_json(next(v.schema for v in self.variables if v.name == DEFAULT_VARIABLE))
 
 
 class SavepointMetadata(Struct, frozen=True):
-    """``_metadata.json``. ``batch_id`` is the batch that Spark committed last, ``version`` the state behind it (one
-    more).
+    """The content of ``_metadata.json``.
 
-    ``created_ms`` is in ms since 1970, ``checkpoint_location`` where the query ran. ``spark_files`` lie below
+    ``batch_id`` is the batch that Spark committed last, ``version`` the state behind that batch (one more).
+    ``created_ms`` is in ms since 1970. ``checkpoint_location`` is where the query ran. ``spark_files`` lie below
     ``spark/``.
     """
 
@@ -96,7 +96,7 @@ class SavepointMetadata(Struct, frozen=True):
     format_version: int = FORMAT_VERSION
 
     def files(self) -> list[FileRef]:
-        """Every file that makes it up, but for the metadata file itself."""
+        """Return every file of the savepoint, without the metadata file itself."""
         return [*(f.ref for o in self.operators for v in o.variables for f in v.files), *self.spark_files]
 
 
@@ -109,35 +109,35 @@ class SavepointInfo(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows of all operators."""
+        """Return the number of rows of all operators."""
         operators = self.metadata.operators if self.metadata else ()
         return sum(variable.rows for operator in operators for variable in operator.variables)
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.size for file in self.metadata.files()) if self.metadata else 0
 
 
 def column_names(schema: StateSchema) -> tuple[list[str], list[str]]:
-    """The names of a file's key and value columns, which follow the key group in this order.
+    """Return the names of a file's key and value columns, which follow the key group in this order.
 
-    They are the schema's own. A value column named as a key column, or as one before it, gets ``__value`` appended
-    until it is the only one; upper and lower case count as equal, as they do in SQL.
+    These are the names of the schema. A value column with the name of a key column, or of a value column before it,
+    gets ``__value`` appended until the name is unique. Upper and lower case count as equal, as they do in SQL.
     """
     keys = list(schema.key.names)
     return keys, distinct_names(schema.value.names, taken=keys)
 
 
 def file_path(operator: str, variable: str, first_group: int, last_group: int) -> str:
-    """Where the rows of key groups ``first_group`` to ``last_group`` (both included) lie below the savepoint."""
+    """Return the path of the rows of key groups ``first_group`` to ``last_group``, both included."""
     check_name("an operator", operator)
     check_name("a state variable", variable)
     return f"operators/{operator}/{variable}/key-groups-{first_group:0{_DIGITS}d}-{last_group:0{_DIGITS}d}.parquet"
 
 
 def check_metadata(metadata: SavepointMetadata) -> None:
-    """Raise ``SavepointError`` unless the metadata fits together: nothing missing, nothing twice."""
+    """Raise ``SavepointError`` unless the metadata is consistent: nothing missing, nothing twice."""
     problems: list[str] = []
     if metadata.batch_id < 0 or metadata.version != metadata.batch_id + 1:
         problems.append(f"version {metadata.version} is not that behind batch {metadata.batch_id}")
@@ -164,7 +164,10 @@ def _operator_problems(operator: SavepointOperator, key_groups: int) -> Iterable
     if operator.operator_schema is not None:
         yield from _schema_problems(operator, names)
     elif len(set(names)) != len(names) or DEFAULT_VARIABLE not in names:
-        yield f"operator {operator.name!r} has the variables {names}: {DEFAULT_VARIABLE!r} and others, each once, are needed"
+        yield (
+            f"operator {operator.name!r} has the variables {names}: {DEFAULT_VARIABLE!r} and others, each once, are "
+            "needed"
+        )
     for variable in operator.variables:
         what = f"variable {variable.name!r} of operator {operator.name!r}"
         try:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.spark_types import to_spark_type
-from coordinator_actor.state_reader import StateVersions, find_state
+from coordinator_actor.reading.stored_versions import StateVersions, find_state
 from spark_bridge.aggregates.aggregator import is_aggregate_state
 from spark_bridge.state_format.layouts import MAP, ROWS, SESSIONS
 from spark_bridge.state_format.stored_rows import VariableRows

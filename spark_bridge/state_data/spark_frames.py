@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from backends.decoders import msgpack_decoder
 from backends.encoding.spark_types import to_spark_type
-from coordinator_actor.state_reader import Piece, StatePlace, StateVersions, find_state
+from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
 from spark_bridge.session.current import current_cluster, current_spark
 from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.state_data.metadata import metadata_of

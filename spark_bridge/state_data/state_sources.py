@@ -11,7 +11,8 @@ from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
-from coordinator_actor.state_reader import Piece, Reading, StatePlace, StateVersions, opened
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.partition_rows import scan_partition
 from spark_bridge.state_format.stored_changes import VariableChanges
@@ -33,7 +34,7 @@ class StateSource:
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
-        with opened(self.reading.place, piece, open_storage=self.open_storage) as state:
+        with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
             yield from scan_partition(self.rows, state, piece.partition)
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from backends.exceptions import VersionNotFoundError
-from coordinator_actor.state_reader import find_state
+from coordinator_actor.reading.stored_versions import find_state
 from spark_bridge.state_data.state_sources import Source, changes_source, state_source
 
 T = TypeVar("T")

@@ -164,7 +164,7 @@ def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, tmp_path,
     check_commit(kinds[: last + 1], {step: latest for step, latest in ends.items() if step <= last}, MADE_BEFORE)
     assert {latest for step, latest in ends.items() if step > last} == {MADE_BEFORE + 1}
     others = {f"{other}.py" for other in BACKENDS if other != backend}
-    source = "".join(p.read_text() for p in (ROOT / "backends").glob("*.py") if p.name not in others)
+    source = "".join(p.read_text() for p in (ROOT / "backends").rglob("*.py") if p.name not in others)
     calls = re.findall(r'fault_points\.reached\((?:"([a-z:]+)")?', source)
     assert len(calls) >= 13 and "" not in calls
     # A provider on its own is never rescaled; test_rescaling.py kills there.

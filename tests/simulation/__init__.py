@@ -13,7 +13,7 @@ happened; they are cut off and replaced while they still work; clocks are turned
 repeated as a whole; a second driver starts on the same checkpoint, also in another Ray cluster; the user stops and
 starts the query, removes Spark's last batches, changes the number of partitions and the backend.
 
-What is checked (DESIGN.md, section 5), most of it at the moment it could be broken: a task of batch N reads exactly
+What is checked, most of it at the moment it could be broken: a task of batch N reads exactly
 version N; a query reads completed versions only; every manifest is made of durable, undamaged changelogs of one plan of
 one batch on the version below; no manifest counts that was written after a higher epoch was claimed; when Spark has
 logged a batch, its version is durable; no file is removed that a kept version needs; no task fails by an error that

@@ -1,4 +1,4 @@
-"""What the state must be, and whether it is: the rules of DESIGN.md section 5, checked from outside.
+"""What the state must be, and whether it is: the guarantees, checked from outside.
 
 Every planned batch is a ``Plan``: which keys it touches, and what their values are afterwards. A value is a
 digest of the value before and of the plan, so that rows lost, counted twice, or applied to another state show at once.
@@ -32,7 +32,7 @@ KEYS = tuple(bytes([0, i * KEY_GROUPS // 12, i]) for i in range(12))
 
 
 def partition_of(key: bytes, num_partitions: int) -> int:
-    """DESIGN, section 7: partition p of n owns the groups g with ``g*n//G == p``."""
+    """The rule of key groups: partition p of n owns the groups g with ``g*n//G == p``."""
     return key[1] * num_partitions // KEY_GROUPS
 
 

@@ -32,8 +32,7 @@ from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.client.windows import have_windows
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, KeyRows, Operators, Scan
-from spark_bridge.queryable.protocol.messages import Describe as DescribeRequest
+from spark_bridge.queryable.protocol.messages import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
@@ -275,7 +274,7 @@ class QueryableStateClient:
             location = known.location
             wanted = None if columns is None else list(columns)
             encoded = codec.encode(codec.columns(chosen)).unique()
-            request = KeyRows(location.run_id, location.operator.name, state, at, wanted)
+            request = KeyRowsRequest(location.run_id, location.operator.name, state, at, wanted)
             answer = KeyLookups(self._router, known, view, at, deadline).key_rows(request, encoded)
             names = answer.schema.names
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
@@ -337,10 +336,10 @@ class QueryableStateClient:
         columns: Sequence[str] | None,
         where: Sequence[Condition] | None,
         at: At,
-    ) -> Scan:
+    ) -> ScanRequest:
         view = known.view(state)
         (first, behind), conditions = key_range(view.codec, view.window, prefix, start, end)
-        return Scan(
+        return ScanRequest(
             known.location.run_id,
             known.location.operator.name,
             state,
@@ -412,7 +411,7 @@ class QueryableStateClient:
     def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
         """Return the operators of all running queries, each with its query, key columns and state variables."""
         try:
-            found: list[dict[str, Any]] = self._access.answer_of_any_host("operators()", Operators(), timeout)
+            found: list[dict[str, Any]] = self._access.answer_of_any_host("operators()", OperatorsRequest(), timeout)
         except NoRunningQueryError:
             return []
         return found

@@ -12,7 +12,7 @@ from spark_bridge.queryable.client.discovery import Discovery
 from spark_bridge.queryable.client.known_operators import KnownOperator, KnownOperators, OperatorRef
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.exchange import KvStream
-from spark_bridge.queryable.protocol.messages import Described, Request
+from spark_bridge.queryable.protocol.messages import DescribeReply, Request
 from spark_bridge.queryable.routing.retries import Attempts, retrying, should_locate
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class ClusterAccess:
     def ask_host(self, request: Request, deadline: float) -> Any:
         """Return the answer of any one host to a request that every host can answer; an answer in JSON is decoded."""
         reply, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
-        return json_decoder(Any).decode(body) if isinstance(reply, Described) else reply
+        return json_decoder(Any).decode(body) if isinstance(reply, DescribeReply) else reply
 
     def stream(self, request: Request, body: bytes, deadline: float) -> KvStream:
         """Return the rows of any one host. A caller that stops early must close the stream."""

@@ -18,7 +18,7 @@ from spark_bridge.exceptions import (
     RequestError,
 )
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import Locate, Located
+from spark_bridge.queryable.protocol.messages import LocateOperatorRequest, LocateReply
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
@@ -66,8 +66,8 @@ class ProxyDiscovery:
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         """See ``Discovery``."""
         proxy = self._current
-        reply, body = self._connections.request(proxy, Locate(operator, query), deadline=deadline)
-        if not isinstance(reply, Located):
+        reply, body = self._connections.request(proxy, LocateOperatorRequest(operator, query), deadline=deadline)
+        if not isinstance(reply, LocateReply):
             raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)

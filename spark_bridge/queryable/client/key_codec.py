@@ -22,7 +22,7 @@ from backends.encoding.single_rows import KeyEncoder
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.key_columns import NamedColumns, key_columns
-from spark_bridge.queryable.client.lossless_casts import REFUSED, cast_without_loss
+from spark_bridge.queryable.client.lossless_casts import CAST_ERRORS, cast_without_loss
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class KeyCodec:
             return self._of_values(field, given)
         try:
             return cast_without_loss(given, field.type)
-        except REFUSED as error:
+        except CAST_ERRORS as error:
             raise self._refused(field, given.type, error) from error
 
     def _of_values(self, field: pa.Field, values: list[Any]) -> pa.Array:
@@ -179,13 +179,13 @@ class KeyCodec:
         try:
             # Of inferred type first: with the column's type, Arrow would make 1 of 1.5.
             return cast_without_loss(pa.array(values), field.type)
-        except REFUSED as error:
+        except CAST_ERRORS as error:
             # Perhaps only because the values are of several types.
             arrays = []
             for value in values:
                 try:
                     arrays.append(cast_without_loss(pa.array([value]), field.type))
-                except REFUSED as why:
+                except CAST_ERRORS as why:
                     raise self._refused(field, repr(value), why) from error
             return pa.concat_arrays(arrays)
 

@@ -21,7 +21,7 @@ from spark_bridge.queryable.client.windows import (
     length_of,
     session_at,
 )
-from spark_bridge.queryable.protocol.messages import At, KeyRows, Scan
+from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.key_chunks import KEYS_PER_REQUEST, shifted_positions
 from spark_bridge.queryable.routing.router import StateRouter
@@ -145,7 +145,7 @@ class KeyLookups:
 
     # -- requests to hosts ---------------------------------------------------------------------
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         """Return what ``StateRouter.key_rows`` returns, at one version, in as many requests as hosts accept."""
 
         def ask(part: pa.BinaryArray, at: At) -> tuple[int, StateAnswer]:
@@ -195,7 +195,7 @@ class KeyLookups:
     def _rows(self, keys: pa.BinaryArray) -> pa.Table:
         """Return the rows of stored keys."""
         location = self.known.location
-        request = KeyRows(location.run_id, location.operator.name, self.view.variable.name, self.at)
+        request = KeyRowsRequest(location.run_id, location.operator.name, self.view.variable.name, self.at)
         answer = self.key_rows(request, keys)
         return pa.Table.from_batches(list(answer.batches), answer.schema)
 
@@ -210,7 +210,9 @@ class KeyLookups:
         assert name is not None
         if name not in self.known.window_us:
             location = self.known.location
-            request = Scan(location.run_id, location.operator.name, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT)
+            request = ScanRequest(
+                location.run_id, location.operator.name, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT
+            )
             with StateScan(self.router.scan(location, request, self.deadline), WINDOWS_LOOKED_AT) as rows:
                 windows = rows.to_arrow().column(name).combine_chunks()
             length = length_of(self.view.operator, windows)

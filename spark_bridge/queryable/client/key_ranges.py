@@ -28,7 +28,7 @@ def key_range(
     leading columns are possible, as conditions. Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
     """
     if codec.is_in_order:
-        of_prefix: ScanBounds = (None, None) if prefix is None else prefix_range(codec, prefix)
+        of_prefix: ScanBounds = (None, None) if prefix is None else range_of_prefix(codec, prefix)
         given = (None if start is None else bound(codec, start), None if end is None else bound(codec, end))
         return intersection(of_prefix, given), []
     conditions: list[tuple[Any, ...]] = []
@@ -53,7 +53,7 @@ def _equal(codec: KeyCodec, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         yield (name, "is null") if value is None else (name, "=", value)
 
 
-def prefix_range(codec: KeyCodec, values: Any) -> ScanBounds:
+def range_of_prefix(codec: KeyCodec, values: Any) -> ScanBounds:
     """Return the range of the keys that begin with ``values``.
 
     A tuple has whole columns: ``("ab",)`` are the keys whose first column is "ab". A plain string is the beginning of

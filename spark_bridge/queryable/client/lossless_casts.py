@@ -12,14 +12,14 @@ class _OtherType(ValueError):
     """A value is of another kind than its column."""
 
 
-REFUSED = (pa.ArrowException, _OtherType, TypeError, ValueError, OverflowError, NotImplementedError)
+CAST_ERRORS = (pa.ArrowException, _OtherType, TypeError, ValueError, OverflowError, NotImplementedError)
 """The errors of values that cannot be cast without loss."""
 
 
 def cast_without_loss(given: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     """Return an array of a state column's type, if no value changes by the cast. Numbers are not read from strings.
 
-    Raises one of ``REFUSED``.
+    Raises one of ``CAST_ERRORS``.
     """
     if isinstance(given, pa.ChunkedArray):
         given = given.combine_chunks()

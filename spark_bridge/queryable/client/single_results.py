@@ -17,7 +17,7 @@ Result: TypeAlias = Callable[[Row], Any]
 
 AS_STORED = ("count", "count_if", "sum", "min", "max", "first", "last")
 """The functions whose result is the first column of their state."""
-MOMENTS = ("var_pop", "var_samp", "stddev_pop", "stddev_samp")
+MOMENT_FUNCTIONS = ("var_pop", "var_samp", "stddev_pop", "stddev_samp")
 EXACT_IN_DOUBLE = 1 << 53
 
 
@@ -58,7 +58,7 @@ def _result_of(function: str, columns: list[str]) -> Result | None:
         return itemgetter(columns[0])
     if name == "mean" and not arguments:
         return _mean(*columns)
-    if name in MOMENTS:
+    if name in MOMENT_FUNCTIONS:
         return _moment(name, *columns)
     return None
 

@@ -16,7 +16,7 @@ from spark_bridge.exceptions import ConnectionClosedError, RequestLimitError, St
 from spark_bridge.queryable.client.cluster_access import ClusterAccess
 from spark_bridge.queryable.client.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
-from spark_bridge.queryable.protocol.messages import Await, Batch, Changes, Counted
+from spark_bridge.queryable.protocol.messages import AwaitRequest, ChangesRequest, CountReply, RowsReply
 from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.routing.retries import Attempts
 
@@ -183,8 +183,8 @@ class StateWatch:
         """Return the completed version as soon as it is after ``after``, or the completed version that there is after
         ``seconds``.
         """
-        reply = self._access.ask_host(Await(known.location.run_id, after, seconds), deadline)
-        if not isinstance(reply, Counted):
+        reply = self._access.ask_host(AwaitRequest(known.location.run_id, after, seconds), deadline)
+        if not isinstance(reply, CountReply):
             raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")
         return reply.count
 
@@ -198,13 +198,15 @@ class StateWatch:
             body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
         # A run that begins below the position may be past it by now: the host knows which run has made the version.
         previous_run = self._given_by if self._given_by != location.run_id else ""
-        request = Changes(location.run_id, location.operator.name, after, until, view.variable.name, previous_run)
+        request = ChangesRequest(
+            location.run_id, location.operator.name, after, until, view.variable.name, previous_run
+        )
         decoder = RowBatchDecoder()
         version, parts = after, list[pa.RecordBatch]()
         stream = self._access.stream(request, body, deadline)
         try:
             for reply, content in stream:
-                rows = decoder.decode(content) if isinstance(reply, Batch) else None
+                rows = decoder.decode(content) if isinstance(reply, RowsReply) else None
                 for part in () if rows is None else _by_version(rows):
                     found = part.column(0)[0].as_py()
                     if found != version and parts:

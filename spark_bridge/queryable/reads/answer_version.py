@@ -26,7 +26,7 @@ from spark_bridge.queryable.reads.version_copies import VersionCopies
 
 T = TypeVar("T")
 
-WAIT_SECONDS = 2.0
+MAX_WAIT_SECONDS = 2.0
 """A host waits so long for a version that others say is completed, or for partitions that are being loaded or unloaded.
 """
 _PAUSE_SECONDS = 0.005
@@ -49,7 +49,7 @@ class PartitionView:
 class VersionedReader:
     """Reads partitions at the version that a request asks for. Thread-safe."""
 
-    def __init__(self, host: Host, copies: VersionCopies, wait_seconds: float = WAIT_SECONDS) -> None:
+    def __init__(self, host: Host, copies: VersionCopies, wait_seconds: float = MAX_WAIT_SECONDS) -> None:
         self._host = host
         self._copies = copies
         self.wait_seconds = wait_seconds

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 LOADS_AT_ONCE = 8
 """Loads that go on together; further loads wait for them."""
-MAX_WAITING = 16
+MAX_WAITING_REQUESTS = 16
 """Requests that wait at once, less than the limiters admit; further requests are refused at once, and are to be
 repeated.
 """
@@ -30,7 +30,9 @@ class BackgroundLoads:
     ``wait_seconds``.
     """
 
-    def __init__(self, wait_seconds: float, *, at_once: int = LOADS_AT_ONCE, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self, wait_seconds: float, *, at_once: int = LOADS_AT_ONCE, max_waiting: int = MAX_WAITING_REQUESTS
+    ) -> None:
         self.wait_seconds = wait_seconds
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="statestore-read-load")
         self._waiting = threading.Semaphore(max_waiting)

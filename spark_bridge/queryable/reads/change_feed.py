@@ -19,7 +19,8 @@ from backends.formats.changelog import read_changelog
 from backends.formats.manifest import ChangelogRef
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import RetiredRunError
-from coordinator_actor.state_reader import ChangedPairs, Piece, StateVersions
+from coordinator_actor.reading.partition_reader import ChangedPairs
+from coordinator_actor.reading.stored_versions import Piece, StateVersions
 from spark_bridge.exceptions import RequestError, StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.state_reads import StateAnswer

@@ -11,10 +11,10 @@ from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.host.completed_versions import CompletedVersion
 from spark_bridge.host.host import Host
 
-AWAIT_SECONDS = 1.0
+ASK_COORDINATOR_SECONDS = 1.0
 """While somebody waits for a version of a run, the coordinator is asked so often."""
 _BRIEFLY_SECONDS = 0.001
-MAX_RUNS = 1000
+MAX_ASKED_RUNS = 1000
 
 
 class CompletionWait:
@@ -28,7 +28,7 @@ class CompletionWait:
         self._host = host
         self._wait_seconds = wait_seconds
         self._on_ended = on_ended
-        self._asked_at: BoundedDict[str, float] = BoundedDict(MAX_RUNS)
+        self._asked_at: BoundedDict[str, float] = BoundedDict(MAX_ASKED_RUNS)
         self._lock = threading.Lock()
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
@@ -41,7 +41,7 @@ class CompletionWait:
             left = deadline - time.monotonic()
             if left <= 0:
                 break
-            newest = self._host.completed.wait(run_id, after + 1, min(left, AWAIT_SECONDS))
+            newest = self._host.completed.wait(run_id, after + 1, min(left, ASK_COORDINATOR_SECONDS))
             if newest is None or newest.version <= after:
                 newest = self._ask_coordinator(run_id, after)
         return -1 if newest is None else newest.version
@@ -52,7 +52,7 @@ class CompletionWait:
         Nobody tells this host of versions if it has nothing of the run, nor that the run is over.
         """
         newest, now = self._host.completed.newest(run_id), time.monotonic()
-        if newest is not None and now - self._asked_at.get(run_id, 0.0) < AWAIT_SECONDS / 2:
+        if newest is not None and now - self._asked_at.get(run_id, 0.0) < ASK_COORDINATOR_SECONDS / 2:
             return newest
         with self._lock:
             self._asked_at[run_id] = now

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.partition.partition_state import PartitionState
-from coordinator_actor.state_reader import Piece
+from coordinator_actor.reading.stored_versions import Piece
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 

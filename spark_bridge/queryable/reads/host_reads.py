@@ -21,9 +21,9 @@ from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import NotOwnerError, RequestError
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads.answer_version import WAIT_SECONDS, PartitionView, VersionedReader
+from spark_bridge.queryable.reads.answer_version import MAX_WAIT_SECONDS, PartitionView, VersionedReader
 from spark_bridge.queryable.reads.change_feed import ChangeFeed
 from spark_bridge.queryable.reads.completion_wait import CompletionWait
 from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, joined, rows_of_keys, values_of
@@ -53,7 +53,9 @@ class HostReads:
     for ``wait_seconds`` at most.
     """
 
-    def __init__(self, host: Host, *, now_ms: Callable[[], int] = _now_ms, wait_seconds: float = WAIT_SECONDS) -> None:
+    def __init__(
+        self, host: Host, *, now_ms: Callable[[], int] = _now_ms, wait_seconds: float = MAX_WAIT_SECONDS
+    ) -> None:
         self._host = host
         self._now_ms = now_ms
         self._reader = VersionedReader(host, VersionCopies(host, wait_seconds=wait_seconds), wait_seconds)
@@ -85,7 +87,7 @@ class HostReads:
 
     # -- lookups -------------------------------------------------------------------------------
 
-    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         family = request.column_family
@@ -109,7 +111,7 @@ class HostReads:
             )
         return version, value
 
-    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         plan.require_family(request.column_family)
@@ -135,7 +137,7 @@ class HostReads:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         variable = plan.variable(request.state)
@@ -164,7 +166,7 @@ class HostReads:
         self._host.counters.add("keys_read", len(keys))
         return self._answer(plan, partitions, request, find, read, selection)
 
-    def scan(self, request: Scan) -> StateAnswer:
+    def scan(self, request: ScanRequest) -> StateAnswer:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         if request.previous_run not in ("", plan.run_id):
@@ -197,7 +199,7 @@ class HostReads:
         self,
         plan: OperatorPlan,
         partitions: Sequence[int],
-        request: KeyRows | Scan,
+        request: KeyRowsRequest | ScanRequest,
         find: Callable[[PartitionView], Any],
         read: Callable[[Sequence[Any]], Iterator[pa.RecordBatch]],
         selection: RowSelection,
@@ -209,7 +211,7 @@ class HostReads:
         batches = limited(map(selection.rows, _not_owner_if_unloaded(plan, read(found))), limit)
         return StateAnswer(version, selection.schema, RowStream(gathered(batches), keep.close))
 
-    def count(self, request: Scan) -> tuple[int, int]:
+    def count(self, request: ScanRequest) -> tuple[int, int]:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
@@ -234,7 +236,7 @@ class HostReads:
                     count += sum(batch.num_rows for batch in _not_owner_if_unloaded(plan, one[rows.main]))
         return version, count if request.limit is None else min(count, request.limit)
 
-    def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """See ``StateReads``."""
         plan = self._plan(request.run_id, request.operator)
         if keys is not None:
@@ -263,7 +265,7 @@ class HostReads:
             self._plans[run_id, operator] = plan
         return plan
 
-    def _partitions_of(self, plan: OperatorPlan, request: Scan | KeyRows) -> list[int]:
+    def _partitions_of(self, plan: OperatorPlan, request: ScanRequest | KeyRowsRequest) -> list[int]:
         return self._own_partitions(plan) if request.partitions is None else plan.partitions(request.partitions)
 
     def _own_partitions(self, plan: OperatorPlan) -> list[int]:

@@ -17,7 +17,7 @@ from backends.encoding.keys import GROUP_BYTES
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
-from coordinator_actor.state_reader import StatePlace
+from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
 from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.stored_rows import VariableRows

@@ -9,8 +9,8 @@ import pyarrow as pa
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.partition_state import PartitionState
-from coordinator_actor import state_reader
-from coordinator_actor.state_reader import Piece
+from coordinator_actor.reading import partition_reader
+from coordinator_actor.reading.stored_versions import Piece
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.follower_copies import Follower, FollowerCopies
@@ -51,7 +51,9 @@ class PreviousValues:
             self._keep.callback(self._copies.give_back, self._plan, self._piece, follower)
         state = self._follower.state
         try:
-            state_reader.load(self._plan.place, state, self._piece, version, open_storage=self._host.files.open_storage)
+            partition_reader.load(
+                self._plan.place, state, self._piece, version, open_storage=self._host.files.open_storage
+            )
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
         return state

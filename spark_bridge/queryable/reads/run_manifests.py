@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from backends.exceptions import MissingFileError
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import RetiredRunError
-from coordinator_actor.state_reader import LOOKS, StateVersions
+from coordinator_actor.reading.stored_versions import LOOKS, StateVersions
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.reads.operator_plan import OperatorPlan

@@ -16,7 +16,16 @@ from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import HostUnavailableError, RequestError, StateVersionError
 from spark_bridge.queryable.protocol.byte_arrays import pack_one, unpack_one
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, Await, Counted, End, KeyRows, Lookup, Scan, Values
+from spark_bridge.queryable.protocol.messages import (
+    At,
+    AwaitRequest,
+    CountReply,
+    EndOfRows,
+    KeyRowsRequest,
+    LookupReply,
+    LookupRequest,
+    ScanRequest,
+)
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
 from spark_bridge.queryable.routing.key_chunks import joined_values, key_chunks, shifted_positions
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
@@ -92,7 +101,7 @@ class StateRouter:
         is_completed = at.isolation == "completed"
         if is_completed:
             at = self.seen.floor(run_id, at)
-        request = Lookup(run_id, location.operator.name, at, family, self._forward)
+        request = LookupRequest(run_id, location.operator.name, at, family, self._forward)
         address = table.address_of(key) if self._via is None else self._proxy()
         value: bytes | None
         try:
@@ -100,7 +109,7 @@ class StateRouter:
                 version, value = self._local.lookup_one(request, key)
             else:
                 reply, body = self._connections.request(address, request, pack_one(key), deadline)
-                if type(reply) is not Values:
+                if type(reply) is not LookupReply:
                     unexpected(address, reply)
                 version, value = reply.version, unpack_one(body)
         except StateVersionError as error:
@@ -134,7 +143,7 @@ class StateRouter:
         return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
 
     def key_rows(
-        self, location: OperatorLocation, request: KeyRows, keys: pa.BinaryArray, deadline: float
+        self, location: OperatorLocation, request: KeyRowsRequest, keys: pa.BinaryArray, deadline: float
     ) -> StateAnswer:
         """Return the rows of stored grouping keys.
 
@@ -175,7 +184,7 @@ class StateRouter:
 
     # -- ranges --------------------------------------------------------------------------------
 
-    def count(self, location: OperatorLocation, request: Scan, deadline: float) -> tuple[int, int]:
+    def count(self, location: OperatorLocation, request: ScanRequest, deadline: float) -> tuple[int, int]:
         """Return the version, and how many rows ``scan`` would give."""
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         if self._via is not None:
@@ -192,7 +201,7 @@ class StateRouter:
     def scan(
         self,
         location: OperatorLocation,
-        request: Scan,
+        request: ScanRequest,
         deadline: float,
         relocate: Callable[[Exception], OperatorLocation] | None = None,
         *,
@@ -252,7 +261,7 @@ class StateRouter:
         return [(proxy, group) for group in groups if group]
 
     def _completed_now(
-        self, location: OperatorLocation, request: Scan, shares: list[tuple[str, list[int]]], deadline: float
+        self, location: OperatorLocation, request: ScanRequest, shares: list[tuple[str, list[int]]], deadline: float
     ) -> int:
         """Return the version that all hosts are asked for in a scan: the later one of what an owner and the location
         say.
@@ -264,14 +273,14 @@ class StateRouter:
             # A scan of no rows of one partition: the partition's owner answers.
             beginning = replace(request, partitions=partitions[:1], limit=0)
             reply, _ = list(self._connections.stream(address, beginning, b"", deadline))[-1]
-            if type(reply) is not End:
+            if type(reply) is not EndOfRows:
                 unexpected(address, reply)
             completed = reply.version
         elif self._local is not None and any(owner == self._local_address for owner, _ in shares):
             completed = self._local.await_completed(request.run_id, 0, 0.0)
         else:
-            reply, _ = self._connections.request(address, Await(request.run_id, 0, 0.0), b"", deadline)
-            if type(reply) is not Counted:
+            reply, _ = self._connections.request(address, AwaitRequest(request.run_id, 0, 0.0), b"", deadline)
+            if type(reply) is not CountReply:
                 unexpected(address, reply)
             completed = reply.count
         if completed < 0:
@@ -283,7 +292,7 @@ class StateRouter:
         self.seen.note(request.run_id, completed)
         return max(request.at.version, completed)
 
-    def _open_scan(self, address: str, request: Scan, deadline: float) -> PendingScan:
+    def _open_scan(self, address: str, request: ScanRequest, deadline: float) -> PendingScan:
         if self._local is not None and address == self._local_address:
             return partial(self._local.scan, request)
         return self._connections.stream(address, request, b"", deadline)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
-from spark_bridge.queryable.protocol.messages import At, Scan
+from spark_bridge.queryable.protocol.messages import At, ScanRequest
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 from spark_bridge.queryable.routing.retries import Attempts, should_locate
 from spark_bridge.queryable.routing.scan_sources import PendingScan, ScanSource, scan_source
@@ -38,9 +38,9 @@ class ScanPlan:
     - ``is_stable``: a second scan of a version finds the same rows.
     """
 
-    request: Scan
+    request: ScanRequest
     location: OperatorLocation
-    open_stream: Callable[[str, Scan, float], PendingScan]
+    open_stream: Callable[[str, ScanRequest, float], PendingScan]
     address_of: Callable[[OperatorLocation, int], str]
     relocate: Callable[[Exception], OperatorLocation] | None
     timeout: float

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.server.request_limits import RequestLimits
 
-MAX_WAITING = 4096
+MAX_QUEUE = 4096
 COORDINATOR_REQUESTS = 4
 """Requests about operators and hosts that are answered at once: the coordinator answers them, and has commits to take.
 """
@@ -40,7 +40,7 @@ class AdmissionLimiter:
             if not self._waiting and self._free >= amount:
                 self._free -= amount
                 return
-            if amount > self.amount or len(self._waiting) >= MAX_WAITING:
+            if amount > self.amount or len(self._waiting) >= MAX_QUEUE:
                 raise self._refusal(wait_seconds=0.0, amount=amount)
             waiter = _Waiter(amount)
             self._waiting.append(waiter)

@@ -12,7 +12,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import Describe, Described
+from spark_bridge.queryable.protocol.messages import DescribeReply, DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
 from spark_bridge.queryable.server.location_cache import LocationCache, OracleSource
@@ -74,16 +74,16 @@ class KvStateClientProxy(KvStateServer):
         """
         self._locations.update(job_id, oracle)
 
-    def describe(self, request: Describe) -> dict[str, Any]:
+    def describe(self, request: DescribeRequest) -> dict[str, Any]:
         """See ``KvStateServer``; with ``forward`` the answer has all hosts of the operator's query, as ``hosts``."""
         if not request.forward or request.operator is None:
             return super().describe(request)
         location = self._reads.locate(request.operator, request.query)
         addresses = dict.fromkeys(owner.query_address for owner in location.owners)
-        asked = Describe(request.operator, location.run_id)
+        asked = DescribeRequest(request.operator, location.run_id)
         return {"hosts": self._described(addresses, asked)}
 
-    def _described(self, addresses: Iterable[str], request: Describe) -> list[dict[str, Any]]:
+    def _described(self, addresses: Iterable[str], request: DescribeRequest) -> list[dict[str, Any]]:
         """Return what hosts say of themselves; for a host that does not answer, why."""
         deadline = time.monotonic() + DESCRIBE_SECONDS
         answers: list[dict[str, Any]] = []
@@ -102,7 +102,7 @@ class KvStateClientProxy(KvStateServer):
             except (SparkBridgeError, CoordinatorError, OSError) as error:
                 answers.append({"query_address": exchange.address, "failure": str(error)})
                 continue
-            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is Described else {})
+            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is DescribeReply else {})
         return answers
 
     def start(self) -> None:

@@ -15,7 +15,7 @@ from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import QueryTimeoutError
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
 from spark_bridge.queryable.routing.retries import GONE, MOVED, Attempts, should_locate
 from spark_bridge.queryable.routing.router import StateRouter
@@ -23,7 +23,7 @@ from spark_bridge.queryable.server.location_cache import LocationCache
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 1.0
 """When owners have moved, a request is repeated here for so long. The client has more time, and waits without taking
 room here.
 """
@@ -44,7 +44,7 @@ class ForwardingReads:
         locations: LocationCache,
         connections: KvConnections,
         *,
-        patience: float = RETRY_SECONDS,
+        patience: float = MAX_RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -68,7 +68,7 @@ class ForwardingReads:
 
     # -- for all hosts -------------------------------------------------------------------------
 
-    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.lookup(request, keys)
@@ -77,7 +77,7 @@ class ForwardingReads:
             lambda location, deadline: self.router.lookup(location, request.column_family, keys, request.at, deadline),
         )
 
-    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.lookup_one(request, key)
@@ -88,7 +88,7 @@ class ForwardingReads:
             ),
         )
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.key_rows(request, keys)
@@ -100,7 +100,7 @@ class ForwardingReads:
             )
         )
 
-    def scan(self, request: Scan) -> StateAnswer:
+    def scan(self, request: ScanRequest) -> StateAnswer:
         """See ``StateReads``. The rows of ``partitions`` come in their order; without ``partitions`` the hosts' rows
         come as they arrive.
         """
@@ -123,7 +123,7 @@ class ForwardingReads:
             )
         )
 
-    def count(self, request: Scan) -> tuple[int, int]:
+    def count(self, request: ScanRequest) -> tuple[int, int]:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.count(request)
@@ -135,7 +135,7 @@ class ForwardingReads:
         """See ``StateReads``."""
         return self.own.locate(operator, query)
 
-    def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """See ``StateReads``."""
         return self.own.changes(request, keys)
 
@@ -155,7 +155,7 @@ class ForwardingReads:
 
     def _answer(
         self,
-        request: Lookup | KeyRows | Scan,
+        request: LookupRequest | KeyRowsRequest | ScanRequest,
         ask: Callable[[OperatorLocation, float], T],
         *,
         with_schema: bool = False,

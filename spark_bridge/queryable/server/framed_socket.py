@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.queryable.protocol.messages import MAX_HEADER_BYTES, PREFIX
+from spark_bridge.queryable.protocol.messages import FRAME_PREFIX, MAX_HEADER_BYTES
 from spark_bridge.queryable.server.admission import AdmissionLimiter, seconds_left
 
 RECEIVE_BUFFER_BYTES = 1 << 16
@@ -91,10 +91,10 @@ class FramedSocket:
             if not end:
                 return None
         deadline = math.inf
-        if end - begin < PREFIX.size:
+        if end - begin < FRAME_PREFIX.size:
             deadline = time.monotonic() + transfer_seconds
-            begin, end = self._fill(begin, end, PREFIX.size, deadline)
-        length, header_length = PREFIX.unpack_from(self._buffer, begin)
+            begin, end = self._fill(begin, end, FRAME_PREFIX.size, deadline)
+        length, header_length = FRAME_PREFIX.unpack_from(self._buffer, begin)
         if length > max_bytes:
             raise RequestLimitError(
                 f"A request of {length:,} bytes is more than the {max_bytes:,} allowed here: ask for less at once."
@@ -105,16 +105,16 @@ class FramedSocket:
                 "at most "
                 f"{MAX_HEADER_BYTES:,}."
             )
-        frame_length = PREFIX.size + length
+        frame_length = FRAME_PREFIX.size + length
         if end - begin < frame_length:
             if deadline == math.inf:
                 deadline = time.monotonic() + transfer_seconds
             if frame_length > RECEIVE_BUFFER_BYTES:
-                return self._receive_large(begin + PREFIX.size, end, length, header_length, deadline)
+                return self._receive_large(begin + FRAME_PREFIX.size, end, length, header_length, deadline)
             begin, end = self._fill(begin, end, frame_length, deadline)
         self._begin, self._end = begin + frame_length, end
-        body = begin + PREFIX.size + header_length
-        return self._buffer[begin + PREFIX.size : body], self._buffer[body : begin + frame_length]
+        body = begin + FRAME_PREFIX.size + header_length
+        return self._buffer[begin + FRAME_PREFIX.size : body], self._buffer[body : begin + frame_length]
 
     def keep(self, body: memoryview) -> memoryview:
         """Return a body that stays as it is when more is received."""

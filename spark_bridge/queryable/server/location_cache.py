@@ -27,7 +27,7 @@ FETCH_SECONDS = 0.1
 """However many requests find an oracle wrong, it is not fetched more often than that."""
 ENDED_SECONDS = 0.5
 """A query that has ended is taken for ended for so long, without asking again."""
-MAX_RUNS = 1024
+MAX_CACHED_RUNS = 1024
 
 
 class OracleSource(Protocol):
@@ -67,7 +67,7 @@ class LocationCache:
 
         self._jobs: dict[str, str] = {}
         self._specs: dict[tuple[str, str], OperatorSpec] = {}
-        self._ended: BoundedDict[str, tuple[str, float]] = BoundedDict(MAX_RUNS)
+        self._ended: BoundedDict[str, tuple[str, float]] = BoundedDict(MAX_CACHED_RUNS)
         self._lock = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}
         self._used: set[str] = set()
@@ -93,7 +93,7 @@ class LocationCache:
             self._cached[job_id] = cached
             self._ended.pop(job_id, None)
             self._jobs[oracle.run_id] = job_id
-            while len(self._jobs) > MAX_RUNS:
+            while len(self._jobs) > MAX_CACHED_RUNS:
                 run_id = next(iter(self._jobs))
                 del self._jobs[run_id]
                 self._specs = {key: spec for key, spec in self._specs.items() if key[0] != run_id}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.queryable.protocol.messages import MAX_HEADER_BYTES
 
-MIB = 1 << 20
 MAX_FRAME_BYTES = (1 << 32) - 1
 """The lengths in a frame are uint32."""
 
@@ -36,14 +35,14 @@ class RequestLimits:
     - ``wait_seconds``: the time that a request waits for admission before it fails with ``TooManyRequestsError``.
     """
 
-    max_request_bytes: int = 64 * MIB
+    max_request_bytes: int = 64 << 20
     max_keys: int = 1_000_000
     scan_seconds: float = 600.0
     max_requests: int = 64
     max_scans: int = 8
     max_connections: int = 512
     idle_seconds: float = 900.0
-    max_buffered_bytes: int = 1024 * MIB
+    max_buffered_bytes: int = 1024 << 20
     transfer_seconds: float = 60.0
     wait_seconds: float = 1.0
 

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.protocol.messages import Describe
+from spark_bridge.queryable.protocol.messages import DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.admission import AdmissionControl, seconds_left
 from spark_bridge.queryable.server.request_handler import ServerContext
@@ -146,7 +146,7 @@ class KvStateServer:
                 ", ".join(left[:5]),
             )
 
-    def describe(self, request: Describe) -> dict[str, Any]:
+    def describe(self, request: DescribeRequest) -> dict[str, Any]:
         """Return what ``reads`` says, and as ``requests`` how this server has answered. A proxy overrides it for
         ``forward``.
         """

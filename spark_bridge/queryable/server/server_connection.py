@@ -11,17 +11,17 @@ from spark_bridge.exceptions import AccessDeniedError, RequestError, RequestLimi
 from spark_bridge.queryable.protocol.messages import (
     MAX_HEADER_BYTES,
     PROTOCOL,
-    Await,
-    Changes,
-    Count,
-    Describe,
+    AwaitRequest,
+    ChangesRequest,
+    CountRequest,
+    DescribeRequest,
     Hello,
-    KeyRows,
-    Locate,
-    Lookup,
-    Operators,
+    KeyRowsRequest,
+    LocateOperatorRequest,
+    LookupRequest,
+    OperatorsRequest,
     Request,
-    Scan,
+    ScanRequest,
     Welcome,
     decode_request,
 )
@@ -38,15 +38,15 @@ MAX_HELLO_BYTES = 4096
 UNREADABLE = "unreadable"
 
 VERBS: dict[type[Any], str] = {
-    Locate: "locate",
-    Lookup: "lookup",
-    KeyRows: "rows",
-    Scan: "scan",
-    Count: "count",
-    Changes: "changes",
-    Await: "await",
-    Operators: "operators",
-    Describe: "describe",
+    LocateOperatorRequest: "locate",
+    LookupRequest: "lookup",
+    KeyRowsRequest: "rows",
+    ScanRequest: "scan",
+    CountRequest: "count",
+    ChangesRequest: "changes",
+    AwaitRequest: "await",
+    OperatorsRequest: "operators",
+    DescribeRequest: "describe",
 }
 
 
@@ -151,7 +151,7 @@ class ServerConnection:
         try:
             request = decoded_request(header)
             verb = VERBS.get(type(request), verb)
-            of_operator = request.scan if type(request) is Count else request
+            of_operator = request.scan if type(request) is CountRequest else request
             operator = getattr(of_operator, "operator", None) or ""
             self._session.check_token(started)
             self._handler.handle(request, body)

@@ -1,45 +1,35 @@
-"""Reading a query's state from its storage alone: any retained version, or what changed between two.
+"""Finds out which versions of a query's state can be read, and which files each of them takes.
 
-After Spark's state data source. Nothing is written, locked or kept back: a reader looks at the manifests,
-and makes its own copy of one partition after the other in a temporary directory, also while the query runs. Retention
-does not know of readers, so a version may be removed before it has been read; that is an error that says so.
+A reader looks at the manifests, also while the query runs. It writes and locks nothing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
-import pyarrow as pa
 from msgspec import Struct, structs
 
-from backends.conf import StateStoreConf
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from backends.formats import manifest_chain as chains
-from backends.formats.changelog import read_changelog
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Layout
-from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.spark_commits import SparkCommits
 
 STATE_DIRECTORY = "statestore"
 LOOKS = 5
-"""How often the manifests are looked at while retention removes some of those that are being read."""
+"""How often the manifests are read again while retention removes some of them."""
 
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where a query's state is: Spark's checkpoint location, and the directory that holds ``manifests/`` and the rest.
+    """Where a query's state is: Spark's checkpoint location, and the directory with ``manifests/`` and the rest.
 
-    ``options`` say how both are reached, as in ``StateStoreConf.storage_options``.
+    ``options`` are the storage options of both, as in ``StateStoreConf.storage_options``.
     """
 
     checkpoint_location: str
@@ -48,8 +38,9 @@ class StatePlace:
 
 
 class Piece(Struct, frozen=True):
-    """One partition to be read, in one layout: at the version of ``lineage``, or what changed behind ``since`` up to
-    it.
+    """One partition to be read, in one layout.
+
+    It is read at the version of ``lineage``; with ``since``, the changes behind that version up to it are read.
     """
 
     partition: int
@@ -70,14 +61,6 @@ class Reading:
     pieces: tuple[Piece, ...]
 
 
-class ChangedPairs(NamedTuple):
-    """Pairs of one column family that a version has written; null: there was none before, or there is none any more."""
-
-    keys: pa.BinaryArray
-    before: pa.BinaryArray
-    after: pa.BinaryArray
-
-
 def find_state(
     checkpoint_location: str,
     state_location: str | None = None,
@@ -85,11 +68,11 @@ def find_state(
     *,
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> StatePlace:
-    """Where the state of the query with that checkpoint location is.
+    """Return where the state of the query with that checkpoint location is.
 
     ``state_location`` is the base directory of ``spark.statestore.location``, where each query has a directory named by
-    its id; without state there, that beside Spark's own files is taken. Raises ``MissingFileError`` if there is none at
-    all.
+    its id. Without state there, the directory beside Spark's own files is taken. Raises ``MissingFileError`` if neither
+    has state.
     """
     given = dict(options or {})
     checkpoint = open_storage(checkpoint_location, given)
@@ -127,7 +110,7 @@ def _query_id(checkpoint: CheckpointStorage) -> str:
 class StateVersions:
     """The versions of a query's state, as its storage showed them at one moment.
 
-    ``chain`` has a manifest per version, ``completed`` is the version behind the last batch that Spark has committed.
+    ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed.
     """
 
     place: StatePlace
@@ -148,23 +131,23 @@ class StateVersions:
         attempt = 0
         while True:
             attempt += 1
-            # Before the manifests: what Spark has committed has a manifest.
+            # The commits before the manifests: a committed batch has a manifest.
             completed = commits.next_batch()
             log.refresh()
             try:
                 found = cls(place, log, log.chain(), completed, file.key_groups)
             except MissingFileError:
-                # Removed since it was listed; the manifest for whose sake that was done is there by now.
+                # A manifest was removed after it was listed. The newer manifest that has caused this exists by now.
                 if attempt == LOOKS:
                     raise
                 continue
-            # If not even the last completed version is kept, later ones have been completed meanwhile.
+            # If not even the last completed version is kept, then later versions were completed meanwhile.
             if found.readable or completed == 0 or attempt == LOOKS:
                 return found
 
     @property
     def readable(self) -> range:
-        """The versions that can be read; the empty version 0 is one as long as nothing has been removed."""
+        """Return the versions that can be read. The empty version 0 is one as long as nothing was removed."""
         if not self.chain:
             return range(0)
         newest = max(self.chain)
@@ -173,8 +156,9 @@ class StateVersions:
         return range(oldest, min(newest, self.completed) + 1)
 
     def resolve(self, version: int | None) -> int:
-        """The version asked for, None for the last completed one; raises ``VersionNotFoundError`` naming those that
-        are there.
+        """Return the version asked for; None asks for the last completed one.
+
+        Raises ``VersionNotFoundError`` with the versions that exist.
         """
         there = self.readable
         if version is None:
@@ -205,11 +189,11 @@ class StateVersions:
         return f"there are the versions {there[0]} to {there[-1]}" if len(there) > 1 else f"there is version {there[0]}"
 
     def operators(self, version: int) -> Mapping[str, OperatorEntry]:
-        """The operators at a readable version. The empty version 0 is taken to have those of the first one."""
+        """Return the operators at a readable version. The empty version 0 is taken to have those of the first one."""
         return self.chain[version if version in self.chain else min(self.chain)].operators
 
     def entry(self, operator: str, version: int) -> OperatorEntry:
-        """An operator at a readable version; raises ``InvalidStateStoreArgument`` naming those that there are."""
+        """Return an operator at a readable version. Raises ``InvalidStateStoreArgument`` with those that exist."""
         operators = self.operators(version)
         if operator not in operators:
             raise InvalidStateStoreArgument(
@@ -220,11 +204,11 @@ class StateVersions:
         return operators[operator]
 
     def schema(self, entry: OperatorEntry) -> OperatorSchema:
-        """The schema that an operator has there."""
+        """Return the schema of an operator entry."""
         return OperatorSchema.from_json(self.log.schema(entry.schema_id))
 
     def reading(self, operator: str, version: int | None = None) -> Reading:
-        """How to read an operator at a version, None for the last completed one.
+        """Return how to read an operator at a version (None: the last completed one).
 
         Raises ``VersionNotFoundError``, ``InvalidStateStoreArgument``.
         """
@@ -233,10 +217,10 @@ class StateVersions:
         return Reading(self.place, operator, at, self.schema(entry), tuple(self._pieces(operator, entry, at)))
 
     def reading_of_changes(self, operator: str, from_version: int, to_version: int | None = None) -> Reading:
-        """How to read what batches ``from_version`` to ``to_version - 1`` have changed, those that lead from one to the
-        other.
+        """Return how to read all changes from one version to another: by batches ``from_version`` to ``to_version -
+        1``.
 
-        A piece per partition of every layout that the operator had. Raises as ``reading`` does.
+        There is a piece per partition of every layout that the operator had. Raises the errors of ``reading``.
         """
         start, end = self.resolve(from_version), self.resolve(to_version)
         if start > end:
@@ -255,106 +239,3 @@ class StateVersions:
         for p in range(layout.num_partitions):
             lineage = chains.lineage(self.chain, version, layout, p, self.key_groups)
             yield Piece(p, layout.directory(p), layout.backend, lineage)
-
-
-@contextmanager
-def opened(
-    place: StatePlace, piece: Piece, version: int | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
-) -> Iterator[PartitionState]:
-    """A copy of a partition at a version of its lineage, None for the last one, in a temporary directory.
-
-    Raises ``VersionNotFoundError`` if the version has been removed since it was planned to read it, else what
-    ``PartitionState.load`` raises.
-    """
-    storage = open_storage(place.state_location, place.options)
-    conf = StateStoreConf(
-        provider=piece.backend,
-        storage_options=dict(place.options),
-        track_total_number_of_rows=False,
-        max_versions_in_memory=0,
-    )
-    with TemporaryDirectory(prefix="statestore-read-") as scratch:
-        state = open_partition(Path(scratch) / "state", storage, piece.directory, conf)
-        try:
-            load(place, state, piece, piece.lineage.version if version is None else version, open_storage=open_storage)
-            yield state
-        finally:
-            state.close()
-
-
-def load(
-    place: StatePlace,
-    state: PartitionState,
-    piece: Piece,
-    version: int,
-    *,
-    open_storage: OpenStorage = CheckpointStorage.open,
-) -> None:
-    """Bring a copy of a partition to a version of its lineage; raises as ``opened`` does."""
-    whole = piece.lineage
-    lineage = Lineage(
-        version,
-        tuple(ref for ref in whole.changelogs if ref.version <= version),
-        tuple(ref for ref in whole.snapshots if ref.version <= version),
-        whole.rescaled,
-    )
-    with _explaining(place, version if piece.since is None else piece.since, open_storage):
-        state.load(lineage)
-
-
-@contextmanager
-def _explaining(place: StatePlace, version: int, open_storage: OpenStorage) -> Iterator[None]:
-    """If a file is missing because its version is no longer kept, say that."""
-    try:
-        yield
-    except MissingFileError as error:
-        there = StateVersions.look(place, open_storage=open_storage).readable
-        if version in there:
-            raise
-        kept = f"versions {there[0]} to {there[-1]} are kept" if there else "none is kept"
-        raise VersionNotFoundError(
-            f"Version {version} of the state at {place.state_location} was removed while it was read: now {kept}. Read "
-            "a later "
-            "one, or let the query keep more versions (min_versions_to_retain)."
-        ) from error
-
-
-def changes(
-    place: StatePlace, piece: Piece, families: Collection[str], *, open_storage: OpenStorage = CheckpointStorage.open
-) -> Iterator[tuple[int, dict[str, ChangedPairs]]]:
-    """What each version behind ``piece.since`` has written to some of the column families, ascending.
-
-    One version is held in memory at a time. Raises as ``opened`` does.
-    """
-    since = piece.since if piece.since is not None else piece.lineage.version
-    storage = open_storage(place.state_location, place.options)
-    with opened(place, piece, since, open_storage=open_storage) as state:
-        for ref in piece.lineage.changelogs:
-            if ref.version <= since:
-                continue
-            with _explaining(place, since, open_storage):
-                data = storage.read(ref.file)
-            _, changed = read_changelog(data, storage.full_location(ref.file.path))
-            found = {f: changed.families[f] for f in families if f in changed.families and len(changed.families[f])}
-            if not found:
-                continue
-            load(place, state, piece, ref.version - 1, open_storage=open_storage)
-            there = state.column_families()
-            yield (
-                ref.version,
-                {
-                    family: ChangedPairs(
-                        pairs.keys,
-                        state.get_many(pairs.keys, None, family)
-                        if family in there
-                        else pa.nulls(len(pairs), pa.binary()),
-                        pairs.values,
-                    )
-                    for family, pairs in found.items()
-                },
-            )
-
-
-def scan(state: PartitionState, family: str) -> Iterator[pa.RecordBatch]:
-    """All pairs of a column family in the order of their keys, in batches; none if the partition has no such family."""
-    return state.scan(None, None, None, family) if family in state.column_families() else iter(())
