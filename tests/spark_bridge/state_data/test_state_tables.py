@@ -18,7 +18,7 @@ from backends.exceptions import InvalidStateStoreArgument, MissingFileError, Ver
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
-from spark_bridge.state_data import state_tables
+from spark_bridge.state_data import state_sources
 from spark_bridge.state_data.metadata import state_metadata_table
 from spark_bridge.state_data.state_tables import state_batches, state_changes_batches, state_changes_table, state_table
 from spark_bridge.state_format import partition_rows
@@ -512,7 +512,7 @@ def test_the_newest_version_is_looked_up_anew_if_it_goes_before_it_is_read(flow,
     f.batch(one_key(lambda of: of.v.update((1,))))
     f.batch(one_key(lambda of: of.v.update((2,))))
     looks: list[int] = []
-    real = state_tables.scan_partition
+    real = state_sources.scan_partition
 
     def scan(rows: Any, state: Any, partition: int) -> Iterator[pa.RecordBatch]:
         looks.append(state.version)
@@ -520,7 +520,7 @@ def test_the_newest_version_is_looked_up_anew_if_it_goes_before_it_is_read(flow,
             raise VersionNotFoundError("removed while it was read") from MissingFileError("a file")
         return real(rows, state, partition)
 
-    monkeypatch.setattr(state_tables, "scan_partition", scan)
+    monkeypatch.setattr(state_sources, "scan_partition", scan)
     assert rows_of(state_table(f.location, "op")) == [("a", 0, 2)]
     assert looks == [2, 2]
     looks.clear()
