@@ -1,21 +1,23 @@
-"""The benchmark suite: every comparison of ``comparisons/``, each in a process of its own, and ``RESULTS.md`` made of what they measured.
+"""The benchmark suite: runs each comparison of ``comparisons/`` in a process of its own, and writes ``RESULTS.md``.
 
-    python benchmarks/bench.py                                    all of them at full size; hours
-    python benchmarks/bench.py throughput --keys 100000           one by name, with its sizes; only its part of RESULTS.md is replaced
-    python benchmarks/bench.py --smoke                            small sizes: equality, and what has become slower
-    python benchmarks/bench.py --smoke --keep                     the same, and keep the figures as those to compare with
-    python benchmarks/bench.py --list                             names and sizes
-    python benchmarks/bench.py --render                           RESULTS.md again from the kept figures
+    python benchmarks/bench.py                              all of them at full size; hours
+    python benchmarks/bench.py throughput --keys 100000     one by name, with its sizes; replaces its part of RESULTS.md
+    python benchmarks/bench.py --smoke                      small sizes: equality, and what has become slower
+    python benchmarks/bench.py --smoke --keep               the same, and keep the figures for later comparison
+    python benchmarks/bench.py --list                       names and sizes
+    python benchmarks/bench.py --render                     RESULTS.md again from the kept figures
 
-``make bench`` and ``make bench-smoke`` are the same, with the environments that they need. What is measured again replaces what is kept in
-``results/<comparison>.json``. A smoke run compares itself with ``results/smoke/``, which another smoke run with ``--keep`` has made, since
-ratios depend on the sizes, and its JVMs do without their second compiler, which a short run does not repay; it reports, and ends with
-status 1 only if a comparison failed, say because results were not equal.
+``make bench`` and ``make bench-smoke`` do the same, with the environments that are needed. A new measurement replaces
+the one in ``results/<comparison>.json``. A smoke run is compared with ``results/smoke/``, made by another smoke run
+with ``--keep``, as ratios depend on the sizes. JVMs of a smoke run do without their second compiler, which does not pay
+in a short run. A smoke run reports what has become slower; it ends with status 1 only if a comparison failed, for
+instance because results were not equal.
 
-Comparisons on Spark 4.2 run with the Python of ``.venv42``, which ``make venv42`` makes if it is missing, or of the environment that
-STATESTORE_VENV42 names.
+Comparisons on Spark 4.2 run with the Python of ``.venv42``, which ``make venv42`` makes if it is missing, or of the
+environment that STATESTORE_VENV42 names.
 
-What stands in the way of a target is written by hand into ``remarks/<comparison>.md``, and stands below its figures in ``RESULTS.md``.
+``remarks/<comparison>.md`` is written by hand: it says what stands in the way of a target. ``RESULTS.md`` has it below
+the figures.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ console = Console(highlight=False, stderr=True)
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[str]]]:
-    """The suite's own options, and the sizes: everything else that begins with two dashes."""
+    """Return the suite's own options, and the sizes: all other arguments that begin with two dashes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="comparisons (default all)")
     parser.add_argument("--smoke", action="store_true", help="small sizes; compare with what is kept")
@@ -76,14 +78,14 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, list[
 
 
 def sizes_of(comparison: Comparison, kind: Kind, given: Mapping[str, list[str]]) -> Size:
-    """Single values stay single. Raises ``ValueError`` for an unknown one, or one without a value."""
+    """Return sizes by name. Raises ``ValueError`` for an unknown name, or a name without a value."""
     if empty := [name for name, values in given.items() if not values]:
         raise ValueError(f"--{empty[0]} needs a value.")
     return comparison.size(kind, {name: values[0] if len(values) == 1 else values for name, values in given.items()})
 
 
 def write_results() -> None:
-    """``RESULTS.md`` and the plots, from what is kept."""
+    """Write ``RESULTS.md`` and the plots, from the kept results."""
     results = load(RESULTS)
     remarks = {path.stem: path.read_text() for path in sorted((HERE / "remarks").glob("*.md"))}
     (HERE / "RESULTS.md").write_text(report.render(COMPARISONS, results, remarks))
@@ -97,7 +99,7 @@ def write_results() -> None:
 
 
 def show_list() -> None:
-    """What there is."""
+    """Print the comparisons and their sizes."""
     for name, c in COMPARISONS.items():
         where = " and ".join(ENVIRONMENTS[e] for e in c.environments)
         smoke = "" if c.in_smoke else "; not in the smoke run unless it is named"
@@ -108,7 +110,7 @@ def show_list() -> None:
 
 
 def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespace, given: dict[str, list[str]]) -> int:
-    """Run them, keep what is to be kept, and report. Returns 1 if one failed."""
+    """Run the comparisons, keep the results, and report. Return 1 if one failed."""
     directory = RESULTS if kind == "full" else RESULTS / "smoke"
     kept = load(directory)
     failed, unknown, found = list[str](), list[str](), list[Slower]()
@@ -151,7 +153,7 @@ def measure(chosen: Sequence[Comparison], kind: Kind, options: argparse.Namespac
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the status that the process ends with."""
+    """Do what the arguments say, and return the exit status of the process."""
     options, given = parse(arguments)
     if options.child:
         comparison = COMPARISONS[options.child]
@@ -163,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.render:
         write_results()
         return 0
-    # So that being terminated ends what has been started, as an interrupt does.
+    # A termination ends all processes that were started, as an interrupt does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     kind: Kind = "smoke" if options.smoke else "full"
     chosen = [

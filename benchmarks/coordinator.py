@@ -1,16 +1,16 @@
-"""What a large cluster costs its coordinator: 200 hosts with 10,000 partitions, one checkpoint a second, played to a real one.
+"""What a large cluster costs its coordinator: 200 simulated hosts, 10,000 partitions, one checkpoint a second.
 
-    python benchmarks/coordinator.py                              the coordinator's class in this process; a minute
-    python benchmarks/coordinator.py --actor                      a real actor in a Ray cluster of its own, started for it
+    python benchmarks/coordinator.py                    the coordinator's class in this process; a minute
+    python benchmarks/coordinator.py --actor            a real actor, in a Ray cluster started for it
     python benchmarks/coordinator.py --seconds 10 --hosts 20 --partitions 1000
 
-Every host asks for its part of a batch, acknowledges the changes of its partitions in one message, beats twice a
-second (``--heartbeat``) and uploads the snapshots of its partitions once per maintenance interval. The driver beats once a second and tells of
-each batch that is committed. Spark is played by small files in ``offsets/`` and ``commits/``. Nothing is said of the
-changes themselves: changelogs are named, not written, for the coordinator does not read them.
+Every simulated host asks for its part of a batch, acknowledges the changes of its partitions in one message, sends two
+heartbeats a second (``--heartbeat``), and uploads the snapshots of its partitions once per maintenance interval. The
+driver sends one heartbeat a second, and a message for each batch that is committed. Small files in ``offsets/`` and
+``commits/`` stand for Spark's. Changelogs are named, but not written: the coordinator does not read them.
 
-CPU is that of the coordinator's process (``--actor``), or of the calls to its class. Without ``--actor``, memory includes
-what plays the cluster, and there is one thread, so a checkpoint takes the sum of all its messages.
+CPU is that of the coordinator's process (``--actor``), or of the calls to its class. Without ``--actor``, memory
+includes the simulated cluster, and there is one thread, so that a checkpoint takes the sum of all its messages.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ SCHEMA = StateSchema(
 
 
 class Link(Protocol):
-    """The way to a coordinator."""
+    """Calls a coordinator, in this process or as an actor."""
 
     def call(self, method: str, *args: Any) -> Any:
-        """One message, and its answer."""
+        """Send one message, and return the answer."""
 
     def tick(self) -> None:
-        """A second has passed."""
+        """Do what the coordinator does every second."""
 
     def cpu_seconds(self) -> float:
-        """What the coordinator has used so far."""
+        """Return the CPU seconds that the coordinator has used so far."""
 
     def resident(self) -> int:
-        """Bytes of memory now."""
+        """Return the bytes of memory that are in use."""
 
 
 class InProcess:
-    """The plain class. One thread calls it, so all that the process uses meanwhile is the coordinator's."""
+    """The coordinator's class. One thread calls it, so that the CPU of a call is the coordinator's."""
 
     def __init__(self) -> None:
         self._coordinator = Coordinator(time.time, CheckpointStorage.open)
@@ -99,7 +99,7 @@ class InProcess:
             self._cpu += time.process_time() - started
 
     def tick(self) -> None:
-        """What the actor's threads do."""
+        """Do what the actor's threads do."""
         for method in ("expire", "maintain", "describe"):
             self.call(method)
 
@@ -126,11 +126,11 @@ class InActor:
         return self._get(getattr(self._actor, method).remote(*args))
 
     def end(self) -> None:
-        """Nobody needs it any more."""
+        """End the actor."""
         self._kill(self._actor)
 
     def tick(self) -> None:
-        """The actor does it by itself."""
+        """Do nothing: the actor has threads for this."""
 
     def cpu_seconds(self) -> float:
         times = self._process.cpu_times()
@@ -142,7 +142,7 @@ class InActor:
 
 @contextmanager
 def directory() -> Iterator[Path]:
-    """For a checkpoint location; in memory if that can be, for what is measured is the coordinator."""
+    """Give a directory for a checkpoint, in memory where possible: the coordinator is measured, not the disk."""
     memory = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="coordinator-", dir=memory if memory.is_dir() else None))
     try:
@@ -153,7 +153,7 @@ def directory() -> Iterator[Path]:
 
 @contextmanager
 def linked(in_actor: bool) -> Iterator[Link]:
-    """A coordinator, and what it needs; all of it is gone afterwards."""
+    """Give a coordinator; it and its files are removed afterwards."""
     if not in_actor:
         yield InProcess()
         return
@@ -163,7 +163,7 @@ def linked(in_actor: bool) -> Iterator[Link]:
 
 @contextmanager
 def actor(namespace: str) -> Iterator[InActor]:
-    """A coordinator in the Ray cluster that this process has joined; it is gone afterwards."""
+    """Give a coordinator in the Ray cluster that this process has joined; it is ended afterwards."""
     link = InActor(namespace)
     try:
         yield link
@@ -173,7 +173,7 @@ def actor(namespace: str) -> Iterator[InActor]:
 
 @dataclass
 class PlayedHost:
-    """One host: what it was last told. ``heads`` has its own partitions' changelogs at the version just committed."""
+    """A simulated host, and what it was last told; ``heads`` are its partitions' changelogs at the last version."""
 
     info: HostInfo
     assignment: int = 0
@@ -183,11 +183,11 @@ class PlayedHost:
 
     @property
     def name(self) -> tuple[str, str]:
-        """As most messages begin."""
+        """Return the arguments with which most messages begin."""
         return self.info.host_id, self.info.incarnation
 
     def take(self, grant: BatchGrant, batch: int) -> None:
-        """A batch is granted; owners are named only if they have changed."""
+        """Take the grant of a batch; it names owners only if they have changed."""
         if grant.version != batch:
             raise RuntimeError(f"Batch {batch} was granted at version {grant.version}.")
         self.version, self.assignment = batch, grant.assignment
@@ -199,7 +199,7 @@ class PlayedHost:
             }
 
     def acknowledgements(self, grant: BatchGrant, sizes: Mapping[str, int], rng: random.Random) -> list[Acknowledge]:
-        """The changes of all its partitions."""
+        """Return the changes of all partitions of the host."""
         made, version = [], grant.version + 1
         for operator, partitions in self.owned.items():
             for p in partitions:
@@ -213,9 +213,9 @@ class PlayedHost:
 
 
 class Cluster:
-    """The hosts, the driver and Spark. ``each`` calls a function for every item, in some threads or in this one.
+    """The simulated hosts, driver and Spark. ``each`` calls a function for every item, in some threads or in this one.
 
-    ``waited`` are the seconds that messages took to be answered, so far.
+    ``waited`` are the seconds that the answers to all messages took so far.
     """
 
     def __init__(self, link: Link, root: Path, options: argparse.Namespace, each: Callable[..., Any]) -> None:
@@ -248,7 +248,7 @@ class Cluster:
         ]
 
     def send(self, method: str, messages: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """Messages of one kind, made before they are sent; the answers in order."""
+        """Send messages of one kind, made before the first is sent; return the answers in order."""
         made = list(messages)
         self.messages[method] += len(made)
         started = time.perf_counter()
@@ -257,7 +257,7 @@ class Cluster:
         return answers
 
     def start(self) -> None:
-        """Hosts register, and the driver's query."""
+        """Register the hosts and the driver's query."""
         for directory in ("offsets", "commits"):
             (self._root / directory).mkdir(parents=True)
         self.send("register_host", [(h.info, HostReport()) for h in self.hosts])
@@ -266,7 +266,7 @@ class Cluster:
             raise RuntimeError(f"The coordinator refuses the query: {registered.refusal}")
 
     def checkpoint(self, batch: int) -> None:
-        """One micro-batch, from its offsets to the driver's word that it is committed."""
+        """Run one micro-batch, from its offsets to the driver's message that it is committed."""
         (self._root / "offsets" / str(batch)).write_text("v1\n{}")
         grants = self.send("open_batch", [(OpenBatch(RUN, batch, *h.name, h.assignment),) for h in self.hosts])
         made = []
@@ -287,7 +287,7 @@ class Cluster:
         self.send("batch_committed", [(RUN, batch)])
 
     def upload_snapshots(self, batch: int) -> None:
-        """Snapshots of the version just completed, of the partitions whose turn it is."""
+        """Upload snapshots of the last completed version, of the partitions whose turn it is."""
         turn = batch % self._snapshot_rounds
         uploaded = [
             (self._upload(host, operator, p, batch + 1),)
@@ -310,7 +310,7 @@ class Cluster:
         return SnapshotUploaded(RUN, operator, partition, *host.name, snapshot, None)
 
     def beat(self) -> None:
-        """All hosts say what they hold, and hear what is completed."""
+        """Send the heartbeats of all hosts, and take the completed versions of the answers."""
         orders = self.send("heartbeat_host", [(*h.name, {RUN: h.version}) for h in self.hosts])
         for host, order in zip(self.hosts, orders, strict=True):
             if not order.known or order.unload_runs:
@@ -318,16 +318,16 @@ class Cluster:
             host.version = max([host.version, *(c.version for c in order.completed)])
 
     def beat_driver(self) -> None:
-        """The driver is alive."""
+        """Send the driver's heartbeat."""
         if self.send("driver_heartbeat", [(RUN,)]) != [True]:
             raise RuntimeError("The coordinator has forgotten the run.")
 
     def manifest_bytes(self) -> list[int]:
-        """The size of each manifest."""
+        """Return the size of each manifest in bytes."""
         return [path.stat().st_size for path in sorted((self._root / "statestore" / "manifests").iterdir())]
 
     def providers(self) -> list[StateStoreProviderId]:
-        """One instance per partition."""
+        """Return one instance per partition."""
         where = self.registration.checkpoint_location
         return [StateStoreProviderId(StateStoreId(where, o, p), RUN) for o, n in self.sizes.items() for p in range(n)]
 
@@ -345,7 +345,7 @@ class Measured:
 
 
 def play(cluster: Cluster, link: Link, options: argparse.Namespace) -> Measured:
-    """A checkpoint every interval, and all that goes on beside it."""
+    """Run a checkpoint every interval, and all that goes on beside it."""
     taken, late, peak = [], 0, link.resident()
     beats = max(1, round(options.interval / options.heartbeat))
     before, cpu, started = Counter(cluster.messages), link.cpu_seconds(), time.perf_counter()
@@ -368,7 +368,7 @@ def play(cluster: Cluster, link: Link, options: argparse.Namespace) -> Measured:
 
 
 def best_of(rounds: int, work: Callable[[], Any]) -> float:
-    """The least seconds that ``work`` takes."""
+    """Return the least seconds that ``work`` takes."""
     times = []
     for _ in range(rounds):
         started = time.perf_counter()
@@ -378,7 +378,7 @@ def best_of(rounds: int, work: Callable[[], Any]) -> float:
 
 
 def locate(cluster: Cluster, link: Link) -> tuple[float, float]:
-    """Seconds to report every instance, one message each, and to locate all of them in one call."""
+    """Return the seconds to report every instance, one message each, and to locate all of them in one call."""
     providers, hosts = cluster.providers(), cluster.hosts
     reports = [(p, f"node-{i % len(hosts)}", f"e{i % len(hosts)}") for i, p in enumerate(providers)]
     started = time.perf_counter()
@@ -393,9 +393,9 @@ def locate(cluster: Cluster, link: Link) -> tuple[float, float]:
 def show(
     cluster: Cluster, measured: Measured, located: tuple[float, float], oracle: float, interval: float, where: str
 ) -> bool:
-    """Print the figures beside the limits; returns whether all are kept."""
+    """Print the figures beside the limits; return whether all limits are kept."""
     hosts, partitions, count = len(cluster.hosts), sum(cluster.sizes.values()), len(measured.checkpoints)
-    # Per interval, not per second: with fewer checkpoints than were asked for, it would look idle.
+    # Per interval, not per second: a coordinator that makes fewer checkpoints than it should would look idle.
     manifests, cores = cluster.manifest_bytes(), measured.cpu / count / interval
     per_checkpoint = sum(measured.messages.values()) / count
     of_hosts = sum(measured.messages[m] for m in ("open_batch", "acknowledge_many")) / count
@@ -408,7 +408,8 @@ def show(
         ),
         (
             "answers to the messages of a checkpoint",
-            f"median {statistics.median(measured.checkpoints) * 1e3:.0f} ms, longest {max(measured.checkpoints) * 1e3:.0f} ms",
+            f"median {statistics.median(measured.checkpoints) * 1e3:.0f} ms, longest "
+            f"{max(measured.checkpoints) * 1e3:.0f} ms",
             "",
             None,
         ),
@@ -453,7 +454,7 @@ def show(
 
 
 def main() -> int:
-    """Returns 1 if a limit is broken."""
+    """Measure and print; return 1 if a limit is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actor", action="store_true", help="a real Ray actor")
     parser.add_argument("--hosts", type=int, default=200)

@@ -1,4 +1,4 @@
-"""How fast columns become keys and values, and keys and values columns again.
+"""How fast columns are encoded to stored keys and values, and decoded again.
 
     python benchmarks/encoding.py                     a million rows of every case, the best and median of 5
     python benchmarks/encoding.py --rows 100000 --rounds 9 --only string
@@ -83,7 +83,7 @@ class Columns:
 
 
 def make_cases(rows: int, seed: int) -> dict[str, Callable[[], list[pa.Array]]]:
-    """What is measured, each made when it is its turn."""
+    """Yield the cases, each made when its turn comes."""
     make = Columns(rows, seed)
 
     def with_nulls(columns: Callable[[], list[pa.Array]]) -> Callable[[], list[pa.Array]]:
@@ -110,7 +110,7 @@ def make_cases(rows: int, seed: int) -> dict[str, Callable[[], list[pa.Array]]]:
 
 
 def measure(table: Table, name: str, columns: list[pa.Array], rounds: int) -> None:
-    """One case: a line for keys, unless they cannot have the type, and a line for values."""
+    """Measure one case: print a line for keys, unless keys cannot have the type, and a line for values."""
     batch = pa.record_batch(columns, names=[f"c{i}" for i in range(len(columns))])
     rows = batch.num_rows
 

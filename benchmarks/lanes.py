@@ -1,7 +1,8 @@
-"""Streams side by side: a session on RayDP, batches that are given to queries one by one, and the progress of each query.
+"""Streams side by side: a session on RayDP, batches given to queries one by one, and the progress of each query.
 
-Each contestant is one streaming query, reading parquet files. A batch is a directory with one file per executor that appears in its input
-directory, and the trigger is Spark's default (a batch as soon as there is one). Between turns a query only looks into its empty directory.
+Each contestant is one streaming query, reading parquet files. A batch is a directory with one file per executor that
+appears in its input directory, and the trigger is Spark's default (a batch as soon as there is one). Between turns a
+query only looks into its empty directory.
 """
 
 from __future__ import annotations
@@ -34,17 +35,19 @@ BATCH_TIMEOUT = 600.0
 LOOK_EVERY = 0.1
 SPARK_4 = 4
 POLLING = "spark.sql.streaming.pollingDelay"
-"""3 s of all contestants: an idle one does not look into its directory a hundred times a second beside the one that is measured. Each look
-starts some processes (Hadoop's, where its native library is missing), and the time of a batch does not begin before it."""
+"""3 s for all contestants, so that idle ones do not look into their directories a hundred times a second meanwhile.
+
+Each look starts some processes (Hadoop's, where its native library is missing). The time of a batch begins after it.
+"""
 
 
 def has_spark_4() -> bool:
-    """Whether this environment has the interfaces of Spark 4."""
+    """Return whether this environment has the interfaces of Spark 4."""
     return int(pyspark.__version__.split(".")[0]) >= SPARK_4
 
 
 def available() -> list[str]:
-    """Contestants that run in this environment."""
+    """Return the contestants that run in this environment."""
     return [c.name for c in CONTESTANTS.values() if has_spark_4() or not c.needs_spark_4]
 
 
@@ -52,7 +55,7 @@ def available() -> list[str]:
 def session(
     partitions: int, *, provider: str = "rocksdb", configs: Mapping[str, str] | None = None, memory: str = "1500m"
 ) -> Iterator[SparkSession]:
-    """RayDP with two executors of one core, two hosts, and the settings of all contestants."""
+    """Give a session on RayDP with two executors of one core, two hosts, and the settings of all contestants."""
     from backends import StateStoreConf
     from spark_bridge import init_spark, stop_spark
 
@@ -92,7 +95,7 @@ class Input:
         self._root = root
 
     def fill(self, first: int, end: int, rows: int) -> int:
-        """Batches with a row of each key from ``first`` on, in random order; how many."""
+        """Make batches with a row of each key from ``first`` on, in random order; return their number."""
         numbers = self.rng.permutation(np.arange(first, end))
         parts = np.array_split(numbers, max(1, -(-len(numbers) // rows)))
         for ids in parts:
@@ -100,7 +103,7 @@ class Input:
         return len(parts)
 
     def add(self, batch: Batch | None = None) -> None:
-        """One more batch, by default of random rows."""
+        """Make one more batch, by default of random rows."""
         batch = batch or self.workload.draw(self.rng)
         i = len(self.directories)
         directory = self._root / f"{i:06}"
@@ -124,7 +127,7 @@ class Lane:
     query: Any = None
     progress: list[dict[str, Any]] = field(default_factory=list)
     fed: int = 0
-    skipped: int = 0  # batch ids that were no batches of ours
+    skipped: int = 0  # batch ids that were not batches of the benchmark
     counted_from: int = 0
     store_steps: stateful_profile.Figures = field(default_factory=dict)
     cpu: stateful_profile.Figures = field(default_factory=dict)
@@ -141,14 +144,14 @@ class Lane:
         self.fed += batches
 
     def run(self, batches: int) -> list[float]:
-        """Give it the next batches, wait until they are through, and return how long each took (Spark's triggerExecution, s)."""
+        """Give the query the next batches, wait for all, and return the seconds of each (Spark's triggerExecution)."""
         before = len(self.progress)
         self.feed(batches)
         self.wait()
         return [p["durationMs"]["triggerExecution"] / 1e3 for p in self.progress[before:]]
 
     def wait(self, look_every: float = LOOK_EVERY) -> None:
-        """Until everything that it was given is through. Raises what its query failed by, or ``TimeoutError``."""
+        """Wait until the query has done all its batches. Raises the query's error, or ``TimeoutError``."""
         deadline = time.monotonic() + BATCH_TIMEOUT * max(1, self.fed - len(self.progress))
         while len(self.progress) < self.fed:
             if (error := self.query.exception()) is not None:
@@ -162,7 +165,7 @@ class Lane:
 
     def _note_progress(self) -> None:
         events, new = self.query._jsq.recentProgress(), []
-        # From the newest backwards: each look at an event is a call into the driver's JVM, which has batches to run.
+        # From the newest backwards: each look at an event is a call into the driver's JVM, which is busy with batches.
         for i in range(len(events) - 1, -1, -1):
             if events[i].batchId() < len(self.progress) + self.skipped:
                 break
@@ -172,7 +175,7 @@ class Lane:
                 self.progress.append(json.loads(event.json()))
 
     def check(self) -> None:
-        """Raise unless every batch gave what it must."""
+        """Raise unless every batch gave the expected rows."""
         expected = self.given.expected.checks[self.contestant.gives]
         for i, progress in enumerate(self.progress):
             seen = progress["observedMetrics"][CHECK]
@@ -202,17 +205,17 @@ class Lane:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds per batch, of all processes."""
+        """Return the CPU seconds per batch, of all processes."""
         return sum(map(statistics.median, self.cpu.values())) / 1e3
 
     @property
     def counted(self) -> list[dict[str, Any]]:
-        """The progress of the batches that count."""
+        """Return the progress of the batches that count."""
         return self.progress[self.counted_from :]
 
     @property
     def seconds(self) -> list[float]:
-        """How long each of them took."""
+        """Return the seconds of each batch that counts."""
         return [p["durationMs"]["triggerExecution"] / 1e3 for p in self.counted]
 
 

@@ -1,16 +1,18 @@
 """How fast the state of a running stream is read, beside Redis, in one run.
 
-    python benchmarks/queries.py lookups                 single, async and batched lookups, with 1 and 8 client processes; four minutes
-    python benchmarks/queries.py beside-stream           single lookups while a stream commits, and what they cost the stream
+    python benchmarks/queries.py lookups                 single, async and batched, with 1 and 8 clients; four minutes
+    python benchmarks/queries.py beside-stream           single lookups beside a stream, and what they cost the stream
     python benchmarks/queries.py scan --keys 10000000    all rows of ten million keys, and the client's memory
 
-The state is that of a running ``aggregate`` on RayDP with two executors of one core and two hosts: of each user a count, a
-sum and the last time. Redis (``redis-server`` must be on the PATH; nothing is written to its disk) has the same three values by msgpack under
-"totals:<user>". Contestants take turns; a turn is all client processes at once for a few seconds. The clients are processes of their own
-which know an address and a token and have neither Ray nor Spark. Before anything is timed, what both give for some keys is compared.
+The state is that of a running ``aggregate`` on RayDP with two executors of one core and two hosts: of each user a
+count, a sum and the last time. Redis (``redis-server`` must be on the PATH; nothing is written to its disk) has the
+same three values by msgpack under "totals:<user>". Contestants take turns; a turn is all client processes at once for a
+few seconds. The clients are processes of their own, which know an address and a token, and have neither Ray nor Spark.
+Before anything is timed, the answers of both for some keys are compared.
 
-Batched is 1,000 random keys a call: into a typed Arrow table from the state store, from Redis' ``MGET`` into a list of unpacked lists.
-Async is one event loop with 64 lookups in flight. Both servers, all clients and the stream share the machine's cores.
+Batched is 1,000 random keys a call: into a typed Arrow table from the state store, from Redis' ``MGET`` into a list of
+unpacked lists. Async is one event loop with 64 lookups in flight. Both servers, all clients and the stream share the
+machine's cores.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ Figures = dict[str, float]
 
 
 def columns(users: Any) -> dict[str, Any]:
-    """What the rows of users are: their totals can be told from them."""
+    """Return rows of users; each user's totals can be computed from the user."""
     return {"user": users, "amount": users * 0.5, "ts": START_US + users}
 
 
 def write_users(directory: Path, first: int, end: int, name: str) -> None:
-    """One file with a row of each user; it appears at once."""
+    """Write one file with a row of each user; it appears at once."""
     made = columns(np.arange(first, end, dtype=np.int64))
     table = pa.table({**made, "ts": pa.array(made["ts"], pa.timestamp("us", tz="UTC"))})
     draft = directory.with_name(f"{name}.draft")
@@ -62,7 +64,7 @@ def write_users(directory: Path, first: int, end: int, name: str) -> None:
 
 @contextmanager
 def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Iterator[tuple[Any, Path]]:
-    """The query and its input directory, once it has so many keys."""
+    """Give the query and its input directory, once it has so many keys."""
     from spark_bridge import aggregate, init_spark, stop_spark
     from spark_bridge import functions as S
 
@@ -99,7 +101,7 @@ def running_stream(keys: int, partitions: int, session: dict[str, Any]) -> Itera
 
 
 def await_keys(keys: int) -> None:
-    """Wait for the last batch to be completed: hosts hear of it a moment after Spark is done with it."""
+    """Wait for the last batch to be completed: hosts are told a moment after Spark has committed it."""
     from spark_bridge import QueryableStateClient
 
     with QueryableStateClient.connect() as client:
@@ -109,7 +111,7 @@ def await_keys(keys: int) -> None:
 
 @contextmanager
 def running_redis(keys: int) -> Iterator[int]:
-    """Redis with the same values, and its port."""
+    """Give the port of a Redis server with the same values."""
     import msgpack
     import redis
 
@@ -141,7 +143,7 @@ def running_redis(keys: int) -> Iterator[int]:
 def clients(
     contestant: str, work: str, address: str, count: int, seconds: float, keys: int, pace: float | None = None
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """So many client processes, warm, which take turns of so many seconds. Raises ``RuntimeError`` if one fails."""
+    """Give warm client processes, which take turns of so many seconds. Raises ``RuntimeError`` if one fails."""
     script = str(Path(__file__).with_name("query_clients.py"))
     extra = [] if pace is None else [str(pace)]
     processes = [
@@ -166,7 +168,7 @@ def clients(
 
 
 def heard(client: subprocess.Popen[str]) -> str:
-    """The next line that it says. Raises ``RuntimeError`` if it has ended instead."""
+    """Return the next line that a client prints. Raises ``RuntimeError`` if the client has ended."""
     assert client.stdout is not None
     if line := client.stdout.readline():
         return line
@@ -174,7 +176,7 @@ def heard(client: subprocess.Popen[str]) -> str:
 
 
 def begin(processes: list[subprocess.Popen[str]]) -> None:
-    """Let all of them take a turn at once."""
+    """Let all clients take a turn at once."""
     for process in processes:
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # ``heard`` says which one has ended
@@ -183,7 +185,7 @@ def begin(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def turn(processes: list[subprocess.Popen[str]]) -> Figures:
-    """A turn of all at once: keys a second of all, and latencies of the median and of the slowest client."""
+    """A turn of all clients: keys a second of all, and latencies of the median and of the slowest client."""
     begin(processes)
     found = [json.loads(heard(process)) for process in processes]
     return {
@@ -195,7 +197,7 @@ def turn(processes: list[subprocess.Popen[str]]) -> Figures:
 
 
 def connection() -> tuple[str, str]:
-    """Any host's query address and the token, for clients that have no Ray."""
+    """Return any host's query address and the token, for clients that have no Ray."""
     from spark_bridge.session.current import current_cluster
 
     cluster = current_cluster()
@@ -224,13 +226,13 @@ def check_equal(port: int, keys: int) -> None:
     different = [(u, o, t) for u, o, t in zip(users.tolist(), ours, theirs, strict=True) if o != t]
     if different:
         raise AssertionError(
-            f"{len(different)} of {len(ours)} keys do not have the same values in the state store and in Redis; (key, ours, Redis'): "
-            f"{different[:3]}"
+            f"{len(different)} of {len(ours)} keys do not have the same values in the state store and in Redis; (key, "
+            f"ours, Redis'): {different[:3]}"
         )
 
 
 def lookups(arguments: argparse.Namespace) -> None:
-    """Single, async and batched lookups beside Redis."""
+    """Measure single, async and batched lookups beside Redis."""
     keys = arguments.keys
     with running_stream(keys, arguments.partitions, {}), running_redis(keys) as port:
         check_equal(port, keys)
@@ -263,7 +265,7 @@ def lookups(arguments: argparse.Namespace) -> None:
 
 
 def compared(ours: list[Figures], theirs: list[Figures]) -> list[str]:
-    """The cells of a row: medians over the turns, and ratios turn by turn."""
+    """Return the cells of a row: medians over the turns, and ratios turn by turn."""
 
     def median(figures: list[Figures], name: str) -> float:
         return statistics.median(f[name] for f in figures)
@@ -277,7 +279,7 @@ def compared(ours: list[Figures], theirs: list[Figures]) -> list[str]:
 
 
 def beside_stream(arguments: argparse.Namespace) -> None:
-    """Single lookups while the stream commits 100,000 keys a batch, and the stream with and without them."""
+    """Measure single lookups while the stream commits 100,000 keys a batch, and the stream with and without them."""
     keys, rows = arguments.keys, 100_000
     rng = np.random.default_rng(3)
     with running_stream(keys, arguments.partitions, {}) as (query, inbox):
@@ -317,12 +319,13 @@ def beside_stream(arguments: argparse.Namespace) -> None:
         )
         console.print(
             f"Single lookups meanwhile: p50 {statistics.median(f['p50_ms'] for f in latencies):.2f} ms, "
-            f"p99 {statistics.median(f['p99_ms'] for f in latencies):.2f} ms, longest {max(f['max_ms'] for f in latencies):.1f} ms."
+            f"p99 {statistics.median(f['p99_ms'] for f in latencies):.2f} ms, longest "
+            f"{max(f['max_ms'] for f in latencies):.1f} ms."
         )
 
 
 def scan(arguments: argparse.Namespace) -> None:
-    """All rows, streamed, and how much the client's memory grows by it."""
+    """Measure a scan of all rows, and how much the client's memory grows."""
     from spark_bridge import QueryableStateClient
 
     with running_stream(arguments.keys, arguments.partitions, {}), QueryableStateClient.connect() as client:
@@ -340,13 +343,14 @@ def scan(arguments: argparse.Namespace) -> None:
             rates.append(rows / seconds)
             grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
             console.print(
-                f"{rows:,} rows in {seconds:.1f} s: {rows / seconds:,.0f} rows/s; the client's peak memory grew by {grown:.0f} MiB"
+                f"{rows:,} rows in {seconds:.1f} s: {rows / seconds:,.0f} rows/s; the client's peak memory grew by "
+                f"{grown:.0f} MiB"
             )
         console.print(f"Median {statistics.median(rates):,.0f} rows/s")
 
 
 def main() -> None:
-    """See the head of this file."""
+    """Run the measurements that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("lookups", "beside-stream", "scan"))
     parser.add_argument("--keys", type=int, default=1_000_000)

@@ -1,12 +1,13 @@
-"""One client process of ``queries.py``: reads at one contestant for some seconds a turn, and prints what it has measured as JSON.
+"""One client process of ``queries.py``: reads from one contestant for some seconds a turn, and prints figures as JSON.
 
     python benchmarks/query_clients.py CONTESTANT WORK ADDRESS SECONDS KEYS SEED [PER_SECOND]
 
-CONTESTANT is "ours" or "redis", WORK "single", "async" or "batched". ADDRESS is a host's query address, or Redis' port; our token
-is in STATESTORE_TOKEN. With PER_SECOND a client of single lookups asks so many a second instead of as many as it can.
+CONTESTANT is "ours" or "redis", WORK "single", "async" or "batched". ADDRESS is a host's query address, or Redis' port;
+our token is in STATESTORE_TOKEN. With PER_SECOND a client of single lookups asks so many a second instead of as many as
+it can.
 
-Once it is warm it says "ready", and takes a turn for each line that it is given: clients that are to run at once begin at once, and none
-measures while another one still starts.
+Once it is warm, it prints "ready", and then takes a turn for each line of its input: clients that run together begin
+together, and none measures while another is starting.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Report = dict[str, Any]
 
 
 def redis_key(user: int) -> bytes:
-    """The key under which Redis has a user's totals."""
+    """Return the key under which Redis has a user's totals."""
     return b"totals:%d" % user
 
 
@@ -48,12 +49,12 @@ def report(latencies: list[float], seconds: float, keys_each: int, cpu: float) -
 
 
 def say(line: str) -> None:
-    """To the process that has started this one."""
+    """Print a line for the process that has started this one."""
     print(line, flush=True)
 
 
 def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_second: float | None = None) -> None:
-    """Turns of some seconds of calls, each behind a short time that does not count."""
+    """Take turns of some seconds of calls, each after a short time that does not count."""
 
     def warm_up(seconds: float) -> None:
         end = time.perf_counter() + seconds
@@ -78,7 +79,7 @@ def repeat(call: Callable[[], object], seconds: float, keys_each: int, per_secon
 
 
 async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float, keys: int) -> None:
-    """The same with so many calls in flight at once."""
+    """Take turns with so many calls in flight at once."""
 
     async def run(seconds: float) -> list[float]:
         latencies: list[float] = []
@@ -102,7 +103,7 @@ async def repeat_async(call: Callable[[int], Awaitable[object]], seconds: float,
 
 
 def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random, per_second: float | None) -> None:
-    """Reads of the state store."""
+    """Read from the state store."""
     from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
 
     if work == "async":
@@ -122,7 +123,7 @@ def ours(work: str, address: str, seconds: float, keys: int, rng: random.Random,
 
 
 def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -> None:
-    """The same of Redis, by redis-py with hiredis, its values unpacked by msgpack."""
+    """Read from Redis, by redis-py with hiredis; values are unpacked by msgpack."""
     import msgpack
     import redis as redis_py
     from redis import asyncio as redis_asyncio
@@ -154,7 +155,7 @@ def redis(work: str, port: int, seconds: float, keys: int, rng: random.Random) -
 
 
 def main() -> None:
-    """See the head of this file."""
+    """Run the client that the arguments name."""
     contestant, work, address, seconds, keys, seed = sys.argv[1:7]
     rng = random.Random(int(seed))
     if contestant == "redis":

@@ -1,10 +1,11 @@
-"""The state of Quix Streams, for ``comparisons/providers.py``: bulk puts and gets in a process with an environment of its own.
+"""The state of Quix Streams for ``comparisons/providers.py``: bulk puts and gets, in an environment of its own.
 
     python benchmarks/quix_state.py PAIRS DIRECTORY
 
-Quix Streams does not go into the project's environments: what it depends on has other versions there. PAIRS is a file of 8-byte keys, then 24-byte
-values, then other values. It reads commands line by line: "put 0" and "put 1" write the first or the second values into a new
-store in one transaction, "fill" a store that "get" then reads. The answer is a line with the seconds, and the SHA-256 of what was read.
+Quix Streams does not go into the project's environments: what it depends on has other versions there. PAIRS is a file
+of 8-byte keys, then 24-byte values, then other values. It reads commands line by line: "put 0" and "put 1" write the
+first or the second values into a new store in one transaction, "fill" a store that "get" then reads. The answer is a
+line with the seconds, and the SHA-256 of what was read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KEY, VALUE = 8, 24
 
 
 def main() -> None:
-    """See the head of this file."""
+    """Answer the commands of the standard input."""
     data, directory = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2])
     size = len(data) // (KEY + 2 * VALUE)
     keys = [data[i : i + KEY] for i in range(0, KEY * size, KEY)]

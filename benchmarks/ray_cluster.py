@@ -1,4 +1,4 @@
-"""The Ray cluster of a benchmark: as ``init_spark`` starts one, but without its dashboard, which takes time from what is measured."""
+"""The Ray cluster of a benchmark, as ``init_spark`` starts one, but without the dashboard, which would use CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def own_ray(cpus: int) -> Iterator[None]:
-    """Ray on this machine alone; ``init_spark`` joins it. It ends with everything in it."""
+    """Start Ray on this machine alone, for ``init_spark`` to join; all of it ends afterwards."""
     import ray
 
     directory = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # short: Ray's sockets live below it

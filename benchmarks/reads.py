@@ -3,15 +3,18 @@
     python benchmarks/reads.py                       a million keys; two minutes
     python benchmarks/reads.py --only get one        some sections
 
-- get: requests of several sizes for random keys. "no cache" is ``rocksdb_row_cache_bytes=0``; "first time" has the cache, but other keys in each
-  request, so that it pays for keeping them and has nothing of it; "dict" is what the cache might have been: all pairs in a Python dict, between
-  Arrow arrays; "raw" is rocksdict by itself with lists of sorted ``bytes``.
+- get: requests of several sizes for random keys. "no cache" is ``rocksdb_row_cache_bytes=0``; "first time" has the
+  cache, but other keys in each request, so that it pays for keeping them and has nothing of it; "dict" is what the
+  cache might have been: all pairs in a Python dict, between Arrow arrays; "raw" is rocksdict by itself with lists of
+  sorted ``bytes``.
 - one: single keys, one after the other, by one thread and by eight, of the completed version.
-- scan: the whole partition, and what a second thread that only counts gets done beside it: the rest of the time the scan holds the interpreter.
+- scan: the whole partition, and what a second thread that only counts gets done beside it: the rest of the time the
+  scan holds the interpreter.
 - write: commits of 50,000 random keys that were read before, with and without the cache.
 
-Keys are 11 bytes (key group, a marker, a long), values 30, as an aggregate has them. Contestants take turns in every round. Target: well below a
-microsecond per key in requests of 1,000, below 20 for a single one, below 0.5 for a row of a scan.
+Keys are 11 bytes (key group, a marker, a long), values 30, as an aggregate has them. Contestants take turns in every
+round. Target: well below a microsecond per key in requests of 1,000, below 20 for a single one, below 0.5 for a row of
+a scan.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ Times = dict[str, list[float]]
 
 
 def key_rows(size: int) -> Rows:
-    """Stored keys: a group that follows from the number, a marker, the number."""
+    """Return stored keys: a group that follows from the number, a marker, the number."""
     rows = np.ones((size, KEY_BYTES), np.uint8)
     numbers = np.arange(size, dtype=np.uint64)
     groups = ((numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(54)).astype(">u2")
@@ -58,7 +61,7 @@ def key_rows(size: int) -> Rows:
 
 
 def binary(rows: Rows) -> pa.BinaryArray:
-    """Rows of bytes as Arrow has them."""
+    """Return rows of bytes as an Arrow array."""
     n, width = rows.shape
     return pa.Array.from_buffers(pa.binary(width), n, [None, pa.py_buffer(rows.tobytes())]).cast(pa.binary())
 
@@ -100,7 +103,7 @@ class Loaded:
             self.raw.write(batch)
 
     def random_keys(self, number: int) -> pa.BinaryArray:
-        """Keys that are there, in any order."""
+        """Return keys that are in the state, in random order."""
         return binary(self.rows[self.rng.integers(0, len(self.rows), number)])
 
     def forget(self) -> None:
@@ -126,7 +129,7 @@ def _state(directory: Path, kind: type[LocalStateStoreProvider], conf: StateStor
 
 
 def take_turns(contestants: dict[str, Callable[[], float]], rounds: int) -> Times:
-    """What each contestant says of every round."""
+    """Return the figures of each contestant in every round."""
     times: Times = {name: [] for name in contestants}
     names = list(contestants)
     for i in range(rounds):
@@ -148,14 +151,14 @@ def table_of(title: str, first: str, columns: dict[str, Times]) -> None:
 
 
 def measure_get(held: Loaded, rounds: int) -> None:
-    """Requests for random keys: processor seconds of the calling thread, per key."""
+    """Measure requests for random keys: CPU seconds of the calling thread, per key."""
     columns: dict[str, Times] = {}
     for size in REQUESTS:
         per_turn = max(1, 16_000 // size)
 
         def turn(read: Callable[[pa.BinaryArray], object], size: int = size, per_turn: int = per_turn) -> float:
             first, *requests = [held.random_keys(size) for _ in range(per_turn + 1)]
-            read(first)  # the one before has left nothing of use in the processor's caches
+            read(first)  # the contestant before has left nothing of use in the processor's caches
             started = time.thread_time()
             for keys in requests:
                 read(keys)
@@ -190,7 +193,7 @@ def measure_get(held: Loaded, rounds: int) -> None:
 
 
 def measure_one(held: Loaded, rounds: int) -> None:
-    """Single keys."""
+    """Measure reads of single keys."""
     number = 4_000
 
     def turn(read: Callable[[bytes], object], threads: int) -> float:
@@ -221,7 +224,7 @@ def measure_one(held: Loaded, rounds: int) -> None:
 
 
 def measure_scan(held: Loaded, rounds: int) -> None:
-    """All pairs, alone and beside a thread that counts."""
+    """Measure scans of all pairs, alone and beside a thread that counts."""
 
     def batches(name: str) -> Iterator[pa.RecordBatch]:
         return held.states[name].scan()
@@ -259,13 +262,13 @@ def measure_scan(held: Loaded, rounds: int) -> None:
     done.append(True)
     thread.join()
     console.print(
-        f"Beside a thread that counts, rocksdb gave {rows / seconds / 1e6:.2f} M rows/s, and the thread had {100 * count[0] / seconds / full:.0f} % of "
-        "its own rate.\n"
+        f"Beside a thread that counts, rocksdb gave {rows / seconds / 1e6:.2f} M rows/s, and the thread had "
+        f"{100 * count[0] / seconds / full:.0f} % of its own rate.\n"
     )
 
 
 def measure_write(held: Loaded, rounds: int) -> None:
-    """Reading and then committing 50,000 keys."""
+    """Measure reading and then committing 50,000 keys."""
     steps: dict[str, Times] = {"read": {}, "commit": {}}
     for i in range(2 * rounds):
         order = np.sort(held.rng.permutation(len(held.rows))[:50_000])

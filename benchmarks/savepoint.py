@@ -3,9 +3,10 @@
     python benchmarks/savepoint.py                     10 million keys; some minutes
     python benchmarks/savepoint.py --keys 1000000
 
-A query of so many keys is filled, then runs one batch after another of ``--rows`` rows. Batches that run beside a savepoint are
-compared with those right before and right after it, savepoint by savepoint, since machines are not always equally fast. Then the query is restarted with
-other partition counts, and with the other backend, and the first batch is timed: it loads all state anew.
+A query of so many keys is filled, and then runs one batch after another of ``--rows`` rows. Batches that run beside a
+savepoint are compared with those right before and right after it, savepoint by savepoint, as a machine is not always
+equally fast. Then the query is restarted with other partition counts and with the other backend, and the first batch is
+timed, which loads all state anew.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Feed:
         directory.mkdir()
 
     def add(self, keys: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """One batch of these keys."""
+        """Write one batch of these keys."""
         table = pa.table({"k": keys, "v": keys % 100})
         draft = self.directory / ".draft"
         pq.write_table(table, draft)

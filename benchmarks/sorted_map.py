@@ -1,4 +1,4 @@
-"""Why the file provider keeps its state in sorted Arrow runs: measured against what else could have been taken.
+"""Why the file provider keeps its state in sorted Arrow runs: measured beside the alternatives.
 
     python benchmarks/sorted_map.py                    a million keys, 100,000 of them read or changed
     python benchmarks/sorted_map.py --size 100000 --touched 10000 --rounds 9
@@ -54,16 +54,16 @@ class Contestant(Protocol):
     def __init__(self, pairs: SortedPairs) -> None: ...
 
     def get_many(self, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Values at the newest version."""
+        """Return the values at the newest version."""
 
     def get_old(self, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Values at the version before the last changes."""
+        """Return the values at the version before the last changes."""
 
     def apply(self, changes: SortedPairs) -> None:
         """Go on to the next version; null values remove keys."""
 
     def scan(self) -> Iterator[pa.RecordBatch]:
-        """All pairs of the newest version, in key order."""
+        """Yield all pairs of the newest version, in key order."""
 
 
 class Runs:
@@ -86,7 +86,7 @@ class Runs:
 
 
 class _Pairs:
-    """Pairs as Python objects, and what the last changes replaced."""
+    """Pairs as Python objects, and the values that the last changes replaced."""
 
     _pairs: Any
 
@@ -157,21 +157,21 @@ if SortedDict is not None:
 
 
 def make_pairs(numbers: np.ndarray, rng: np.random.Generator) -> SortedPairs:
-    """8-byte keys, which come sorted, with random 24-byte values."""
+    """Return sorted 8-byte keys with random 24-byte values."""
     keys = pa.Array.from_buffers(pa.binary(8), len(numbers), [None, pa.py_buffer(numbers.astype(">i8").tobytes())])
     values = pa.Array.from_buffers(pa.binary(24), len(numbers), [None, pa.py_buffer(rng.bytes(24 * len(numbers)))])
     return SortedPairs(keys.cast(pa.binary()), values.cast(pa.binary()))
 
 
 def make_state(size: int, rng: np.random.Generator) -> tuple[np.ndarray, SortedPairs]:
-    """The state that all begin with; all its numbers are even, so that odd ones are new keys."""
+    """Return the state that all begin with; its keys are even numbers, so that odd ones are new keys."""
     numbers = 2 * np.unique(rng.integers(0, 1 << 61, size + size // 100 + 10, np.int64))
     numbers = np.sort(rng.permutation(numbers)[:size])
     return numbers, make_pairs(numbers, rng)
 
 
 def make_changes(numbers: np.ndarray, count: int, rng: np.random.Generator) -> SortedPairs:
-    """Mostly new values; a tenth are new keys, a twentieth are removed."""
+    """Return changes: mostly new values; a tenth are new keys, a twentieth are removals."""
     chosen = rng.permutation(numbers)[:count].copy()
     chosen[: count // 10] += 1
     chosen.sort()
@@ -181,19 +181,19 @@ def make_changes(numbers: np.ndarray, count: int, rng: np.random.Generator) -> S
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes."""
+    """Return the seconds that ``work`` takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def drain(batches: Iterator[pa.RecordBatch]) -> int:
-    """Read all of it."""
+    """Read all pairs."""
     return sum(len(batch) for batch in batches)
 
 
 def check(held: dict[str, Contestant], keys: pa.BinaryArray) -> None:
-    """All contestants hold the same, in the newest version and in the old one."""
+    """Raise unless all contestants hold the same pairs, in the newest version and in the old one."""
     scans = {name: pa.Table.from_batches(c.scan()).combine_chunks() for name, c in held.items()}
     first = next(iter(held))
     for name, contestant in held.items():
@@ -204,7 +204,7 @@ def check(held: dict[str, Contestant], keys: pa.BinaryArray) -> None:
 
 
 def measure(size: int, touched: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds by step and contestant."""
+    """Return the seconds by step and contestant."""
     rng = np.random.default_rng(20130101)
     numbers, state = make_state(size, rng)
     held = {name: kind(state) for name, kind in CONTESTANTS.items()}
@@ -236,7 +236,7 @@ def measure(size: int, touched: int, rounds: int) -> dict[str, dict[str, list[fl
 
 
 def memory_per_key(name: str, size: int) -> float:
-    """Bytes that a child process has grown by, per key."""
+    """Return the bytes by which a child process grows, per key."""
     command = [sys.executable, __file__, "--memory-child", name, "--size", str(size)]
     return float(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)) / size
 
@@ -252,7 +252,7 @@ def _memory_child(name: str, size: int) -> None:
 
     CONTESTANTS[name](make_state(1000, rng)[1])
     before = resident()
-    # What it was made of is gone afterwards, but for what the map itself keeps.
+    # The arrays that the map was made of are freed, except for those that the map keeps.
     held = CONTESTANTS[name](make_state(size, rng)[1])
     print(json.dumps(resident() - before))
     del held

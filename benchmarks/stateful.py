@@ -1,24 +1,25 @@
-"""How fast a stream's running count and sum is, in Spark's own ways and in ours, side by side in one run.
+"""How fast a stream keeps a running count and sum, in Spark's own ways and in ours, side by side in one run.
 
     python benchmarks/stateful.py                                    native and ours, on Spark 3.5; five minutes or so
     python benchmarks/stateful.py --contestants native aggregate --profile       and where the time of a batch goes
     .venv42/bin/python benchmarks/stateful.py                        Spark 4's transformWithState too; half an hour
     .venv42/bin/python benchmarks/stateful.py --contestants rows spark_rows --batches 9 --turn 3
 
-Each contestant is one streaming query on RayDP with two executors of one core, with the same number of state partitions,
-a checkpoint on the local disk, and the sink "noop". Each gets the same batches: a directory with one parquet file per
-executor appears in its input directory, and the trigger is Spark's default (a batch as soon as there is one), one such
-directory per micro-batch. Contestants take turns; a turn is some batches (``--turn``) back to back, so that what a
-contestant leaves for after a batch falls into its own next one. A slow one (the pandas forms, and Spark's own Python forms)
-gets one batch a turn, and one to warm up. Between turns a query only looks into its empty directory, every half second.
+Each contestant is one streaming query on RayDP with two executors of one core, with the same number of state
+partitions, a checkpoint on the local disk, and the sink "noop". Each gets the same batches: a directory with one
+parquet file per executor appears in its input directory, and the trigger is Spark's default (a batch as soon as there
+is one), one such directory per micro-batch. Contestants take turns; a turn is some batches (``--turn``) back to back,
+so that work which a contestant leaves for after a batch falls into its own next batch. A slow contestant (the pandas
+forms, and Spark's own Python forms) gets one batch a turn, and one to warm up. Between turns a query only looks into
+its empty directory, every half second.
 
-The time of a batch is Spark's ``triggerExecution``. Of every batch, those that are not counted too, the number of rows and
-a hash of them are compared with what numpy says; no time is shown if one differs. CPU is that of all processes below this
-one, which a busy machine hardly changes. Native runs on the RocksDB provider with changelog checkpointing, and without the
-count of its rows, as Spark's guide advises for speed (``--native-row-count`` leaves it on, as it is by default).
+The time of a batch is Spark's ``triggerExecution``. Of every batch, counted or not, the number of rows and a hash of
+them are compared with what numpy computes; no time is shown if one differs. CPU is that of all processes below this
+one, which a busy machine hardly changes. Native runs on the RocksDB provider with changelog checkpointing, and without
+the count of its rows, as Spark's guide advises for speed (``--native-row-count`` leaves the count on, as by default).
 
-"stateless" is no contestant: the same shuffle and a Python stage that adds up each batch alone. It shows what is left if
-state costs nothing, and so the limit of any operator in Python.
+"stateless" is not a contestant: the same shuffle and a Python stage that adds up each batch alone. It shows what
+remains if state costs nothing, which is the limit of any operator in Python.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def measure(spark: SparkSession, options: argparse.Namespace, root: Path) -> lis
 
 
 def show(lanes: Sequence[Lane], options: argparse.Namespace) -> None:
-    """Medians, and how many times as fast as the others each is."""
+    """Print medians, and how many times as fast as the others each contestant is."""
     table = Table(
         title=f"Spark {pyspark.__version__}: {options.rows:,} rows over {options.keys:,} keys a batch, "
         f"{options.partitions} partitions",
@@ -123,7 +124,7 @@ def show(lanes: Sequence[Lane], options: argparse.Namespace) -> None:
 
 
 def _ratio(yardstick: Lane, lane: Lane) -> str:
-    """How many times as fast ``lane`` is; the spread is that over turns, which lie close together in time."""
+    """Return how many times as fast ``lane`` is; the spread is that over turns, which lie close together in time."""
     overall = statistics.median(yardstick.seconds) / statistics.median(lane.seconds)
     count = min(len(yardstick.seconds), len(lane.seconds))
     turns = [_nth(yardstick.seconds, i, count) / _nth(lane.seconds, i, count) for i in range(count)]
@@ -134,7 +135,7 @@ def _ratio(yardstick: Lane, lane: Lane) -> str:
 
 
 def _nth(seconds: list[float], i: int, count: int) -> float:
-    """The median of the i-th of ``count`` equal parts."""
+    """Return the median of the i-th of ``count`` equal parts."""
     return statistics.median(seconds[i * len(seconds) // count : max((i + 1) * len(seconds) // count, 1)])
 
 

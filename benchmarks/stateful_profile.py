@@ -1,4 +1,4 @@
-"""Where the time of a batch goes, for ``stateful.py --profile``: Spark's steps, its stages' tasks, and the steps of our store."""
+"""Where the time of a batch goes, for ``stateful.py --profile``: steps and tasks of Spark, and steps of the store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROCESSES = {
     "-Dspark.driver.port=": "executors' JVMs",
     "SparkSubmit": "driver's JVM",
 }
-"""What is in a command line, and what such a process does."""
+"""A text in the command line of a process, and what such a process does."""
 TASK_METRICS = {
     "deserialize": lambda m: m.executorDeserializeTime(),
     "run": lambda m: m.executorRunTime(),
@@ -36,7 +36,7 @@ TASK_METRICS = {
 
 
 def spark_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
-    """What Spark's query progress says."""
+    """Return the steps of Spark's query progress."""
     steps: Figures = defaultdict(list)
     for event in progress:
         for name, milliseconds in event["durationMs"].items():
@@ -45,7 +45,7 @@ def spark_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
 
 
 def native_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
-    """What Spark's state operators say of themselves: sums over their tasks."""
+    """Return the figures of Spark's state operators: sums over their tasks."""
     steps: Figures = defaultdict(list)
     for event in progress:
         for operator in event["stateOperators"]:
@@ -58,7 +58,7 @@ def native_steps(progress: Sequence[Mapping[str, Any]]) -> Figures:
 
 
 def store_steps(described: Sequence[Mapping[str, Any]], run_id: str) -> Figures:
-    """What the state store's hosts say of their partitions' last commits."""
+    """Return the steps of the last commits of the partitions, from the state store's hosts."""
     steps: Figures = defaultdict(list)
     for host in described:
         for instance in host["instances"]:
@@ -74,7 +74,7 @@ CpuSeconds = dict[int, tuple[str, float]]
 
 
 def cpu_seconds() -> CpuSeconds:
-    """CPU seconds that the processes below this one have used. Unlike times, they are the same on a busy machine."""
+    """Return the CPU seconds of the processes below this one. Unlike times, they are the same on a busy machine."""
     used: CpuSeconds = {}
     own = psutil.Process()
     for process in (own, *own.children(recursive=True)):
@@ -88,7 +88,7 @@ def cpu_seconds() -> CpuSeconds:
 
 
 def cpu_since(before: CpuSeconds) -> dict[str, float]:
-    """CPU seconds used since then, by what processes do; without those of processes that have ended meanwhile."""
+    """Return the CPU seconds used since then, by what processes do, without processes that have ended meanwhile."""
     used: dict[str, float] = defaultdict(float)
     for pid, (kind, seconds) in cpu_seconds().items():
         used[kind] += max(0.0, seconds - before.get(pid, ("", 0.0))[1])
@@ -96,7 +96,7 @@ def cpu_since(before: CpuSeconds) -> dict[str, float]:
 
 
 def stages(spark: SparkSession, query: str, batches: Sequence[int]) -> dict[str, Figures]:
-    """By place of the stage in its batch: the wall time of the stage, and per task what Spark measures."""
+    """Return, by place of the stage in its batch: the wall time of the stage, and Spark's figures per task."""
     store = spark.sparkContext._jsc.sc().statusStore()
     array = spark.sparkContext._gateway.new_array(spark.sparkContext._jvm.double, 0)
     found = store.stageList(None, False, False, array, None)
@@ -127,7 +127,7 @@ def stages(spark: SparkSession, query: str, batches: Sequence[int]) -> dict[str,
 
 
 def show(console: Console, title: str, sections: Mapping[str, Figures]) -> None:
-    """Medians and extremes."""
+    """Print medians and extremes."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("step")

@@ -1,4 +1,4 @@
-"""Contestants that keep running totals in a stream: the same work in every way there is to write it, in Spark's and in ours."""
+"""Contestants that keep running totals in a stream: the same work, written in each way that Spark has, and in ours."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ON_HDFS = {PROVIDER: HDFS}
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to write the query: ``make`` from the input, started with Spark's ``output_mode`` and ``settings``; ``arguments`` are
-    those of its call that are not the usual ones.
+    """One way to write the query: ``make`` makes it of the input; ``output_mode`` and ``settings`` are Spark's.
 
-    ``is_slow``: it needs many seconds a batch, and takes fewer batches.
+    ``arguments`` are unusual arguments of the call. ``is_slow`` says that it needs many seconds a batch, and takes
+    fewer batches.
     """
 
     name: str
@@ -68,7 +68,7 @@ def aggregate_partial(df: DataFrame, workload: Workload) -> DataFrame:
 
 
 def identity(df: DataFrame, workload: Workload) -> DataFrame:
-    """The same shuffle, and a Python stage that hands on what it gets: the floor of any operator in Python."""
+    """The same shuffle, and a Python stage that passes its rows on: the floor of any operator in Python."""
 
     def same(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from batches
@@ -77,7 +77,7 @@ def identity(df: DataFrame, workload: Workload) -> DataFrame:
 
 
 def stateless(df: DataFrame, workload: Workload) -> DataFrame:
-    """The same shuffle and a Python stage that adds up each batch by itself: what is left if state costs nothing."""
+    """The same shuffle, and a Python stage that adds up each batch alone: what remains if state costs nothing."""
     import pyarrow as pa
 
     keys, aggregates = workload.key_names, workload.aggregates
@@ -214,7 +214,7 @@ def pandas(df: DataFrame, workload: Workload) -> DataFrame:
 
 
 def spark_pandas_state(df: DataFrame, workload: Workload) -> DataFrame:
-    """``applyInPandasWithState``. Spark 3.5 has it as well, but there it fails with today's pandas and pyarrow (a slice of floats)."""
+    """``applyInPandasWithState``. In Spark 3.5 it fails with today's pandas and pyarrow (a slice of floats)."""
     import pandas as pd
 
     aggregates = workload.aggregates
@@ -280,7 +280,7 @@ YARDSTICKS = ("native", "spark_pandas_state", "spark_rows", "spark_pandas")
 
 
 def checked(df: DataFrame) -> DataFrame:
-    """Count the rows of each batch, and combine their hashes in a way that their order does not matter to."""
+    """Count the rows of each batch, and combine their hashes such that the order of rows does not matter."""
     return df.observe(
         CHECK, F.count(F.lit(1)).alias("rows"), F.expr(f"bit_xor(xxhash64({', '.join(df.columns)}))").alias("hashes")
     )

@@ -49,8 +49,8 @@ MIB = 1 << 20
 TARGET = 60
 console = Console(width=max(Console().width, 140))
 
-# As in the section "Reopening RocksDB Reads DB Options Automatically" of rocksdict's README, but for the plain table and
-# its prefixes, which give up scans in key order.
+# As in the section "Reopening RocksDB Reads DB Options Automatically" of rocksdict's README, but for the plain table
+# and its prefixes, which give up scans in key order.
 DOCUMENTED = {
     "set_max_background_jobs": os.cpu_count(),
     "set_write_buffer_size": 256 * MIB,
@@ -64,7 +64,7 @@ Times = dict[str, list[float]]
 
 
 def take_turns(contestants: dict[str, Callable[[], float]], rounds: int) -> Times:
-    """Seconds that each contestant says it took, in every round."""
+    """Return the seconds that each contestant took, in every round."""
     times: Times = {name: [] for name in contestants}
     names = list(contestants)
     for i in range(rounds):
@@ -75,7 +75,7 @@ def take_turns(contestants: dict[str, Callable[[], float]], rounds: int) -> Time
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that ``work`` takes; letting go of its result is not counted."""
+    """Return the seconds that ``work`` takes; freeing its result is not counted."""
     started = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - started
@@ -99,14 +99,14 @@ def compare(title: str, size: int, times: Times) -> None:
 
 
 def random_keys(size: int, rng: np.random.Generator) -> pa.BinaryArray:
-    """Distinct 8-byte keys, sorted."""
+    """Return distinct 8-byte keys, sorted."""
     numbers = np.unique(rng.integers(0, 1 << 63, size + size // 100 + 10, np.int64))
     numbers = np.sort(rng.permutation(numbers)[:size])
     return _fixed(numbers.astype(">i8"), 8)
 
 
 def random_values(size: int, rng: np.random.Generator) -> pa.BinaryArray:
-    """24-byte values such as aggregates have: a count, a sum, a moment."""
+    """Return 24-byte values such as those of aggregates: a count, a sum, a moment."""
     rows = np.empty((size, 3), "<i8")
     rows[:, 0] = rng.integers(0, 1000, size)
     rows[:, 1] = rng.normal(size=size).view(np.int64)
@@ -121,7 +121,7 @@ def _fixed(rows: np.ndarray, width: int) -> pa.BinaryArray:
 def open_provider(
     name: str, directory: Path, conf: StateStoreConf | None = None, *, local: str = "local"
 ) -> LocalStateStoreProvider:
-    """A provider with its checkpoint location and its local files below ``directory``."""
+    """Return a provider with its checkpoint location and its local files below ``directory``."""
     kind = PROVIDERS[name]
     return kind(StateStoreId(str(directory / "checkpoint"), "bench", 0), conf, local_dir=directory / local)
 
@@ -137,7 +137,7 @@ def fill(provider: LocalStateStoreProvider, keys: pa.BinaryArray, values: pa.Bin
 
 
 def raw_options(*, documented: bool) -> Options:
-    """Options of rocksdict by itself."""
+    """Return the options of rocksdict alone."""
     options = Options(raw_mode=True)
     for name, value in DOCUMENTED.items() if documented else ():
         getattr(options, name)(value)
@@ -156,7 +156,7 @@ def raw_put(db: Rdict, keys: list[bytes], values: list[bytes], *, sync: bool) ->
 
 
 def raw_batches(db: Rdict) -> Iterator[pa.RecordBatch]:
-    """A full scan as Arrow batches of the size that stores give."""
+    """Scan all as Arrow batches of the size that stores give."""
     items = db.items()
     while rows := list(islice(items, SCAN_ROWS)):
         keys, values = [row[0] for row in rows], [row[1] for row in rows]
@@ -194,7 +194,7 @@ class Loaded:
 
 
 def measure_get(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """All keys in one bulk get."""
+    """Measure one bulk get of all keys."""
     held = Loaded(root, size, rng)
     try:
         compare(f"Bulk get of {size:,} sorted keys", size, take_turns(getters(held), rounds))
@@ -203,7 +203,7 @@ def measure_get(root: Path, size: int, rounds: int, rng: np.random.Generator) ->
 
 
 def getters(held: Loaded) -> dict[str, Callable[[], float]]:
-    """What reads all keys, by contestant. Raises unless each has the right values."""
+    """Return functions that read all keys, by contestant. Raises unless each returns the right values."""
     contestants: dict[str, Callable[[], float]] = {}
     for name, store in held.stores.items():
         assert store.get_many(held.keys).equals(held.values), name
@@ -218,7 +218,7 @@ def getters(held: Loaded) -> dict[str, Callable[[], float]]:
 
 
 def measure_scan(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """All pairs in key order."""
+    """Measure scans of all pairs in key order."""
     held = Loaded(root, size, rng)
     try:
         compare(f"Full scan of {size:,} keys", size, take_turns(scanners(held), rounds))
@@ -227,7 +227,7 @@ def measure_scan(root: Path, size: int, rounds: int, rng: np.random.Generator) -
 
 
 def scanners(held: Loaded) -> dict[str, Callable[[], float]]:
-    """What reads all pairs in key order, by contestant. Raises unless each gives the right ones."""
+    """Return functions that read all pairs in key order, by contestant. Raises unless each returns the right pairs."""
     contestants: dict[str, Callable[[], float]] = {}
     for name, store in held.stores.items():
         _check_scan(held, store.scan())
@@ -246,7 +246,7 @@ def _check_scan(held: Loaded, batches: Iterator[pa.RecordBatch]) -> None:
 
 
 def measure_put(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """All pairs in one bulk put and a durable commit: into an empty state, then other values over them."""
+    """Measure one bulk put of all pairs with a durable commit: into an empty state, then with other values."""
     keys = random_keys(size, rng)
     times, contestants = putters(root, keys, [random_values(size, rng) for _ in range(2)])
     take_turns(contestants, rounds)
@@ -258,7 +258,7 @@ def measure_put(root: Path, size: int, rounds: int, rng: np.random.Generator) ->
 def putters(
     root: Path, keys: pa.BinaryArray, sets: list[pa.BinaryArray]
 ) -> tuple[dict[str, Times], dict[str, Callable[[], float]]]:
-    """What puts all pairs, and where the seconds go that each takes, by case and contestant. Each checks what it has put."""
+    """Return functions that put all pairs and check them, and lists for their seconds, by case and contestant."""
     key_list, value_lists = keys.to_pylist(), [values.to_pylist() for values in sets]
     cases = ("empty state", "over all keys", "all keys read before")
     times: dict[str, Times] = {case: {} for case in cases}
@@ -325,7 +325,7 @@ def putters(
 
 
 def measure_commit(root: Path, rounds: int, rng: np.random.Generator, *, large: bool) -> None:
-    """Reading, and changing, 10,000 keys that lie all over the state."""
+    """Measure reading and changing 10,000 keys from all over the state."""
     for name in PROVIDERS:
         largest = 7 if large and name == "rocksdb provider" else 6
         states: dict[int, tuple[LocalStateStoreProvider, pa.BinaryArray]] = {}
@@ -362,7 +362,7 @@ def measure_commit(root: Path, rounds: int, rng: np.random.Generator, *, large: 
 
 
 def measure_reload(root: Path, size: int, rounds: int, rng: np.random.Generator) -> None:
-    """A RocksDB state from its snapshot, against copying the files of the database and opening it."""
+    """Measure loading a RocksDB state from its snapshot, beside copying the database's files and opening it."""
     conf = StateStoreConf(deltas_per_snapshot=1)
     keys, values = random_keys(size, rng), random_values(size, rng)
     name = "rocksdb provider"
@@ -406,7 +406,7 @@ def measure_reload(root: Path, size: int, rounds: int, rng: np.random.Generator)
 
 
 def measure_memory(size: int, rounds: int) -> None:
-    """Peak and final memory of a process that loads a state, above what it has after its imports."""
+    """Measure peak and final memory of a process that loads a state, above its memory after the imports."""
     conf = StateStoreConf()
     configured = (conf.rocksdb_row_cache_bytes + conf.rocksdb_block_cache_bytes + conf.rocksdb_write_buffer_bytes) / 1e6
     table = Table(
@@ -449,7 +449,7 @@ def _memory_child(size: int, per_commit: int) -> None:
         gc.collect()
         final = psutil.Process().memory_info().rss
         provider.close()
-    # Unlike ru_maxrss, this is of this program alone, not of the one that started it.
+    # Unlike ru_maxrss, this is the peak of this program alone, not of the program that started it.
     status = Path("/proc/self/status").read_text()
     peak = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"peak": peak - baseline, "final": final - baseline, "given": given}))

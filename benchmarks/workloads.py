@@ -1,7 +1,7 @@
-"""What streams of the benchmarks are given, and what must come of it: rows of random keys, and their running totals by numpy.
+"""The input of the benchmarks' streams, rows of random keys, and the expected output: running totals by numpy.
 
-A key is a number below ``keys``; ``Workload.key_columns`` makes of it what the rows carry. All values are whole numbers, so that results are
-compared exactly, by the number of rows of each batch and a hash of them.
+A key is a number below ``keys``; ``Workload.key_columns`` makes of it what the rows carry. All values are whole
+numbers, so that results are compared exactly, by the number of rows of each batch and a hash of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from backends.encoding.key_groups import spark_xxhash64
 
 Longs = npt.NDArray[np.int64]
 Gives = Literal["totals", "totals of the batch", "rows"]
-"""What a contestant's output is: running totals, those of each batch alone, or what came in."""
+"""The output of a contestant: running totals, totals of each batch alone, or the input."""
 SUM, LEAST, MOST = np.add, np.minimum, np.maximum
 
 
 @dataclass(frozen=True)
 class Aggregate:
-    """One running figure: how it is made of a column (of ones, if there is none) and put together."""
+    """One running figure: how it is made of a column (of ones if there is none), and how two are combined."""
 
     name: str
     combine: Any
@@ -55,47 +55,47 @@ class Workload:
 
     @property
     def key_names(self) -> list[str]:
-        """Columns of the key."""
+        """Return the names of the key's columns."""
         return [name for name, _ in KEY_SCHEMAS[self.key]]
 
     @property
     def key_schema(self) -> str:
-        """The same with types, as Spark writes them."""
+        """Return the key's columns with types, as Spark writes them."""
         return ", ".join(f"{name} {kind}" for name, kind in KEY_SCHEMAS[self.key])
 
     @property
     def value_names(self) -> list[str]:
-        """Columns that are added up."""
+        """Return the columns that are added up."""
         return list(dict.fromkeys(a.column for a in self.aggregates if a.column))
 
     @property
     def state(self) -> str:
-        """Types of the totals."""
+        """Return the types of the totals."""
         return ", ".join(f"{a.name} long" for a in self.aggregates)
 
     @property
     def output(self) -> str:
-        """Types of what a contestant gives."""
+        """Return the types of a contestant's output."""
         return f"{self.key_schema}, {self.state}"
 
     @property
     def input(self) -> str:
-        """Types of what it gets."""
+        """Return the types of a contestant's input."""
         return ", ".join([self.key_schema, *(f"{name} long" for name in self.value_names)])
 
     def key_columns(self, ids: Longs) -> dict[str, pa.Array]:
-        """The key columns of these keys; different keys differ."""
+        """Return the key columns of these keys; they differ for different keys."""
         return dict(zip(self.key_names, KEY_COLUMNS[self.key](ids), strict=True))
 
     def draw(self, rng: np.random.Generator) -> Batch:
-        """The next batch of random rows."""
+        """Return the next batch of random rows."""
         ids = rng.integers(0, self.keys, self.rows)
         if self.hot_rows:
             ids = rng.permutation(np.concatenate([ids, np.zeros(self.hot_rows, np.int64)]))
         return self.batch_of(ids, rng)
 
     def batch_of(self, ids: Longs, rng: np.random.Generator) -> Batch:
-        """A batch with a row for each of these keys, and random values."""
+        """Return a batch with a row for each of these keys, and random values."""
         values = {name: rng.integers(1, LARGEST[name], len(ids)) for name in self.value_names}
         return Batch(ids.astype(np.int64), values)
 
@@ -131,14 +131,14 @@ class Batch:
     values: Mapping[str, Longs]
 
     def table(self, workload: Workload, rows: slice = slice(None)) -> pa.Table:
-        """The rows, or some of them, as columns."""
+        """Return the rows, or some of them, as columns."""
         columns = {name: pa.array(values[rows]) for name, values in self.values.items()}
         return pa.table({**workload.key_columns(self.ids[rows]), **columns})
 
 
 @dataclass
 class Expected:
-    """Running totals by numpy, and what each batch must give: (rows, hash), by what a contestant gives."""
+    """Running totals by numpy, and the expected output of each batch, (rows, hash), by kind of output."""
 
     workload: Workload
     checks: dict[Gives, list[tuple[int, int]]] = field(
@@ -153,7 +153,7 @@ class Expected:
         self._seen = np.zeros(keys, bool)
 
     def add(self, batch: Batch) -> None:
-        """The next batch."""
+        """Add the next batch."""
         order = np.argsort(batch.ids, kind="stable")
         ids = batch.ids[order]
         starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
@@ -173,7 +173,7 @@ class Expected:
         self.checks["rows"].append(_check({**self.workload.key_columns(batch.ids), **batch.values}))
 
     def of_all(self) -> tuple[int, int]:
-        """What must come of all batches at once."""
+        """Return the expected output of all batches at once."""
         assert self._seen is not None
         keys = np.flatnonzero(self._seen)
         return _check({**self.workload.key_columns(keys), **{name: v[keys] for name, v in self._totals.items()}})

@@ -1,8 +1,9 @@
 """Read-only tokens for query clients outside the cluster: issued, listed, revoked, verified.
 
-A token is ``ssr1.<id>.<expiry>.<signature>``: the expiry in seconds since 1970, or ``never``; the signature is HMAC-SHA256 by the
-cluster's secret token. So whoever has the secret, as every host does, verifies one alone, and needs from the coordinator no more
-than the ids of those that were revoked. The registry has no tokens: one that was lost cannot be shown again.
+A token is ``ssr1.<id>.<expiry>.<signature>``. The expiry is in seconds since 1970, or ``never``. The signature is
+HMAC-SHA256 with the cluster's secret. So every process that has the secret, as every host does, verifies a token by
+itself, and needs only the ids of the revoked tokens from the coordinator. The registry does not keep the tokens
+themselves: a lost token cannot be shown again.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from msgspec.structs import replace
 from backends.decoders import json_decoder
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 
-PREFIX = "ssr1"
+TOKEN_PREFIX = "ssr1"
 NEVER = "never"
 MAX_NAME = 100
 MAX_SECONDS = 36525 * 86400.0
 REMEMBERED_SECONDS = 30 * 86400.0
-"""How long a token is still listed when it has expired."""
+"""How long an expired token is still listed."""
 
 
 class TokenStore(Protocol):
-    """Keeps the registry of tokens where a coordinator that is restarted finds it again."""
+    """Keeps the registry of tokens where a restarted coordinator finds it again."""
 
     def load(self) -> bytes | None:
-        """What was saved last; None if nothing was."""
+        """Return the content that was saved last; None if none was."""
 
     def save(self, content: bytes) -> None:
-        """Keep ``content``; it is durable when this returns."""
+        """Keep ``content``. It is durable when this returns."""
 
 
 @dataclass
 class MemoryTokenStore:
-    """Keeps the registry as long as the object lives: for tests, and coordinators that nobody restarts."""
+    """Keeps the registry as long as the object lives: for tests, and for coordinators that are never restarted."""
 
     content: bytes | None = None
 
     def load(self) -> bytes | None:
-        """What was saved last."""
+        """Return the content that was saved last; None if none was."""
         return self.content
 
     def save(self, content: bytes) -> None:
@@ -56,7 +57,7 @@ class MemoryTokenStore:
 
 
 class IssuedToken(Struct, frozen=True):
-    """One read-only token, without the token itself. Times in seconds since 1970; ``expires`` None is never."""
+    """One read-only token, without the token itself. Times are in seconds since 1970; ``expires`` None means never."""
 
     id: str
     name: str
@@ -65,14 +66,15 @@ class IssuedToken(Struct, frozen=True):
     revoked: float | None = None
 
     def is_valid(self, now: float) -> bool:
-        """Whether it still allows anything."""
+        """Return whether the token is neither revoked nor expired."""
         return self.revoked is None and (self.expires is None or now < self.expires)
 
 
 class AccessTokens:
-    """The read-only tokens of a cluster. Safe from any thread; what was issued or revoked is saved before it is answered.
+    """The read-only tokens of a cluster. Safe from any thread. Changes are saved before they are answered.
 
-    ``secret`` signs them; ``clock`` gives seconds since 1970.
+    ``secret`` signs the tokens. ``clock`` gives seconds since 1970. The public methods answer messages of
+    ``CoordinatorPort``, but for ``revoked``.
     """
 
     def __init__(self, secret: str, store: TokenStore, clock: Callable[[], float]) -> None:
@@ -86,14 +88,11 @@ class AccessTokens:
         self._revoked = _revoked(tokens)
 
     def token(self) -> str:
-        """Return the secret of the cluster."""
+        """See ``CoordinatorPort``."""
         return self._secret
 
     def issue_token(self, name: str, expires_in: float | None = None) -> str:
-        """A new token, which is shown only now. ``expires_in`` in seconds; None is never.
-
-        Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
-        """
+        """See ``CoordinatorPort``."""
         if not name.isprintable() or not name.strip() or len(name) > MAX_NAME:
             raise InvalidRequestError(
                 f"{name!r} is no name for a token: it needs 1 to {MAX_NAME} printable characters."
@@ -117,20 +116,17 @@ class AccessTokens:
         return _signed(made.id, made.expires, self._secret)
 
     def list_tokens(self) -> tuple[IssuedToken, ...]:
-        """All tokens, those that were revoked or have expired too, the oldest first."""
+        """See ``CoordinatorPort``."""
         with self._lock:
             return tuple(sorted(self._tokens.values(), key=lambda token: token.created))
 
     def revoke_token(self, id_or_name: str) -> IssuedToken:
-        """Make a token worthless, for good. Revoking it again changes nothing.
-
-        Raises ``InvalidRequestError`` naming the tokens that there are.
-        """
+        """See ``CoordinatorPort``."""
         with self._lock:
             now = self._clock()
             found = self._tokens.get(id_or_name)
             named = [token for token in self._tokens.values() if token.name == id_or_name]
-            # Of several with one name all but one are worthless already.
+            # Of several tokens with one name at most one is still valid.
             found = found or next((t for t in named if t.is_valid(now)), named[-1] if named else None)
             if found is None:
                 known = ", ".join(f"{t.name!r} ({t.id})" for t in self._tokens.values() if t.is_valid(now)) or "none"
@@ -141,8 +137,8 @@ class AccessTokens:
             return found
 
     def revoked(self) -> tuple[str, ...]:
-        """The ids that hosts must refuse although the signature is right."""
-        return self._revoked  # without the lock, which waits for the store: every heartbeat asks
+        """Return the ids that hosts must refuse although the signature is right. Needs no lock."""
+        return self._revoked  # without the lock, whose holder waits for the store: every heartbeat asks
 
     def _save(self, tokens: dict[str, IssuedToken]) -> None:
         self._store.save(msgspec.json.encode(list(tokens.values())))
@@ -151,20 +147,22 @@ class AccessTokens:
 
 
 def is_read_only(token: str) -> bool:
-    """Whether this is, or pretends to be, a read-only token."""
-    return token.startswith(f"{PREFIX}.")
+    """Return whether the token is, or pretends to be, a read-only token."""
+    return token.startswith(f"{TOKEN_PREFIX}.")
 
 
 def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -> str:
-    """The id of a read-only token, if it is one of this cluster and valid at ``now`` (seconds since 1970).
+    """Return the id of a read-only token of this cluster that is valid at ``now`` (seconds since 1970).
 
-    Raises ``InvalidTokenError``, which tells how it stands only to whoever has a signed one.
+    Raises ``InvalidTokenError``. Only the holder of a rightly signed token learns whether it was revoked or has
+    expired.
     """
     signed, _, signature = token.rpartition(".")
     prefix, *parts = signed.split(".")
-    if prefix != PREFIX or len(parts) != 2:
+    if prefix != TOKEN_PREFIX or len(parts) != 2:
         raise InvalidTokenError(
-            "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short when it was copied?"
+            "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short "
+            "when it was copied?"
         )
     if not hmac.compare_digest(signature.encode(), _signature(signed, secret).encode()):
         raise InvalidTokenError("The token is unknown: it was issued by another cluster, or altered.")
@@ -181,7 +179,7 @@ def _revoked(tokens: Iterable[IssuedToken]) -> tuple[str, ...]:
 
 
 def _signed(token_id: str, expires: int | None, secret: str) -> str:
-    signed = f"{PREFIX}.{token_id}.{NEVER if expires is None else expires}"
+    signed = f"{TOKEN_PREFIX}.{token_id}.{NEVER if expires is None else expires}"
     return f"{signed}.{_signature(signed, secret)}"
 
 

@@ -1,7 +1,7 @@
 """The coordinator without Ray: it passes each message to its handler, and looks after leases, slow batches and garbage.
 
-It carries on Spark's ``StateStoreCoordinator`` (instances), Flink's checkpoint coordinator (acknowledgements of all tasks make
-a completed checkpoint) and Flink's ``KvStateLocationOracle``. The clock and the storage are handed in.
+It carries on Spark's ``StateStoreCoordinator`` (instances), Flink's checkpoint coordinator (acknowledgements of all
+tasks make a completed checkpoint) and Flink's ``KvStateLocationOracle``. The clock and the storage are handed in.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backends.exceptions import StorageError
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import CoordinatorError
@@ -29,7 +30,6 @@ from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.savepoints.run_savepoints import InBackground
-from coordinator_actor.savepoints.savepoint_format import OpenStorage
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,10 @@ log = logging.getLogger(__name__)
 class Coordinator(CoordinatorPort):
     """The coordinator of one namespace. Safe to use from many threads.
 
-    Two kinds of locks guard its state: the lock of each run (see ``QueryState``), under which storage may be asked, and the
-    lock of the registries (see ``Registries``), which nobody holds for long. ``clock`` gives seconds since 1970 and never goes
-    back. ``in_background`` runs work that must not delay a message. ``tokens`` are the read-only tokens of query clients.
+    Two kinds of locks guard its state: the lock of each run (see ``QueryState``), under which storage may be asked, and
+    the lock of the registries (see ``Registries``), which nobody holds for long. ``clock`` gives seconds since 1970 and
+    never goes back. ``in_background`` runs work that must not delay a message. ``tokens`` are the read-only tokens of
+    query clients.
     """
 
     def __init__(

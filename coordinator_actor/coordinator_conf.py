@@ -1,4 +1,4 @@
-"""The settings of a coordinator."""
+"""The settings of a coordinator, and where it is found in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ from dataclasses import dataclass, field
 
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
 
+NAMESPACE = "statestore"
+COORDINATOR_NAME = "StateStoreCoordinator"
+"""The default Ray namespace, and the default name of the coordinator's actor in it."""
+
 
 @dataclass(frozen=True)
 class CoordinatorConf:
     """The settings of a coordinator. All times are in seconds.
 
-    A host is lost after ``host_timeout`` without a heartbeat, a driver is gone after ``driver_timeout``. A coordinator ends
-    itself after ``idle_timeout`` without a message from hosts or drivers. A savepoint fails after ``savepoint_timeout``. A
-    micro-batch that takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag`` says when a partition's
-    snapshots lag behind. For ``report_timeout`` after its start, a coordinator expects reports from the hosts and drivers of
-    the coordinator before it.
+    A host is lost after ``host_timeout`` without a heartbeat, a driver is gone after ``driver_timeout``. A coordinator
+    ends itself after ``idle_timeout`` without a message from hosts or drivers. A savepoint fails after
+    ``savepoint_timeout``. A micro-batch that takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag``
+    says when a partition's snapshots lag behind. For ``report_timeout`` after its start, a coordinator expects reports
+    from the hosts and drivers of the coordinator before it.
     """
 
     host_timeout: float = 10.0

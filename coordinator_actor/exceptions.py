@@ -1,4 +1,4 @@
-"""Errors of the coordinator. Each is rebuilt from class name and message when it crosses the network."""
+"""Errors of the coordinator, and of its port. Over the network each travels as class name and message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ class CoordinatorError(Exception):
 class SparkBridgeError(Exception):
     """Base of all errors of ``spark_bridge``, which has this name, too.
 
-    It stands here with those of its subclasses that the coordinator or its port raises, so that each error has one class.
+    It stands here with those of its subclasses that the coordinator or its port raises, so that each error has one
+    class.
     """
 
 
@@ -31,23 +32,23 @@ class CoordinatorStoppedError(CoordinatorError):
 
 
 class UnknownHostError(CoordinatorError):
-    """The coordinator does not know the host (any more): it must register again."""
+    """The coordinator does not know the host (any more): the host must register again."""
 
 
 class UnknownRunError(CoordinatorError):
-    """The coordinator does not know the run (any more): driver or host must register it again."""
+    """The coordinator does not know the run (any more): its driver or a host must register it again."""
 
 
 class RetiredRunError(CoordinatorError):
-    """A newer run of the same query has taken over; this one may change nothing."""
+    """A newer run of the same query has taken over: this run may change nothing."""
 
 
 class StaleOwnerError(CoordinatorError):
-    """An acknowledgement came from a host, or an incarnation of it, that does not own the partition."""
+    """An acknowledgement came from a host, or an incarnation of a host, that does not own the partition."""
 
 
 class StaleBatchError(CoordinatorError):
-    """A task works on a batch that is not the newest one of its run."""
+    """A task works on a batch that is not the newest batch of its run."""
 
 
 class IncompleteBatchError(CoordinatorError):
@@ -55,7 +56,7 @@ class IncompleteBatchError(CoordinatorError):
 
 
 class LineageError(CoordinatorError):
-    """Changes were made on top of another state than the one that the manifests name."""
+    """Changes were made on top of another state than the state that the manifests name."""
 
 
 class FencedError(CoordinatorError):
@@ -71,7 +72,7 @@ class QueryEndedError(CoordinatorError, UnknownLocationError):
 
 
 class BatchHeldError(CoordinatorError):
-    """The tasks of a batch have to wait: a savepoint is being made, and the query stops with it."""
+    """The tasks of a batch have to wait: the query stops with a savepoint that is being made."""
 
 
 class UnknownQueryError(CoordinatorError):
@@ -79,7 +80,7 @@ class UnknownQueryError(CoordinatorError):
 
 
 class InvalidRequestError(CoordinatorError):
-    """A message names a partition or version that cannot be."""
+    """A message names a partition or version that cannot exist."""
 
 
 class InvalidTokenError(CoordinatorError):
@@ -95,7 +96,7 @@ class CheckpointCoordinatorShutdownError(CoordinatorError):
 
 
 class SavepointFailedError(CoordinatorError):
-    """A savepoint was not made: it could not be triggered or stored, or was cancelled. Its subclasses say more."""
+    """A savepoint was not made: it could not be triggered or stored, or was cancelled."""
 
 
 class SavepointExpiredError(SavepointFailedError):
@@ -107,7 +108,7 @@ class SavepointDeclinedError(SavepointFailedError):
 
 
 class SavepointError(CoordinatorError):
-    """There is no savepoint at that place, or one cannot be made or restored there; nothing has been changed."""
+    """There is no savepoint at that place, or none can be made or restored there. Nothing was changed."""
 
 
 class SavepointMismatchError(CoordinatorError):

@@ -1,8 +1,8 @@
-"""The messages between driver, tasks, hosts and the StateStoreCoordinator.
+"""The records that messages carry between driver, tasks, hosts and the coordinator.
 
-Plain typed records (msgspec), the same over Ray actor calls and, as JSON, over Arrow Flight.
-Their roles follow Spark's ``StateStoreCoordinatorMessage`` family and Flink's
-``AcknowledgeCheckpoint``.
+Plain typed records (msgspec), the same over Ray actor calls and, as JSON, over Arrow Flight. Their roles follow Spark's
+``StateStoreCoordinatorMessage`` family and Flink's ``AcknowledgeCheckpoint``. ``port.py`` declares the messages
+themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class OperatorSpec(Struct, frozen=True):
     """One stateful operator of a query, as the program declares it.
 
     ``schema`` is the JSON of a ``backends.encoding.operator_schema.OperatorSchema``; its digest is the schema id.
-    ``kind`` tells readers how to turn stored values into results. ``uses_time``: its tasks need the times of the batch.
+    ``kind`` tells readers how to turn stored values into results. ``uses_time``: the tasks of the operator need the
+    times of the batch.
     """
 
     name: str
@@ -29,10 +30,10 @@ class OperatorSpec(Struct, frozen=True):
 
 
 class BatchTimes(Struct, frozen=True):
-    """The times of a micro-batch, in ms since 1970, as Spark has logged them: the same whenever the batch is run again.
+    """The times of a micro-batch, in ms since 1970, as Spark has logged them. A repeated batch has the same times.
 
-    ``timestamp_ms`` is the batch's processing time. ``watermark_ms`` closes windows and fires timers;
-    rows at or before ``late_watermark_ms``, the watermark of the batch before, are late.
+    ``timestamp_ms`` is the processing time of the batch. ``watermark_ms`` closes windows and fires timers. Rows at or
+    before ``late_watermark_ms``, the watermark of the batch before, are late.
     """
 
     timestamp_ms: int = 0
@@ -41,9 +42,9 @@ class BatchTimes(Struct, frozen=True):
 
 
 class OperatorFigures(Struct, frozen=True):
-    """What one task did to the state of its partition (Spark: ``StateOperatorProgress``).
+    """What one task has done to the state of its partition (Spark: ``StateOperatorProgress``).
 
-    ``num_rows`` counts input rows that were not late; ``custom`` has the operator's own figures.
+    ``num_rows`` counts input rows that were not late. ``custom`` has the operator's own figures.
     """
 
     num_rows: int = 0
@@ -56,10 +57,9 @@ class OperatorFigures(Struct, frozen=True):
 class QueryRegistration(Struct, frozen=True):
     """What the driver tells the coordinator when a streaming query starts.
 
-    ``state_location`` is the directory that holds ``manifests/`` and the rest;
-    ``checkpoint_location`` is Spark's own, whose ``commits/`` say which batches are done. Of the
-    versions before the completed one, ``min_versions_to_retain`` are kept; every
-    ``maintenance_interval`` seconds the others are removed.
+    ``state_location`` is the directory with ``manifests/`` and everything else of the state. ``checkpoint_location`` is
+    Spark's own directory, whose ``commits/`` say which batches are committed. Of the versions before the completed one,
+    ``min_versions_to_retain`` are kept. The others are removed every ``maintenance_interval`` seconds.
     """
 
     query_id: str
@@ -86,8 +86,8 @@ class RegisteredQuery(Struct, frozen=True):
 class HostInfo(Struct, frozen=True):
     """One incarnation of a StateStoreHost. ``address`` is its Flight location, ``grpc://ip:port``.
 
-    ``host_id`` is stable over restarts of the actor, ``incarnation`` is new with each. ``query_address`` is where its
-    ``KvStateServer`` answers query clients, ``ip:port``; empty if it does not.
+    ``host_id`` stays the same over restarts of the actor; ``incarnation`` is new with each restart. ``query_address``
+    is where its ``KvStateServer`` answers query clients, ``ip:port``; empty if there is none.
     """
 
     host_id: str
@@ -99,14 +99,14 @@ class HostInfo(Struct, frozen=True):
 
     @property
     def ip(self) -> str:
-        """The IP address of its node."""
+        """Return the IP address of the host's node."""
         return self.address.rpartition("//")[2].rpartition(":")[0]
 
 
 class OpenBatch(Struct, frozen=True):
-    """A host asks on behalf of the first of its tasks of a batch; the answer serves all of them.
+    """A host asks for a batch on behalf of the first of its tasks. The answer serves all its tasks.
 
-    ``assignment`` is the number of the last assignment of owners that it was told of in this run, 0 for none.
+    ``assignment`` is the number of the last assignment of this run that the host was told of, 0 for none.
     """
 
     run_id: str
@@ -117,13 +117,13 @@ class OpenBatch(Struct, frozen=True):
 
 
 class BatchGrant(Struct, frozen=True):
-    """Who owns what in a batch, and which files the asking host's own partitions end with at ``version``.
+    """Who owns which partition in a batch, and which files the asking host's own partitions end with at ``version``.
 
     ``heads`` maps operator and partition to the path of the changelog that made ``version`` (left out for the empty
-    version 0); since files are unique and never overwritten, it identifies the whole lineage. ``owners`` has an index
-    into ``hosts`` for each partition of each operator; both are empty if the assignment that the host knows still holds.
-    ``epoch`` tells a grant of an older run from one of a newer. ``registration`` lets the host report the query again to a
-    coordinator that has lost it. ``times`` are there if an operator of the query uses them.
+    version 0). Files are unique and never overwritten, so this path identifies the whole lineage. ``owners`` has an
+    index into ``hosts`` for each partition of each operator. Both are empty if the assignment that the host knows still
+    holds. ``epoch`` tells a grant of an older run from a grant of a newer one. With ``registration`` the host can
+    report the query to a coordinator that has lost it. ``times`` are set if an operator of the query uses them.
     """
 
     version: int
@@ -137,7 +137,7 @@ class BatchGrant(Struct, frozen=True):
 
 
 class OpenGrant(Struct, frozen=True):
-    """Who owns one partition, and which file its state at ``version`` ends with; see ``BatchGrant``."""
+    """The owner of one partition, and the file that its state at ``version`` ends with; see ``BatchGrant``."""
 
     owner: HostInfo
     version: int
@@ -148,9 +148,9 @@ class OpenGrant(Struct, frozen=True):
 
 
 class Acknowledge(Struct, frozen=True):
-    """A host has made the changes of one attempt durable: ``version`` is batch id + 1.
+    """A host has made the changes of one attempt durable. ``version`` is batch id + 1.
 
-    ``base`` is the head of the lineage that the changes apply to, ``duration`` the seconds that the commit has taken.
+    ``base`` is the head of the lineage that the changes apply to. ``duration`` is the time of the commit in seconds.
     """
 
     run_id: str
@@ -166,21 +166,21 @@ class Acknowledge(Struct, frozen=True):
 
 
 class Acknowledged(Struct, frozen=True):
-    """``manifest_id`` is set if this acknowledgement was the last one and the version is prepared."""
+    """An acknowledgement was taken. ``manifest_id`` is set if it was the last one and the version is prepared."""
 
     version: int
     manifest_id: int | None
 
 
 class Refused(Struct, frozen=True):
-    """One of several messages was refused: the name of the error's class, and what it says."""
+    """One of several messages was refused: the name of the error's class, and its message."""
 
     error: str
     message: str
 
 
 class SnapshotUploaded(Struct, frozen=True):
-    """The owner of a partition has uploaded a snapshot, which shares files with the earlier one ``reused``."""
+    """The owner of a partition has uploaded a snapshot, which shares files with the earlier snapshot ``reused``."""
 
     run_id: str
     operator: str
@@ -192,7 +192,7 @@ class SnapshotUploaded(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """Version ``version`` of a run is completed; ``heads`` maps operator to the changelog path per partition of one host."""
+    """Version ``version`` of a run is completed. ``heads``: operator to partition of one host to changelog path."""
 
     run_id: str
     version: int
@@ -200,10 +200,10 @@ class Completed(Struct, frozen=True):
 
 
 class HostReport(Struct, frozen=True):
-    """What a host knows, told to a coordinator that does not know the host yet.
+    """What a host holds, for a coordinator that does not know the host yet.
 
-    ``pending`` are the acknowledged or durable changes not yet known to be completed, ``opened``
-    the highest batch id opened per run, ``held`` the partitions loaded per run and operator.
+    ``pending`` are acknowledged or durable changes that are not known to be completed. ``opened`` is the highest opened
+    batch id per run. ``held`` has the loaded partitions per run and operator.
     """
 
     registrations: tuple[QueryRegistration, ...] = ()
@@ -215,8 +215,8 @@ class HostReport(Struct, frozen=True):
 class SavepointOrder(Struct, frozen=True):
     """A host is to export ``version`` of these partitions (operator to numbers) to the savepoint at ``location``.
 
-    ``registration`` is that of the run, which the host may not have heard of. If the query ``is_held`` until the savepoint is
-    done, to be stopped with it, there are no batches that it could slow down.
+    ``registration`` is that of the run, which the host may not know. If the query ``is_held`` until the savepoint is
+    done, to be stopped with it, there are no batches that the export could slow down.
     """
 
     registration: QueryRegistration
@@ -228,7 +228,7 @@ class SavepointOrder(Struct, frozen=True):
 
     @property
     def run_id(self) -> str:
-        """The run."""
+        """Return the run id."""
         return self.registration.run_id
 
 
@@ -252,9 +252,9 @@ class ExportedFile(Struct, frozen=True):
 
 
 class SavepointExported(Struct, frozen=True):
-    """A host has exported a partition for a savepoint, or (``failure``) cannot; ``files`` by state variable.
+    """A host has exported a partition for a savepoint, or cannot: ``failure`` says why.
 
-    ``duration`` in seconds.
+    ``files`` are by state variable. ``duration`` is in seconds.
     """
 
     run_id: str
@@ -269,9 +269,9 @@ class SavepointExported(Struct, frozen=True):
 
 
 class SavepointStatus(Struct, frozen=True):
-    """How a savepoint stands: ``path`` once it is done, ``failure`` if it is not to be, neither while it is being made.
+    """The status of a savepoint: ``path`` once it is done, ``failure`` if it has failed, else neither.
 
-    ``known`` False: this coordinator has never heard of it.
+    ``known`` is False if this coordinator has never heard of the savepoint.
     """
 
     known: bool
@@ -280,10 +280,10 @@ class SavepointStatus(Struct, frozen=True):
 
 
 class HostOrders(Struct, frozen=True):
-    """The answer to a host's heartbeat: ``known`` False asks it to register again with its report.
+    """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 
-    ``savepoints`` come again until the partitions are acknowledged; what is not ``pending`` (checkpoint ids by run) any more
-    is given up. ``revoked_tokens`` are the ids of all read-only tokens that count no more.
+    ``savepoints`` come again until the partitions are acknowledged. A savepoint that is not ``pending`` (checkpoint ids
+    by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens.
     """
 
     known: bool
@@ -295,7 +295,7 @@ class HostOrders(Struct, frozen=True):
 
 
 class RunningOperator(Struct, frozen=True):
-    """One operator of a running query. The versions from ``oldest_version`` to ``completed_version`` can be read."""
+    """One operator of a running query. Versions ``oldest_version`` to ``completed_version`` can be read."""
 
     query_id: str
     run_id: str

@@ -2,8 +2,8 @@
 """The messages to the coordinator. Each message is declared here, once.
 
 To add a message: declare it in ``CoordinatorPort``, and give one class of ``handlers/`` a method of the same name and
-signature. The coordinator finds that method by its name. The Ray actor, the port of hosts, drivers and clients, and the port
-of the simulation inherit the declared method.
+signature. The coordinator finds that method by its name. The Ray actor, the port of hosts, drivers and clients, and the
+port of the simulation inherit the declared method.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from coordinator_actor.messages import (
     SnapshotUploaded,
 )
 
-Declaration = TypeVar("Declaration", bound=Callable[..., Any])
+MessageMethod = TypeVar("MessageMethod", bound=Callable[..., Any])
 MESSAGES: list[str] = []
 """The names of all messages."""
 
 
-def message(declared: Declaration) -> Declaration:
+def message(declared: MessageMethod) -> MessageMethod:
     """Make a method of ``CoordinatorPort`` send itself: the name and the arguments go to ``call``."""
     MESSAGES.append(declared.__name__)
 
@@ -49,14 +49,14 @@ def message(declared: Declaration) -> Declaration:
     def send(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
         return self.call(declared.__name__, *args, **kwargs)
 
-    return cast(Declaration, send)
+    return cast(MessageMethod, send)
 
 
 class CoordinatorPort:
     """What can be asked of the coordinator. A subclass says in ``call`` how a message reaches the coordinator.
 
-    Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, besides the errors that it names. Messages may
-    arrive twice.
+    Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, besides the errors that it names. Messages
+    may arrive twice.
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,8 @@ class CoordinatorPort:
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """Open the partitions of a host for batch N, at version N. Return the owners and the state of the partitions.
 
-        The first task of the batch on a host asks for all tasks there. Raises ``BatchHeldError`` while the batch must wait.
+        The first task of the batch on a host asks for all tasks there. Raises ``BatchHeldError`` while the batch must
+        wait.
         """
 
     @message
@@ -152,20 +153,24 @@ class CoordinatorPort:
 
     @message
     def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """Return the files that lead to a version of a partition. None of them are removed while the partition is loaded.
+        """Return the files that lead to a version of a partition. They stay while the partition is loaded.
 
         Raises ``VersionNotFoundError`` for a version that is no longer kept.
         """
 
     @message
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
-        """Report that the owner of a partition has uploaded a snapshot. True if it counts: the next manifest names it."""
+        """Report that the owner of a partition has uploaded a snapshot.
+
+        True if the snapshot counts: the next manifest names it.
+        """
 
     @message
     def rebalance(self, query: str | None = None) -> dict[str, int]:
-        """Give every host its share of the partitions, of one query or of all. Return how many partitions moved, by run.
+        """Give every host its share of the partitions. Return how many partitions moved, by run.
 
-        A run whose batch is under way moves its partitions where the next batch begins, as usual, and counts as 0.
+        ``query`` is a name, query id or run id; None stands for all queries. A run whose batch is under way moves its
+        partitions where the next batch begins, as usual, and counts as 0.
         """
 
     # -- savepoints ----------------------------------------------------------------------------
@@ -195,9 +200,9 @@ class CoordinatorPort:
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """Return where the partitions of an operator are.
 
-        ``query`` is a name, query id or run id, needed where several queries have the operator. Raises ``QueryEndedError``
-        if the query that had the operator has ended, ``UnknownOperatorError``, and ``UnknownRunError`` from a coordinator
-        that was just started and may not know the query yet.
+        ``query`` is a name, query id or run id, needed where several queries have the operator. Raises
+        ``QueryEndedError`` if the query that had the operator has ended, ``UnknownOperatorError``, and
+        ``UnknownRunError`` from a coordinator that was just started and may not know the query yet.
         """
 
     @message
@@ -236,7 +241,10 @@ class CoordinatorPort:
 
     @message
     def token(self) -> str:
-        """Return the secret that tasks and clients show to hosts. Every process that can ask the coordinator may know it."""
+        """Return the secret that tasks and clients show to hosts.
+
+        Every process that can ask the coordinator may know the secret.
+        """
 
     @message
     def issue_token(self, name: str, expires_in: float | None = None) -> str:

@@ -1,1 +1,1 @@
-"""What a cluster needs: how to start one, and the state of its streams over HTTP."""
+"""Files for a cluster: how to start one, and the HTTP application that serves the state of its streams."""

@@ -1,11 +1,11 @@
 """The state of running streams over HTTP: a Ray Serve application.
 
-    serve run deploy.state_api:app                 # on a machine of the Ray cluster, in the directory of this repository
-    serve deploy deploy/state-api.yaml             # with settings of your own
-    TOKEN=$(statestore token issue --name curl)    # once: it is not shown again
+    serve run deploy.state_api:app               # on a machine of the Ray cluster, in the directory of this repository
+    serve deploy deploy/state-api.yaml           # with settings of your own
+    TOKEN=$(statestore token issue --name curl)  # once: the token is not shown again
     curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:8000/v1/operators
 
-Routes, values and errors are described at ``/openapi.json`` and in ``deploy/README.md``; ``state_http`` has them.
+``/openapi.json`` and ``deploy/README.md`` describe routes, values and errors; their code is in ``state_http``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
 from deploy.state_http.coordinator_tokens import CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
@@ -33,8 +34,8 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    namespace: str = "statestore"
-    coordinator_name: str = "StateStoreCoordinator"
+    namespace: str = NAMESPACE
+    coordinator_name: str = COORDINATOR_NAME
     limits: HttpLimits = HttpLimits()
     tls_ca: Annotated[
         str | None, Field(description="The authorities of the hosts' certificates (PEM), if hosts use TLS.")
@@ -46,14 +47,14 @@ class Settings(BaseModel):
     tls_server_name: str | None = None
 
     def tls(self) -> TlsConf | None:
-        """For the client."""
+        """Return the TLS settings of the client; None if hosts do not use TLS."""
         if self.tls_ca is None:
             return None
         return TlsConf(self.tls_ca, self.tls_certificate, self.tls_key, server_name=self.tls_server_name)
 
 
 def build_http(settings: Settings) -> FastAPI:
-    """What a replica runs: the application on a client of this Ray cluster."""
+    """Return the application that a replica runs, with a client of this Ray cluster."""
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
     from spark_bridge import AsyncQueryableStateClient
 
@@ -82,19 +83,19 @@ def build_http(settings: Settings) -> FastAPI:
 
 
 def build_app(args: Settings) -> Application:
-    """The Serve application with these settings; Serve calls it with the ``args`` of a configuration file."""
+    """Return the Serve application with these settings; Serve calls this with the ``args`` of a configuration file."""
 
     def http() -> FastAPI:
         return build_http(args)
 
-    # One more request than the application answers itself, so that it is the application that says 429.
+    # Some more requests than the application answers, so that the application, not Serve, refuses with 429.
     most = args.limits.max_requests + 8
     deployment = serve.deployment(
         serve.ingress(http)(),
         name="StateApi",
         max_ongoing_requests=most,
         max_queued_requests=most,
-        # None: the executors of a stream may have taken them all, and then it would wait for ever.
+        # No CPU slot: the executors of a stream may have taken all, and the replica would wait for ever.
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=10,
     )

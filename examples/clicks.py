@@ -1,4 +1,4 @@
-"""A stream written by hand: what each user spent, kept in Ray, queried while the stream runs.
+"""Totals per user, kept in the state store and queried while the stream runs.
 
     python examples/clicks.py [directory]
 

@@ -1,8 +1,8 @@
-"""Sensors that fall silent: a processor with timers, and with state that is forgotten after a while.
+"""Sensors that fall silent: a processor with timers, and with state that expires.
 
     python examples/sensors.py [directory]
 
-Some sensors stop. Nothing comes in from them any more, and yet the stream tells, some seconds later.
+Some sensors stop. No row comes from them any more, and yet the stream reports this, some seconds later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SILENT_AFTER_MS, FAULTS_KEPT_MS = 3_000, 3_600_000
 
 
 class Watch(StatefulProcessor):
-    """Tells when a sensor has given nothing for some time, and what its faults were in the last hour."""
+    """Reports sensors that have sent nothing for some time, with their faults of the last hour."""
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         self.handle = handle
@@ -85,13 +85,13 @@ def write_readings(directory: Path, sensors: range) -> None:
 
 
 def show(batch: DataFrame, number: int) -> None:
-    """Print what a micro-batch has given."""
+    """Print the output of a micro-batch."""
     for row in sorted(batch.collect()):
         print(f"batch {number}: sensor {row.sensor} is silent since {row.last_seen}, its faults: {row.faults}")
 
 
 def main(directory: Path) -> None:
-    """Stream the readings; then let the first sensors fall silent, and a while later the others."""
+    """Stream the readings; let the first sensors fall silent, and a while later the others."""
     write_readings(directory / "readings", range(SENSORS))
     spark = init_spark("sensors", num_executors=2, executor_cores=1, executor_memory="1g")
     try:
@@ -117,7 +117,7 @@ def main(directory: Path) -> None:
         for _ in range(FILES):
             write_readings(directory / "readings", range(FAULTY, SENSORS))
             time.sleep(SILENT_AFTER_MS / 2_000)
-        # No more data, but timers fire.
+        # No more rows come, but timers fire.
         query.awaitTermination(2 * SILENT_AFTER_MS // 1_000)
         query.stop()
     finally:

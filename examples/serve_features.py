@@ -1,9 +1,9 @@
-"""A model on Ray Serve that reads its features from a running stream: how unusual is this purchase, for this user, now?
+"""A model on Ray Serve that reads its features from a running stream: how unusual is a purchase for this user now?
 
     python examples/serve_features.py [directory]
 
-The stream keeps mean and deviation of each user's purchases; the model asks for those of the users at hand, in the cluster that both run
-in. Nothing is copied to a feature store, and a score follows what Spark has committed.
+The stream keeps mean and deviation of each user's purchases. The model asks for those of the users of a request, in the
+cluster in which both run. Nothing is copied to a feature store, and a score follows the last committed batch.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ app = FastAPI(title="Unusual purchases")
 
 
 class Purchase(BaseModel):
-    """What is to be scored."""
+    """A purchase to score."""
 
     user: int
     amount: float
 
 
 def score_of(amount: float, features: dict[str, Any] | None) -> float | None:
-    """The model, such as it is."""
+    """Return the score of each purchase."""
     if features is None or not features["deviation"]:
         return None
     return float(round((amount - features["mean"]) / features["deviation"], 2))
@@ -44,19 +44,19 @@ def score_of(amount: float, features: dict[str, Any] | None) -> float | None:
 
 # Serve copies the class and its routes as they are here: what they use stands before them, and types are types (no
 # "from __future__ import annotations").
-# Looking things up takes next to no CPU: the executors may have them.
+# Lookups take next to no CPU, which is left to the executors.
 @serve.deployment(num_replicas=1, max_ongoing_requests=200, ray_actor_options={"num_cpus": 0})
 @serve.ingress(app)
 class Unusual:
     """Scores purchases by how many standard deviations they are from what the user usually spends."""
 
     async def __init__(self) -> None:  # type: ignore[misc]  # Serve awaits it
-        # One for all requests: what they ask for at the same time goes to the hosts together.
+        # One client for all requests: keys that are asked for at the same time go to the hosts together.
         self.client = await AsyncQueryableStateClient.connect()
 
     @app.post("/score")
     async def score(self, purchases: list[Purchase]) -> list[dict[str, Any]]:
-        """The score of each purchase; null for a user about whom not enough is known."""
+        """Return the score of each purchase; null for a user with too few purchases."""
         features = await asyncio.gather(*(self.client.get("spending", purchase.user) for purchase in purchases))
         return [
             {"user": p.user, "amount": p.amount, "score": score_of(p.amount, f), "purchases": f["n"] if f else 0}
@@ -74,7 +74,7 @@ def write_purchases(directory: Path, usual: float) -> None:
 
 
 def ask(*purchases: dict[str, float]) -> None:
-    """What any program would do, wherever it runs."""
+    """Ask the model for scores, as any program can."""
     request = urllib.request.Request(
         "http://127.0.0.1:8000/score", json.dumps(purchases).encode(), {"Content-Type": "application/json"}
     )
@@ -85,7 +85,7 @@ def ask(*purchases: dict[str, float]) -> None:
 
 
 def main(directory: Path) -> None:
-    """Stream the purchases into features per user, and score by them while the stream goes on."""
+    """Stream the purchases into features per user, and score by these features while the stream goes on."""
     write_purchases(directory / "purchases", usual=50)
     spark = init_spark("features", num_executors=2, executor_cores=1, executor_memory="1g")
     try:
@@ -111,7 +111,7 @@ def main(directory: Path) -> None:
         ask(*at_hand)
         write_purchases(directory / "purchases", usual=90)
         query.processAllAvailable()
-        time.sleep(2)  # hosts hear of a batch that Spark has committed within a second or so
+        time.sleep(2)  # hosts are told of a batch within about a second after Spark has committed it
         ask(*at_hand)  # 99 is not so unusual any more
         query.stop()
     finally:

@@ -2,8 +2,8 @@
 
     python examples/spending.py [directory]
 
-For each purchase: how far is it from what this user usually spends? Running mean and deviation per user are
-the state; there is no Python code per row or per user.
+For each purchase: how far is it from what this user usually spends? The state is a running mean and deviation per user.
+No Python code runs per row or per user.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SUSPICIOUS = 6.0
 
 
 class Unusual(ArrowStatefulProcessor):
-    """Gives the purchases that are many standard deviations above what the user has spent before."""
+    """Emits the purchases that are many standard deviations above what the user has spent before."""
 
     def init(self, handle: Any) -> None:
         handle.declare_state("n long, mean double, squares double")  # squares of the distances from the mean
@@ -47,7 +47,7 @@ class Unusual(ArrowStatefulProcessor):
             score = (amount - mean[user]) / np.sqrt(squares / (n - 1))[user]
         found = batch.rows.append_column("score", pa.array(score)).filter(pa.array(score > SUSPICIOUS))
 
-        # The mean and squares of these rows, joined with those of all rows before (Chan et al.).
+        # The mean and squares of these rows, joined with those of all earlier rows (Chan et al.).
         rows = np.bincount(user, minlength=batch.num_keys)
         rows_mean = np.bincount(user, amount, batch.num_keys) / np.maximum(rows, 1)
         rows_squares = np.bincount(user, (amount - rows_mean[user]) ** 2, batch.num_keys)
@@ -63,7 +63,7 @@ class Unusual(ArrowStatefulProcessor):
 
 
 def floats(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-    """A column as numbers, 0 for null: a user without state."""
+    """Return a column as numbers, with 0 for a null, which stands for a user without state."""
     return np.nan_to_num(column.to_numpy().astype(np.float64))
 
 
@@ -80,7 +80,7 @@ def write_purchases(directory: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    """Stream the purchases, and show those that stand out."""
+    """Stream the purchases, and print those that stand out."""
     write_purchases(directory / "purchases")
     spark = init_spark("spending", num_executors=2, executor_cores=1, executor_memory="1g")
     try:

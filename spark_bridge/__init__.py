@@ -36,12 +36,12 @@ if TYPE_CHECKING:
         restore_savepoint,
         trigger_savepoint,
     )
+    from spark_bridge.state_data.metadata import state_metadata_table
     from spark_bridge.state_data.spark_frames import read_state, read_state_changes, state_metadata
     from spark_bridge.state_data.state_tables import (
         state_batches,
         state_changes_batches,
         state_changes_table,
-        state_metadata_table,
         state_table,
     )
     from spark_bridge.stateful.arrow_processor import ArrowBatch, ArrowResult, ArrowStatefulProcessor
@@ -151,7 +151,7 @@ _HOMES = {
     "state_changes_batches": "spark_bridge.state_data.state_tables",
     "state_changes_table": "spark_bridge.state_data.state_tables",
     "state_metadata": "spark_bridge.state_data.spark_frames",
-    "state_metadata_table": "spark_bridge.state_data.state_tables",
+    "state_metadata_table": "spark_bridge.state_data.metadata",
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
     "stop_spark": "spark_bridge.session.lifecycle",

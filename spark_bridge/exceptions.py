@@ -1,4 +1,4 @@
-"""Errors of the bridge between Spark, Ray and the state store."""
+"""Errors of ``spark_bridge``. Each is rebuilt from class name and message when it crosses the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QueryEndedError = coordinator_errors.QueryEndedError
 
 
 class EnvironmentProblemError(SparkBridgeError):
-    """Java, Ray, RayDP or PySpark are missing or do not fit together."""
+    """Java, Ray, RayDP or PySpark is missing, or their versions do not fit together."""
 
 
 class SessionError(SparkBridgeError):
@@ -34,11 +34,11 @@ class PartitionMismatchError(SparkBridgeError):
 
 
 def other_key_groups(operator: str, of_rows: int, of_query: int) -> PartitionMismatchError:
-    """The error for rows that were shuffled by another number of key groups than their query has."""
+    """Return the error for rows that were shuffled by another number of key groups than their query has."""
     return PartitionMismatchError(
         f"The rows of operator {operator!r} are shuffled by {of_rows} key groups, and its query has {of_query}: "
-        "spark.statestore.keyGroups was changed between the DataFrame and the start of the query. Make the DataFrame again. No "
-        "state was touched."
+        "spark.statestore.keyGroups was changed between the DataFrame and the start of the query. Make the DataFrame "
+        "again. No state was touched."
     )
 
 
@@ -63,26 +63,26 @@ class UnknownKvStateKeyGroupLocationError(UnknownLocationError):
 
 
 class UnknownKvStateIdError(QueryableStateError):
-    """The operator has no state variable of that name, or it needs to be named (Flink: ``UnknownKvStateIdException``)."""
+    """The operator has no such state variable, or several and none is named (Flink: ``UnknownKvStateIdException``)."""
 
 
 class UnknownKeyOrNamespaceError(QueryableStateError, ValueError):
-    """A key or window that cannot be in the state: of other types or columns (Flink: ``UnknownKeyOrNamespaceException``).
+    """A key or window has other types or columns than the state (Flink: ``UnknownKeyOrNamespaceException``).
 
-    A key that merely is not there is no error.
+    A key of the right types that the state does not have is no error.
     """
 
 
 class StateVersionError(QueryableStateError):
-    """The version asked for is not retained, or not there yet."""
+    """The version asked for is not retained, or not completed yet."""
 
 
 class AccessDeniedError(QueryableStateError):
-    """No token, a wrong or revoked one, or one that does not allow this."""
+    """There is no token, a wrong or revoked token, or one that does not allow this."""
 
 
 class TlsError(QueryableStateError):
-    """TLS is on at one side only, its files are missing or do not fit, or a certificate is refused."""
+    """TLS is on at one side only, files are missing or do not fit together, or a certificate is refused."""
 
 
 class RequestLimitError(QueryableStateError, ValueError):
@@ -94,11 +94,11 @@ class TooManyRequestsError(QueryableStateError):
 
 
 class QueryTimeoutError(QueryableStateError, TimeoutError):
-    """No answer within the time allowed; the message has the last failure."""
+    """There was no answer within the time allowed; the message has the last failure."""
 
 
 class ConnectionClosedError(QueryableStateError):
-    """The connection to a host was closed, or what came over it made no sense."""
+    """The connection to a host was closed, or a malformed message came over it."""
 
 
 class StateTooLargeError(SparkBridgeError):

@@ -11,14 +11,16 @@ column that does not exist or that has a type that the function does not take.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from spark_bridge.aggregates.distinct_sketch import MAX_PRECISION, MIN_PRECISION, precision_of
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.windows import session_window, window
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
 
 __all__ = [
     "AggregateFunction",
@@ -72,6 +74,59 @@ class AggregateFunction:
     columns: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     user: UserFunctions | None = None
+
+
+@dataclass(frozen=True)
+class Window:
+    """Windows of one length, one every ``slide``; ``name`` is the name of the grouping column. See ``window``."""
+
+    time_column: str
+    duration: str
+    slide: str | None = None
+    start_time: str | None = None
+    name: str = "window"
+
+    def alias(self, name: str) -> Window:
+        """Return the same windows under another column name."""
+        return replace(self, name=name)
+
+
+@dataclass(frozen=True)
+class SessionWindow:
+    """Windows of activity: a key's session ends when no row has come for ``gap``. See ``session_window``."""
+
+    time_column: str
+    gap: str | Column
+    name: str = "session_window"
+
+    def alias(self, name: str) -> SessionWindow:
+        """Return the same windows under another column name."""
+        return replace(self, name=name)
+
+
+def window(time_column: str, duration: str, slide: str | None = None, start_time: str | None = None) -> Window:
+    """Group by tumbling windows of ``duration``, or with ``slide`` by sliding ones; a key of ``aggregate``.
+
+    The counterpart is ``pyspark.sql.functions.window``. A window includes its start and not its end. Windows are
+    aligned to 1970-01-01 UTC plus ``start_time``. Durations are texts such as ``"10 minutes"``. ``time_column`` is a
+    timestamp, or the window column of an operator before this one.
+
+    The grouping column is a struct of the timestamps ``start`` and ``end``, named "window"; ``.alias(name)`` renames
+    it.
+    """
+    return Window(time_column, duration, slide, start_time)
+
+
+def session_window(time_column: str, gap: str | Column) -> SessionWindow:
+    """Group by sessions, the windows of a key's activity; a key of ``aggregate``, which needs another key besides.
+
+    The counterpart is ``pyspark.sql.functions.session_window``. A session ends ``gap`` after its last row. A ``gap`` is
+    a duration such as ``"10 minutes"``, or a Column that gives each row its own gap.
+
+    The grouping column is a struct of the timestamps ``start`` and ``end``, named "session_window"; ``.alias(name)``
+    renames it.
+    """
+    return SessionWindow(time_column, gap)
 
 
 def count(column: str | None = None) -> AggregateFunction:

@@ -1,6 +1,6 @@
 """Arrow columns as numpy arrays and back, for the encoders: whole columns at a time.
 
-Everything here copes with slices (an offset), chunked and dictionary-encoded columns, and nulls.
+Every function takes slices (with an offset), chunked and dictionary-encoded columns, and nulls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Offsets = npt.NDArray[np.int64]
 Records = npt.NDArray[np.void]
 
 MAX_BYTES = (1 << 31) - 1
-"""What one Arrow binary array can hold: its offsets are int32."""
+"""The most bytes of one Arrow binary array: its offsets are int32."""
 
 _FIXED: dict[pa.DataType, str] = {
     pa.bool_(): "u1",
@@ -48,12 +48,12 @@ def fixed_dtype(data_type: pa.DataType) -> np.dtype[Any] | None:
 
 
 def is_list_like(data_type: pa.DataType) -> bool:
-    """Arrays and maps: a run of elements per row."""
+    """Return whether a type is that of arrays or maps, with several elements per row."""
     return bool(pa.types.is_list(data_type) or pa.types.is_large_list(data_type) or pa.types.is_map(data_type))
 
 
 def normalized_column(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Return one contiguous array of the column, leaves in their normalised type; raises ``UnsupportedTypeError``.
+    """Return a column as one contiguous array of its normalised type. Raises ``UnsupportedTypeError``.
 
     ``name`` is the column's, for the message. Arrays, maps and structs are left as they are inside.
     """
@@ -73,7 +73,7 @@ def normalized_column(name: str, column: pa.Array | pa.ChunkedArray) -> pa.Array
 
 
 def null_mask(array: pa.Array) -> Mask | None:
-    """Return true where the array is null; None if it is nowhere."""
+    """Return a mask that is true where the array is null; None if it is null nowhere."""
     if not array.null_count:
         return None
     return np.asarray(array.is_null())
@@ -112,14 +112,14 @@ def fixed_array(values: npt.NDArray[Any], mask: Mask | None, data_type: pa.DataT
 
 
 def binary_values(array: pa.Array) -> pa.BinaryArray:
-    """Return a string or binary column as binary without nulls (they are empty)."""
+    """Return a string or binary column as binary, with empty values for nulls."""
     if pa.types.is_string(array.type):
         array = array.cast(pa.binary())
     return array.fill_null(b"") if array.null_count else array
 
 
 def binary_content(array: pa.BinaryArray) -> tuple[Bytes, Offsets]:
-    """Return all bytes of a binary array in one, and the n+1 offsets into them, starting at 0."""
+    """Return all bytes of a binary array of n elements, and the n+1 offsets into them, from 0."""
     n = len(array)
     if n == 0:
         return np.zeros(0, np.uint8), np.zeros(1, np.int64)
@@ -143,34 +143,34 @@ def content_bytes(array: pa.BinaryArray) -> int:
 def binary_array(
     content: Bytes, offsets: npt.NDArray[Any], mask: Mask | None = None, data_type: pa.DataType | None = None
 ) -> pa.BinaryArray:
-    """Return a binary (or string) array of bytes and n+1 offsets."""
+    """Return the binary (or string) array of bytes and n+1 offsets. The inverse of ``binary_content``."""
     check_size(int(offsets[-1]))
     buffers = [validity(mask), _buffer(offsets.astype(np.int32)), _buffer(content)]
     return pa.Array.from_buffers(data_type or pa.binary(), len(offsets) - 1, buffers)
 
 
 def rows_as_binary(rows: npt.NDArray[Any]) -> pa.BinaryArray:
-    """Return a structured array as a binary array: each record's bytes."""
+    """Return the bytes of each record of a structured array as a binary array."""
     return even_array(np.ascontiguousarray(rows))
 
 
 EVEN_ROWS = 1 << 13
-"""Arrays of so many elements at most, if all have one width, share the offsets of that width: nobody makes them or looks at them again."""
+"""Arrays of up to so many elements, all of one width, share the offsets of that width, which need not be read again."""
 EVEN_WIDTH = 1 << 8
-"""The largest width for which that is so."""
+"""The largest width whose offsets are shared."""
 _EVEN_OFFSETS: dict[int, pa.Buffer] = {}
 _EVEN_WIDTHS: dict[int, int] = {}
-"""The widths by the addresses of the offsets, which are kept for good."""
+"""The widths by the addresses of the shared offsets, which are kept for good."""
 
 
 @lru_cache(EVEN_WIDTH)
 def record(width: int) -> np.dtype[np.void]:
-    """Return the type of records of so many bytes."""
+    """Return numpy's type of records of ``width`` bytes."""
     return np.dtype(f"V{width}")
 
 
 def _even_offsets(n: int, width: int) -> pa.Buffer:
-    """Return the offsets of n elements of one width, or of more."""
+    """Return the offsets of n elements of one width; the shared ones may be of more elements."""
     if n > EVEN_ROWS or width > EVEN_WIDTH:
         check_size(n * width)
         return pa.py_buffer(np.arange(0, n * width + 1, width, dtype=np.int32))
@@ -184,7 +184,10 @@ def _even_offsets(n: int, width: int) -> pa.Buffer:
 
 
 def even_rows(array: pa.BinaryArray) -> Records | None:
-    """Return the elements as records of one width, without a copy; None if widths differ, or there are none, nulls or only empty ones."""
+    """Return the elements as records of one width, without a copy.
+
+    None if the widths differ, or there are no elements, nulls, or only empty elements.
+    """
     n = len(array)
     mask, bounds, content = array.buffers()
     if not n or (mask is not None and array.null_count):
@@ -204,7 +207,10 @@ def even_rows(array: pa.BinaryArray) -> Records | None:
 
 
 def even_array(rows: npt.NDArray[Any]) -> pa.BinaryArray:
-    """Contiguous records as a binary array over the same memory, which nobody may change any more: the inverse of ``even_rows``."""
+    """Return contiguous records as a binary array over the same memory, which must not change any more.
+
+    The inverse of ``even_rows``.
+    """
     n = len(rows)
     return pa.Array.from_buffers(
         pa.binary(), n, [None, _even_offsets(n, rows.dtype.itemsize), pa.py_buffer(rows if n else b"")]
@@ -212,14 +218,14 @@ def even_array(rows: npt.NDArray[Any]) -> pa.BinaryArray:
 
 
 def concatenated(arrays: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
-    """Return the arrays, one behind the other, as one. Raises ``pa.ArrowInvalid`` if they have more bytes than that can."""
+    """Return several arrays as one. Raises ``pa.ArrowInvalid`` if they have more bytes than an array can."""
     if len(arrays) == 1:
         return arrays[0]
     return pa.concat_arrays(arrays) if arrays else pa.array([], pa.binary())
 
 
 def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
-    """Return the elements of all arrays as records of one width, if they can be together."""
+    """Return the elements of each array as records, all of one width; None if one array cannot hold them together."""
     rows: list[Records] = []
     for array in arrays:
         even = even_rows(array)
@@ -230,13 +236,16 @@ def _all_even(arrays: Sequence[pa.BinaryArray]) -> list[Records] | None:
 
 
 def taken(array: pa.BinaryArray, rows: Offsets) -> pa.BinaryArray:
-    """Return the elements in these rows: Arrow's ``take``, in less time for those of one width. Rows must be ascertained to be there."""
+    """Return the elements in these rows, as Arrow's ``take`` does, in less time if all have one width.
+
+    The caller must see to it that the rows are there.
+    """
     even = even_rows(array)
     return array.take(pa.array(rows)) if even is None else even_array(even.take(rows))
 
 
 def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.BinaryArray:
-    """Return each element in the row that is named for it; every row must be named once. The inverse of ``taken``.
+    """Return one array with each element in its row of ``rows``; every row must come once. The inverse of ``taken``.
 
     Raises ``pa.ArrowInvalid`` if the elements have more bytes than an array can.
     """
@@ -253,7 +262,7 @@ def placed(arrays: Sequence[pa.BinaryArray], rows: Sequence[Offsets]) -> pa.Bina
 
 
 def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
-    """Return the parts of each row, one behind the other."""
+    """Return one array with the parts of each row joined."""
     if len(parts) == 1:
         return parts[0]
     check_size(sum(int(binary_content(part)[1][-1]) for part in parts))
@@ -261,7 +270,7 @@ def join(parts: list[pa.BinaryArray]) -> pa.BinaryArray:
 
 
 def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Bytes, Offsets]:
-    """Return the bytes of many ranges, one behind the other, and their n+1 offsets.
+    """Return the bytes of n ranges, joined, and their n+1 offsets.
 
     Ranges must be ascending and must not overlap.
     """
@@ -270,7 +279,7 @@ def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Byte
     np.cumsum(stops - starts, out=offsets[1:])
     if n == 0 or offsets[-1] == len(content):
         return content[: offsets[-1]], offsets
-    # Ranges and the gaps between them are elements of one array over the same bytes: Arrow then copies range by range.
+    # Ranges and the gaps between them become elements of one array over the same bytes: Arrow then copies the ranges.
     bounds = np.empty(2 * n, np.int64)
     bounds[::2], bounds[1::2] = starts, stops
     taken = binary_array(content, bounds).take(pa.array(np.arange(0, 2 * n, 2, dtype=np.uint32)))
@@ -278,16 +287,16 @@ def gather_ranges(content: Bytes, starts: Offsets, stops: Offsets) -> tuple[Byte
 
 
 def gather_fixed(content: Bytes, starts: Offsets, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return one value or record at each position. All must lie within ``content``."""
+    """Return the value or record at each position. All must lie within ``content``."""
     width = dtype.itemsize
-    # Every position as the beginning of a value: the view's elements overlap.
+    # A view with a value at every position: its elements overlap.
     anywhere = np.ndarray((max(len(content) - width + 1, 0),), f"V{width}", content, strides=(1,))
     taken: npt.NDArray[Any] = anywhere[starts].view(dtype)
     return taken
 
 
 def check_size(total: int) -> None:
-    """Refuse what one binary array cannot hold."""
+    """Raise ``InvalidStateStoreArgument`` for more bytes than one binary array can hold."""
     if total > MAX_BYTES:
         raise InvalidStateStoreArgument(
             f"The encoded rows take {total} bytes; at most {MAX_BYTES} fit into one Arrow array. Split the batch."
@@ -295,7 +304,7 @@ def check_size(total: int) -> None:
 
 
 def check_ranges(ok: npt.NDArray[np.bool_], what: str, schema: object, rows: Offsets | None = None) -> None:
-    """Raise ``SchemaMismatchError`` unless all passed; ``rows`` are their rows, if there is not one for each."""
+    """Raise ``SchemaMismatchError`` unless all are ok. ``rows`` are the checks' rows, if not one per row."""
     if not ok.all():
         failed = int(np.argmin(ok))
         row = failed if rows is None else int(rows[failed])
@@ -306,7 +315,7 @@ def check_ranges(ok: npt.NDArray[np.bool_], what: str, schema: object, rows: Off
 
 
 def list_parts(array: pa.Array) -> tuple[pa.Array, Offsets]:
-    """Return the elements of all rows' arrays or maps (entries as structs), and n+1 offsets; null rows have none."""
+    """Return the elements of n arrays or maps (entries as structs), and n+1 offsets; null rows have no elements."""
     valid = array.drop_null() if array.null_count else array
     if len(valid) == 0:
         counts = np.zeros(0, np.int64)

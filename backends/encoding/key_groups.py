@@ -1,8 +1,8 @@
-"""Key groups: Spark's ``pmod(xxhash64(key columns), G)``, computed here bit for bit.
+"""Key groups, and the partition that owns each: Spark's ``pmod(xxhash64(key columns), G)``, computed here bit for bit.
 
-Spark's ``xxhash64`` is XXH64 with seed 42 over little-endian bytes; each column's hash is the seed
-of the next, a null leaves the seed as it is. Fixed-width columns are hashed a column at a time.
-The idea of key groups, as the unit of rescaling, is Flink's.
+Spark's ``xxhash64`` is XXH64 with seed 42 over little-endian bytes. Each column's hash is the seed of the next column;
+a null leaves the seed as it is. Fixed-width columns are hashed a column at a time. Key groups as the unit of rescaling
+are Flink's idea.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 
 MAX_KEY_GROUPS = 1 << 16
 DEFAULT_KEY_GROUPS = 1024
-_SEED = 42
-_SMALL_DECIMAL = 18
+SEED = 42
+"""Spark's seed of the first column's hash."""
+SMALL_DECIMAL = 18
+"""Spark hashes decimals of up to so many digits as a long, and others by their bytes."""
 
 RowHashes = npt.NDArray[np.uint64]
 
@@ -49,7 +51,7 @@ def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
     """
     check_num_groups(num_groups)
     hashes = spark_xxhash64(batch)
-    # For a power of 2 the same, without a division.
+    # For a power of 2, a bit mask gives the same without a division.
     is_power = num_groups & (num_groups - 1) == 0
     groups: npt.NDArray[np.int64] = hashes & np.int64(num_groups - 1) if is_power else hashes % np.int64(num_groups)
     return groups.astype(np.int32)
@@ -57,14 +59,14 @@ def key_groups(batch: pa.RecordBatch, num_groups: int) -> npt.NDArray[np.int32]:
 
 def spark_xxhash64(batch: pa.RecordBatch) -> npt.NDArray[np.int64]:
     """Return Spark's ``xxhash64(*columns)`` of each row."""
-    hashes = np.full(batch.num_rows, _SEED, np.uint64)
+    hashes = np.full(batch.num_rows, SEED, np.uint64)
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         hashes = _hash_column(name, column, hashes)
     return hashes.view(np.int64)
 
 
 def check_num_groups(num_groups: int) -> None:
-    """Refuse a number of key groups outside 1 to 65,536."""
+    """Raise ``InvalidStateStoreArgument`` for a number of key groups outside 1 to 65,536."""
     if not 1 <= num_groups <= MAX_KEY_GROUPS:
         raise InvalidStateStoreArgument(f"The number of key groups must be 1 to {MAX_KEY_GROUPS}, not {num_groups}.")
 
@@ -75,7 +77,7 @@ def partition_of(group: int, num_groups: int, num_partitions: int) -> int:
 
 
 def partition_range(partition: int, num_partitions: int, num_groups: int) -> tuple[int, int]:
-    """Return the key groups of a partition: the first one, and the one behind the last.
+    """Return the key groups of a partition: the first one, and the one after the last.
 
     Raises ``InvalidStateStoreArgument`` if there are more partitions than key groups, or no such partition.
     """
@@ -124,7 +126,7 @@ def _hash_array(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
 
 
 def _hash_lists(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
-    """Element after element, each hash the seed of the next: all rows' first elements, then all second ones."""
+    """Hash arrays: each element's hash is the seed of the next. All rows' first elements, then all second ones."""
     elements, offsets = list_parts(array)
     counts = np.diff(offsets)
     hashes: RowHashes = seeds.copy()
@@ -137,14 +139,14 @@ def _hash_lists(name: str, array: pa.Array, seeds: RowHashes) -> RowHashes:
 
 def _hash_decimals(array: pa.Array, seeds: RowHashes) -> RowHashes:
     words = fixed_values(array, np.dtype("V16")).copy().view(np.uint64).reshape(-1, 2)
-    if array.type.precision <= _SMALL_DECIMAL:
+    if array.type.precision <= SMALL_DECIMAL:
         return _hash_8(words[:, 0], seeds)
     unscaled = ((int(high) << 64) | int(low) for low, high in zip(words[:, 0], words[:, 1].view(np.int64), strict=True))
-    # As java.math.BigInteger.toByteArray: the shortest two's complement, with room for the sign.
-    return _hash_bytes([_big_integer(u) for u in unscaled], seeds)
+    return _hash_bytes([java_bytes(u) for u in unscaled], seeds)
 
 
-def _big_integer(value: int) -> bytes:
+def java_bytes(value: int) -> bytes:
+    """Return ``java.math.BigInteger.toByteArray``: the shortest two's complement, with room for the sign."""
     magnitude = value if value >= 0 else ~value
     return value.to_bytes(magnitude.bit_length() // 8 + 1, "big", signed=True)
 
@@ -157,7 +159,7 @@ def _hash_bytes(values: list[bytes | None] | list[bytes], seeds: RowHashes) -> R
 
 
 def _rotate(values: RowHashes, bits: int) -> RowHashes:
-    """Of an array that may be changed."""
+    """Rotate the bits of each value to the left; ``values`` may be overwritten."""
     rotated: RowHashes = values << np.uint64(bits)
     values >>= np.uint64(64 - bits)
     rotated |= values

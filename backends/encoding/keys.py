@@ -1,11 +1,16 @@
 """Keys as bytes whose order is the order of the values, whole columns at a time.
 
-A key is its key group (2 bytes, big-endian), then per column a byte that is 0 for null and 1 for a
-value, then the value: integers, dates and timestamps big-endian with the sign bit flipped; floats
-likewise by their bits (-0.0 as 0.0, every NaN as one and the greatest, as Spark orders them);
-decimals as 16 bytes; strings and binary with 0x00 written as 0x00 0xFF and 0x00 0x00 at the end;
-structs as their fields; arrays as elements with 0x01 before each and 0x00 at the end.
-A null of a fixed-width column takes the width of its column, so such keys all have one length.
+A stored key is its key group (2 bytes, big-endian), then per column a byte that is 0 for null and 1 for a value, then
+the value:
+
+- integers, dates and timestamps: big-endian with the sign bit flipped;
+- floats: likewise by their bits, with -0.0 as 0.0, and every NaN as the same and greatest value, as Spark orders them;
+- decimals: 16 bytes;
+- strings and binary: 0x00 written as 0x00 0xFF, and 0x00 0x00 at the end;
+- structs: their fields;
+- arrays: the elements with 0x01 before each, and 0x00 at the end.
+
+A null of a fixed-width column takes the width of its column, so that such keys all have one length.
 """
 
 from __future__ import annotations
@@ -50,7 +55,10 @@ GROUP_BYTES = 2
 _END = b"\x00\x00"
 
 KeyPiece: TypeAlias = npt.NDArray[Any] | pa.BinaryArray
-"""A run of bytes per row: all of one width (numpy; numbers get their most significant byte first, and one may be for all rows), or not (Arrow)."""
+"""Bytes of each row: numpy for one width, Arrow for several.
+
+Numbers get their most significant byte first. An array of one element is for all rows.
+"""
 
 _PRESENT = np.ones(1, np.uint8)
 _LIST_END = np.zeros(1, np.uint8)
@@ -78,14 +86,14 @@ def encode_keys(batch: pa.RecordBatch, groups: npt.NDArray[Any]) -> pa.BinaryArr
 
 def _are_groups(groups: npt.NDArray[Any]) -> bool:
     if groups.dtype == np.int32:
-        return bool(groups.view(np.uint32).max() < MAX_KEY_GROUPS)  # a negative one is a large one then
+        return bool(groups.view(np.uint32).max() < MAX_KEY_GROUPS)  # unsigned, a negative number is a large one
     return bool(groups.min() >= 0 and groups.max() < MAX_KEY_GROUPS)
 
 
 def decode_keys(keys: pa.Array | pa.ChunkedArray, schema: pa.Schema) -> pa.RecordBatch:
     """Return the key columns of encoded keys, without the key group.
 
-    Raises ``SchemaMismatchError`` if the bytes are no keys of that schema.
+    Raises ``SchemaMismatchError`` if the bytes are no keys of the schema.
     """
     keys = as_binary("keys", keys)
     if keys.null_count:
@@ -131,7 +139,7 @@ def _escape(values: pa.BinaryArray) -> pa.BinaryArray:
 
 
 def _assemble(pieces: list[KeyPiece], n: int) -> pa.BinaryArray:
-    """Join pieces; neighbours of fixed width become one structured array first."""
+    """Join the pieces of each row. Neighbours of fixed width become one structured array first."""
     parts: list[pa.BinaryArray] = []
     run: list[npt.NDArray[Any]] = []
     for piece in [*pieces, None]:
@@ -155,7 +163,7 @@ def _records(dtypes: tuple[np.dtype[Any], ...]) -> np.dtype[Any]:
 
 
 def _ordered(kind: pa.DataType, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return values as unsigned numbers (or bytes) that sort as the values do; always a fresh array."""
+    """Return the values as unsigned numbers (or bytes) that sort as the values do, always in a new array."""
     if pa.types.is_decimal(kind):
         swapped = np.ascontiguousarray(values.copy().view(np.uint8).reshape(-1, 16)[:, ::-1])
         swapped[:, 0] ^= 0x80
@@ -202,9 +210,9 @@ def _stored_dtype(kind: pa.DataType) -> np.dtype[Any] | None:
 
 
 class _KeyReader:
-    """Takes columns out of keys, one after the other.
+    """Reads the columns of keys, one after the other.
 
-    Its methods take the positions where values begin, ascending, and for each the end of the key that it lies in.
+    Its methods take the positions ``at`` where values begin, ascending, and for each the end of its key (``ends``).
     """
 
     def __init__(self, keys: pa.BinaryArray, schema: object) -> None:
@@ -227,19 +235,19 @@ class _KeyReader:
             check_ranges(ok, "keys", self._schema, np.searchsorted(self._ends, ends, "right") - 1)
 
     def _fixed(self, at: Offsets, ends: Offsets, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Offsets]:
-        """Return values or records of one width, and the positions behind them."""
+        """Return values or records of one width, and the positions after them."""
         behind = at + dtype.itemsize
         self._check(behind <= ends, ends)
         return gather_fixed(self._content, at, dtype), behind
 
     def _absent(self, flags: npt.NDArray[np.uint8], ends: Offsets) -> Mask:
-        """Return where the bytes, which can only be 0 or 1, are 0."""
+        """Return a mask of the bytes that are 0; all must be 0 or 1."""
         self._check(flags <= 1, ends)
         absent: Mask = flags == 0
         return absent
 
     def _column(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[pa.Array, Offsets]:
-        """Return values and the positions behind them."""
+        """Return the values of a column, and the positions after them."""
         stored = _stored_dtype(kind)
         if stored is not None:
             found, at = self._fixed(at, ends, np.dtype([("present", "u1"), ("value", stored)]))
@@ -267,7 +275,7 @@ class _KeyReader:
         return binary_array(content, offsets, mask, kind), stops + len(_END)
 
     def _skip(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> Offsets:
-        """Return the positions behind values."""
+        """Return the positions after the values of a column."""
         at = at + 1
         stored = _stored_dtype(kind)
         if stored is not None:
@@ -281,9 +289,9 @@ class _KeyReader:
         return self._string_ends(at, ends) + len(_END)
 
     def _elements(self, kind: pa.DataType, at: Offsets, ends: Offsets) -> tuple[Offsets, Offsets, Offsets]:
-        """Return where arrays' elements begin, their n+1 offsets, and the positions behind the arrays.
+        """Return where the elements of n arrays begin, their n+1 offsets, and the positions after the arrays.
 
-        Takes as many steps as the longest array has elements, each for all arrays that are that long.
+        Takes as many steps as the longest array has elements, each for all arrays of that length or more.
         """
         behind = np.empty(len(at), np.int64)
         counts = np.zeros(len(at), np.int64)
@@ -306,7 +314,7 @@ class _KeyReader:
         return starts, offsets, behind
 
     def _string_ends(self, at: Offsets, ends: Offsets) -> Offsets:
-        """Return where strings end: at the first two zero bytes, for inside a string 0xFF follows each zero."""
+        """Return where strings end: at the first two zero bytes. Inside a string, 0xFF follows each zero."""
         self._check(at <= ends, ends)
         onwards = binary_array(self._content, np.append(at, len(self._content)))
         lengths = np.asarray(pc.find_substring(onwards, _END)).astype(np.int64)
@@ -318,11 +326,11 @@ class _KeyReader:
         zeros = np.flatnonzero(content == 0)
         if not len(zeros):
             return content, offsets
-        is_escape = content[zeros + 1] == 0xFF  # a string's last byte is never zero: it would be part of the end
+        is_escape = content[zeros + 1] == 0xFF  # the last byte is never zero: a zero there would be part of the end
         if not is_escape.all():
             self._check(is_escape, ends[np.searchsorted(offsets, zeros, "right") - 1])
         return np.delete(content, zeros + 1), offsets - np.searchsorted(zeros, offsets)
 
 
 KeyRange: TypeAlias = tuple[bytes, bytes | None]
-"""From a key (included) to another (not included; None: no limit)."""
+"""From a key (included) to another one (not included; None: no limit)."""

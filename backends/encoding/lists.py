@@ -1,10 +1,9 @@
-"""List values by key layout: every element is a pair of its own, so that appending reads nothing.
+"""The stored keys of lists: every element of a list is a pair of its own, so that appending reads nothing.
 
-A column family of lists is kept under its name and a mark. The key of an element is the user's
-key, escaped so that no key is a prefix of another and the order stays, then the version that
-appended it and its number within the commit: elements follow in the order they were appended.
-(Spark's RocksDB provider has the same contract, ``useMultipleValuesPerKey`` and ``merge``, on RocksDB's
-merge operator.)
+A column family of lists is stored under its name and a mark. The stored key of an element is the user's key, then the
+version that appended the element, and its number within the commit. So elements follow in the order in which they were
+appended. The user's key is escaped so that no key is a prefix of another one, and the order of keys stays. (Spark's
+RocksDB provider has the same contract, ``useMultipleValuesPerKey`` and ``merge``, by RocksDB's merge operator.)
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ _SUFFIX_BYTES = 16
 
 
 def stored_name(column_family: str) -> str:
-    """What a column family of lists is stored as; no user's family has such a name."""
+    """Return the name under which a column family of lists is stored; no user's family has such a name."""
     return column_family + _MARK
 
 
 def is_list(stored: str) -> bool:
-    """Return whether a stored family is one of lists."""
+    """Return whether a stored family holds lists."""
     return stored.endswith(_MARK)
 
 
 def user_name(stored: str) -> str:
-    """Return the name that users know a stored family by."""
+    """Return the user's name of a stored family."""
     return stored.removesuffix(_MARK)
 
 
 def escape(key: bytes) -> bytes:
-    """What the stored keys of all user keys that begin with ``key`` begin with; keeps the order."""
+    """Return the beginning of the stored keys of all user keys that begin with ``key``. Keeps the order of keys."""
     return key.replace(b"\x00", b"\x00\xff")
 
 
 def elements_prefix(key: bytes) -> bytes:
-    """What the stored keys of one list begin with, and no others."""
+    """Return the beginning of the stored keys of one list, which no other keys have."""
     return escape(key) + _END
 
 
 def element_keys(keys: pa.BinaryArray, version: int, first: int) -> pa.BinaryArray:
-    """Return stored keys of elements that are appended to the lists ``keys``, in this order."""
+    """Return the stored keys of elements that ``version`` appends to the lists ``keys``, numbered from ``first``."""
     suffixes = np.empty((len(keys), 2), ">u8")
     suffixes[:, 0] = version
     suffixes[:, 1] = np.arange(first, first + len(keys))
@@ -54,7 +53,7 @@ def element_keys(keys: pa.BinaryArray, version: int, first: int) -> pa.BinaryArr
 
 
 def list_keys(stored: pa.BinaryArray) -> pa.BinaryArray:
-    """Return the user's keys of stored ones."""
+    """Return the user's keys of stored keys."""
     if not len(stored):
         return stored
     return pc.replace_substring(pc.binary_slice(stored, 0, -_SUFFIX_BYTES - len(_END)), b"\x00\xff", b"\x00")

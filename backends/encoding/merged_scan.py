@@ -1,4 +1,4 @@
-"""Sorted scans with changes on top, merged a batch at a time."""
+"""A sorted scan with changes applied, merged a batch at a time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs
 def merged_scan(base: Iterator[pa.RecordBatch], changes: SortedPairs) -> Iterator[pa.RecordBatch]:
     """Return the pairs of ``base`` with ``changes`` applied, in key order.
 
-    ``changes`` must already be cut to the range of the scan. Each changed pair is merged into the
-    batch of ``base`` whose keys surround it, so memory does not grow with the range.
+    ``changes`` must already be cut to the range of the scan. Each changed pair is merged into the batch of ``base``
+    whose keys surround it, so that memory does not grow with the range.
     """
     done = 0
     for batch in base:

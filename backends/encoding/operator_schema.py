@@ -1,7 +1,7 @@
-"""What one operator keeps: state variables, each in one or more column families of typed keys and values.
+"""The schema of an operator's state: its state variables, each in one or more column families of typed keys and values.
 
-An operator with a single variable of its own rows (an aggregate) is written as that variable's
-``StateSchema`` alone. Spark's counterpart is the state schema file of ``transformWithState``.
+An operator with a single variable of rows (an aggregate) is written as the ``StateSchema`` of that variable alone.
+Spark's counterpart is the state schema file of ``transformWithState``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from backends.ids import DEFAULT_FAMILY
 
 VARIABLE_KINDS = ("rows", "value", "list", "map", "timers")
 _GENERATION = re.compile(r"(.+)\.-(\d+)")
-"""A family of a variable that was deleted and declared again, which must not meet the rows of the earlier one."""
+"""The families of a variable that was deleted and declared again are numbered: the earlier rows are not theirs."""
 
 
 @dataclass(frozen=True)
 class StateVariable:
-    """One state variable. ``families`` maps the column families it is kept in to their schemas.
+    """One state variable. ``families`` maps the names of its column families to their schemas.
 
-    ``kind``: "rows" for the rows of an aggregate, else what ``StatefulProcessorHandle`` makes: "value", "list",
-    "map", "timers". ``deleted``: it is no longer used, and what is left of it may be removed; a program that declares
-    so needs to say no more than the name.
+    ``kind``: "rows" for the rows of an aggregate, else what ``StatefulProcessorHandle`` makes: "value", "list", "map",
+    "timers". ``deleted``: the variable is no longer used, and its remaining rows may be removed. A program that deletes
+    a variable need not give its families. ``ttl_ms`` is the time to live in milliseconds; None for no end.
     """
 
     name: str
@@ -44,9 +44,9 @@ class StateVariable:
             )
 
     def family(self, declared: str) -> str:
-        """Return the column family that is used for the one that the program calls ``declared``.
+        """Return the stored column family that the program calls ``declared``.
 
-        It has another name if an earlier variable of this one's name was deleted. Raises ``InvalidStateStoreArgument``.
+        The names differ if an earlier variable of the same name was deleted. Raises ``InvalidStateStoreArgument``.
         """
         for name in self.families:
             if _declared(name) == declared:
@@ -61,9 +61,9 @@ class StateVariable:
 class OperatorSchema:
     """The state variables of one operator, and the order in which its user names the columns of a key.
 
-    ``key_columns`` differs from the stored order where a window is stored first, so that closed ones lie together.
-    ``settings`` are what else of the program must stay as it is for the state to mean the same, as the time mode of timers.
-    Of several variables of one name at most one is not deleted.
+    ``key_columns`` differs from the stored order where a window is stored first, so that closed windows lie together.
+    ``settings`` are what else of the program must stay as it is for the state to mean the same, such as the time mode
+    of timers. Of several variables of one name at most one is not deleted.
     """
 
     variables: tuple[StateVariable, ...]
@@ -85,11 +85,11 @@ class OperatorSchema:
 
     @property
     def families(self) -> dict[str, StateSchema]:
-        """All column families and their schemas."""
+        """All stored column families and their schemas."""
         return {name: schema for v in self.variables for name, schema in v.families.items()}
 
     def variable(self, name: str) -> StateVariable:
-        """Return a variable that is in use, by name; raises ``InvalidStateStoreArgument`` naming those that there are."""
+        """Return a variable that is in use, by name. Raises ``InvalidStateStoreArgument`` naming those in use."""
         for variable in self.variables:
             if variable.name == name and not variable.deleted:
                 return variable
@@ -97,7 +97,7 @@ class OperatorSchema:
         raise InvalidStateStoreArgument(f"There is no state variable {name!r}; there are {known or 'none'}.")
 
     def compacted(self) -> OperatorSchema:
-        """Return the schema of this state once every row is written again and deleted variables are gone, as in a savepoint."""
+        """Return the schema once all rows are written anew and deleted variables are gone, as in a savepoint."""
         variables = (
             replace(v, families={name: replace(schema, history=()) for name, schema in v.families.items()})
             for v in self.variables
@@ -106,7 +106,7 @@ class OperatorSchema:
         return replace(self, variables=tuple(variables))
 
     def to_json(self) -> str:
-        """Canonical JSON: equal schemas give equal text."""
+        """Return canonical JSON: equal schemas give equal text."""
         rows = self.variables[0].families.get(DEFAULT_FAMILY) if len(self.variables) == 1 else None
         if rows is not None and self == OperatorSchema.of_rows(rows):
             return rows.to_json()
@@ -161,14 +161,16 @@ def _variable(content: object) -> StateVariable:
 
 
 def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> OperatorSchema:
-    """What the state is from now on that was ``stored`` (None: nothing), and is used by a program as ``declared``.
+    """Return the schema to go on with: of a state that is ``stored`` (None: nothing), for a program that has
+    ``declared``.
 
-    Variables that the program does not declare stay, unused. One that it deletes becomes a deleted one; if it also declares it
-    again, only if the new declaration cannot go on from the old one, as otherwise every restart would empty it. Rows of an
-    operator without such variables must be exactly as they were.
+    Variables that the program does not declare stay, unused. A variable that the program deletes becomes a deleted one.
+    If the program also declares the variable again, the old one is deleted only if the new declaration cannot go on
+    from it: otherwise every restart would empty the variable. Rows of an operator without such variables must be
+    exactly as they were.
 
-    What comes out may be ``declared`` again, or its program's own declaration: it does not change any more.
-    Raises ``IncompatibleSchemaError`` naming both sides.
+    The result does not change any more if it, or the program's own declaration, is declared again. Raises
+    ``IncompatibleSchemaError`` naming both sides.
     """
     if any(v.kind == "rows" for v in (*declared.variables, *(stored.variables if stored else ()))):
         return _same_rows(stored, declared)
@@ -206,7 +208,7 @@ def _same_rows(stored: OperatorSchema | None, declared: OperatorSchema) -> Opera
 
 
 def _in_stored_order(schema: OperatorSchema) -> OperatorSchema:
-    """Return the schema as it is written if its user names a key's columns in the order in which they are stored, if so it is."""
+    """Return the schema as it is written: without ``key_columns`` if these are in their stored order."""
     orders = {tuple(s.key.names) for s in schema.families.values()}
     return replace(schema, key_columns=()) if orders == {schema.key_columns} else schema
 
@@ -250,7 +252,7 @@ def _evolved_variable(stored: StateVariable, declared: StateVariable) -> StateVa
 
 
 def _beginning(declared: StateVariable, earlier: Iterable[StateVariable]) -> StateVariable:
-    """Return a variable without rows, in families of its own if there have been others of its name."""
+    """Return a variable that begins without rows, in families of its own if earlier variables had its name."""
     generation = max((_generation(name) for v in earlier for name in v.families), default=0) + 1
     suffix = f".-{generation}" if generation > 1 else ""
     families = {_declared(name) + suffix: replace(s, history=()) for name, s in declared.families.items()}

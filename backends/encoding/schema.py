@@ -1,7 +1,7 @@
 """The schema of a column family: which columns its keys and values have, and which its values had before.
 
-A schema file names types as Spark's ``StructType.json()`` does. So Spark's own tools can read the file, and a schema does
-not depend on Arrow's spelling of a type (``large_string`` or ``string``; a session's time zone in a timestamp).
+A schema file names types as Spark's ``StructType.json()`` does. So Spark's own tools can read the file, and a schema
+does not depend on Arrow's spelling of a type (``large_string`` or ``string``; a session's time zone in a timestamp).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which schema of stored values may follow on which, and rows of an earlier one in the columns of a later one.
+"""The rules by which the schema of stored values may change.
 
-The rules are those of Spark's Avro encoding of state (``StateSchemaCompatibilityChecker``): fields count by
-name, may be added, removed and reordered, and numbers may get wider; every earlier schema must be readable,
-not only the last one, for rows of any of them may still be stored. Two more changes lose nothing and are possible:
-decimals with more digits, and strings as binary.
+They are those of Spark's Avro encoding of state (``StateSchemaCompatibilityChecker``): fields are matched by name, may
+be added, removed and reordered, and numbers may get wider. Every earlier schema must be readable, not only the last
+one, for rows of any of them may still be stored. Two more changes lose nothing and are allowed: decimals with more
+digits, and strings as binary.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from backends.encoding.spark_types import to_spark_type
 from backends.exceptions import IncompatibleSchemaError
 
 _WIDENING = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
-"""Each of these can be read as any behind it, as in Avro."""
+"""Each of these types can be read as any type after it, as in Avro."""
 
 
 def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
-    """Return the schema to go on with: the stored one's history, its values' schema at the end, and the declared one.
+    """Return the schema to go on with: the declared columns, and the stored history with the stored values' schema
+    added.
 
-    The history of the declared one counts for nothing. Raises ``IncompatibleSchemaError``.
+    The history of ``declared`` is ignored. Raises ``IncompatibleSchemaError``.
     """
     key = _same_key(stored, declared)
     if declared.value.equals(stored.value):
@@ -44,7 +45,7 @@ def evolved_schema(stored: StateSchema, declared: StateSchema) -> StateSchema:
 
 
 def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
-    """Return the key's columns, which may hold nulls where either schema lets them: stored keys do not tell."""
+    """Return the key's columns, nullable where either schema says so: stored keys do not tell."""
     there, here = ([(f.name, nullable(f.type)) for f in schema.key] for schema in (stored, declared))
     if there != here:
         raise IncompatibleSchemaError(
@@ -55,7 +56,10 @@ def _same_key(stored: StateSchema, declared: StateSchema) -> pa.Schema:
 
 
 def problem_of(earlier: pa.Schema, later: pa.Schema) -> str | None:
-    """Why rows of ``earlier`` cannot be read as rows of ``later``, or None. Both are normalised, as those of a ``StateSchema``."""
+    """Return why rows of ``earlier`` cannot be read as rows of ``later``; None if they can.
+
+    Both schemas are normalised, as those of a ``StateSchema``.
+    """
     return next(_problems("", list(earlier), list(later)), None)
 
 
@@ -80,7 +84,8 @@ def _field_problems(name: str, before: pa.Field, field: pa.Field) -> Iterator[st
         yield from _field_problems(f"{name}.element", was.value_field, is_now.value_field)
     elif pa.types.is_map(was) and pa.types.is_map(is_now):
         if not was.key_type.equals(is_now.key_type):
-            yield f"the keys of map {name!r} were {_type(was.key_type)} and are {_type(is_now.key_type)}: they cannot change"
+            there, here = _type(was.key_type), _type(is_now.key_type)
+            yield f"the keys of map {name!r} were {there} and are {here}: they cannot change"
         yield from _field_problems(f"{name}.value", was.item_field, is_now.item_field)
     elif not (was.equals(is_now) or _is_wider(was, is_now)):
         yield f"field {name!r} was {_type(was)}, which cannot be read as {_type(is_now)}"
@@ -95,7 +100,7 @@ def _is_wider(was: pa.DataType, is_now: pa.DataType) -> bool:
 
 
 def nullable(kind: pa.DataType) -> pa.DataType:
-    """Return a type that may be null inside, at every depth."""
+    """Return the type with everything in it nullable, at every depth."""
     if pa.types.is_struct(kind):
         return pa.struct([pa.field(f.name, nullable(f.type)) for f in kind])
     if pa.types.is_map(kind):
@@ -112,7 +117,7 @@ def in_words(schema: pa.Schema) -> str:
 
 
 def _type(kind: pa.DataType) -> str:
-    """As Spark writes a type in short."""
+    """Return a type as Spark writes it in short."""
     if pa.types.is_struct(kind):
         return f"struct<{', '.join(f'{f.name}: {_type(f.type)}' for f in kind)}>"
     if pa.types.is_map(kind):

@@ -1,8 +1,8 @@
-"""One key as bytes, one value as a dict: what ``keys`` and ``values`` do for columns, for single lookups.
+"""Encode one key, decode one value, for single look-ups; ``keys`` and ``values`` do so for columns.
 
-A column of one row costs Arrow and numpy hundreds of microseconds, this a few. It is made once per schema and gives
-exactly what the columns would give. What it is not sure of it leaves to them: types and values that are not the plain ones,
-and everything that they may refuse.
+A column of one row costs Arrow and numpy hundreds of microseconds, an encoder or decoder here a few. It is made once
+per schema and gives exactly the result of the columns. Types and values that are not plain, and everything that the
+columns may refuse, are left to the columns.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import pyarrow as pa
 import xxhash
 
 from backends.encoding.columns import fixed_dtype
-from backends.encoding.key_groups import check_num_groups
+from backends.encoding.key_groups import SEED, SMALL_DECIMAL, check_num_groups, java_bytes
 
-_SEED = 42
-_SMALL_DECIMAL = 18
 _SIGN_8 = 1 << 63
 _EPOCH = dt.datetime(1970, 1, 1)
 _EPOCH_UTC = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
@@ -35,7 +33,7 @@ _EXACT = Context(prec=76)
 _hash = xxhash.xxh64_intdigest
 
 Column: TypeAlias = Callable[[Any, int], tuple[int, bytes]]
-"""One key column: of a value and the hash so far, the hash with it and its bytes."""
+"""Encodes one key column: takes a value and the hash of the columns before, returns the next hash and the bytes."""
 RowReading: TypeAlias = Callable[[Any], Any]
 
 
@@ -57,7 +55,7 @@ class KeyEncoder:
     def of(cls, schema: pa.Schema, num_groups: int) -> KeyEncoder | None:
         """Return the encoder of a ``StateSchema``'s key; None if a column is an array or a struct.
 
-        Raises ``InvalidStateStoreArgument`` for a number of key groups that cannot be.
+        Raises ``InvalidStateStoreArgument`` for a number of key groups outside 1 to 65,536.
         """
         check_num_groups(num_groups)
         columns = [_key_column(field.type) for field in schema]
@@ -67,11 +65,12 @@ class KeyEncoder:
     def encode(self, key: Any) -> bytes | None:
         """Return the stored key: key group and columns. ``key`` is a tuple, or a plain value for one column.
 
-        None leaves it to the columns: they convert what is not of the column's own Python type, or refuse it.
+        None leaves the key to the columns: they convert values of another Python type than the column's own, or refuse
+        them.
         """
         if type(key) is not tuple:
             key = (key,)
-        hashed = _SEED
+        hashed = SEED
         pieces = [b""]
         try:
             for column, value in zip(self._columns, key, strict=True):
@@ -116,7 +115,7 @@ def _booleans(value: Any, seed: int) -> tuple[int, bytes]:
 
 
 def _numbers(width: int, number_of: Callable[[Any], int]) -> Column:
-    """Signed integers of ``width`` bytes, and what is counted by them. Below 8 bytes they are hashed as 4."""
+    """Encode values as signed integers of ``width`` bytes. Integers of fewer than 8 bytes are hashed as 4 bytes."""
     hashed = struct.Struct("<q" if width == 8 else "<i").pack
     stored = struct.Struct(">B" + {1: "B", 2: "H", 4: "I", 8: "Q"}[width]).pack
     sign = 1 << (width * 8 - 1)
@@ -160,7 +159,7 @@ def _microseconds_utc(value: Any) -> int:
 
 
 def _floats(width: int) -> Column:
-    """Ordered by their bits, with one NaN, and -0.0 as 0.0."""
+    """Encode floats, ordered by their bits, with one NaN, and -0.0 as 0.0."""
     code, bits_code = ("<f", "I") if width == 4 else ("<d", "Q")
     hashed = struct.Struct(code).pack
     bits_of = struct.Struct("<" + bits_code).unpack
@@ -175,7 +174,7 @@ def _floats(width: int) -> Column:
             return seed, null
         if type(value) is not float:
             raise _Unsure
-        # What is too small for four bytes becomes a zero that may be negative, so the sign is looked at afterwards.
+        # A value too small for four bytes becomes a zero that may be negative, so the sign is looked at afterwards.
         raw = nan if math.isnan(value) else hashed(value)
         bits = bits_of(raw)[0]
         if bits == sign:
@@ -193,7 +192,7 @@ def _decimals(precision: int, scale: int) -> Column:
     def encode(value: Any, seed: int) -> tuple[int, bytes]:
         if value is None:
             return seed, null
-        # A large exponent would make a large integer; and what has digits behind the last one may be refused.
+        # A large exponent would make a large integer; and a value with more digits than the scale may be refused.
         if type(value) is not Decimal or not factor or not -scale <= value.adjusted() < precision:
             raise _Unsure
         numerator, denominator = value.as_integer_ratio()
@@ -201,11 +200,9 @@ def _decimals(precision: int, scale: int) -> Column:
         if rest or not -limit < unscaled < limit:
             raise _Unsure
         stored = b"\x01" + (unscaled + (1 << 127)).to_bytes(16, "big")
-        if precision <= _SMALL_DECIMAL:
+        if precision <= SMALL_DECIMAL:
             return _hash(unscaled.to_bytes(8, "little", signed=True), seed), stored
-        magnitude = unscaled if unscaled >= 0 else ~unscaled
-        # As java.math.BigInteger.toByteArray.
-        return _hash(unscaled.to_bytes(magnitude.bit_length() // 8 + 1, "big", signed=True), seed), stored
+        return _hash(java_bytes(unscaled), seed), stored
 
     return encode
 
@@ -237,7 +234,7 @@ class ValueDecoder:
         self._no_nulls = bytes(null_bytes)
         self._bits = [(1 << i, f.name) for i, f in enumerate(schema)]
         self._names = list(schema.names)
-        # In the order of the schema; an itemgetter of one place would not give a tuple.
+        # In the order of the schema. The 0 at the end: an itemgetter of one place would not give a tuple.
         self._in_order = itemgetter(*[2 + places.index(name) for name in self._names], 0)
         self._readings = [(f.name, reading) for f in schema if (reading := _reading(f.type)) is not None]
         self._data = [(f.name, pa.types.is_string(f.type)) for f in data]
@@ -252,7 +249,10 @@ class ValueDecoder:
         return cls(schema, len(history)) if is_simple else None
 
     def decode(self, value: bytes) -> dict[str, Any] | None:
-        """Return the columns of a stored value. None leaves it to the columns: it is of an earlier schema, or damaged."""
+        """Return the columns of a stored value.
+
+        None leaves the value to ``decode_values``: it was written with an earlier schema, or is damaged.
+        """
         start, size = self._size, len(value)
         if size < start:
             return None
@@ -283,7 +283,7 @@ class ValueDecoder:
 
 
 def _code(kind: pa.DataType) -> str | None:
-    """Return how a fixed-width column lies in a row, as ``struct`` spells it."""
+    """Return the code by which ``struct`` reads a fixed-width column; None for another column."""
     if pa.types.is_boolean(kind):
         return "?"
     dtype = fixed_dtype(kind)
@@ -297,7 +297,7 @@ def _code(kind: pa.DataType) -> str | None:
 
 
 def _reading(kind: pa.DataType) -> RowReading | None:
-    """Return how a fixed-width column's value becomes what Arrow gives for it; None if it is that already."""
+    """Return the function that makes Arrow's Python value of a stored one; None if they are the same."""
     if pa.types.is_date32(kind):
         return lambda days: dt.date.fromordinal(days + _EPOCH_DAY)
     if pa.types.is_timestamp(kind):

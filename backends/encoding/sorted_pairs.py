@@ -1,4 +1,4 @@
-"""Sorted changes of one column family: the form that changelogs, pending deltas and overlays share."""
+"""Sorted changes of one column family: the form that changelogs, pending changes and uncommitted changes share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HAS_SEARCH = hasattr(pc, "search_sorted")  # pyarrow 26, which needs Python 3.1
 
 
 class SortedPairs:
-    """Keys, sorted by bytes and unique, with their new values; a null value means that the key is removed.
+    """Keys, sorted by bytes and unique, with their new values. A null value means that the key is removed.
 
     Immutable. ``keys`` and ``values`` are ``pa.BinaryArray`` of one length.
     """
@@ -27,9 +27,9 @@ class SortedPairs:
 
     @classmethod
     def of(cls, keys: pa.Array | pa.ChunkedArray, values: pa.Array | pa.ChunkedArray) -> SortedPairs:
-        """Take over given arrays, sorting them if need be.
+        """Take over arrays, and sort them if need be.
 
-        Raises ``InvalidStateStoreArgument`` for other types, other lengths, null keys or a key given twice.
+        Raises ``InvalidStateStoreArgument`` for other types, other lengths, null keys or a key that is given twice.
         """
         keys, values = as_binary("keys", keys), as_binary("values", values)
         if len(keys) != len(values):
@@ -45,7 +45,7 @@ class SortedPairs:
 
     @classmethod
     def last_wins(cls, keys: pa.BinaryArray, values: pa.BinaryArray) -> SortedPairs:
-        """Sort pairs in the order they were written; of several with one key the last counts."""
+        """Sort pairs that are given in the order in which they were written. Of equal keys the last one counts."""
         if is_strictly_sorted(keys):
             return cls(keys, values)
         order = pc.sort_indices(keys)  # stable
@@ -65,7 +65,7 @@ class SortedPairs:
 
     @classmethod
     def empty(cls) -> SortedPairs:
-        """No changes."""
+        """Make an object without changes."""
         return cls(pa.array([], pa.binary()), pa.array([], pa.binary()))
 
     def __len__(self) -> int:
@@ -73,22 +73,22 @@ class SortedPairs:
 
     @property
     def nbytes(self) -> int:
-        """Memory of both arrays, in bytes."""
+        """The memory of both arrays, in bytes."""
         return int(self.keys.nbytes + self.values.nbytes)
 
     def find(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
-        """Return the position of each key here, -1 where it is absent."""
+        """Return the position of each key here; -1 for a key that is absent."""
         if not len(self):
             return np.full(len(keys), -1, np.int64)
         at, is_here = self._search(keys)
         return np.where(is_here, at, -1)
 
     def _search(self, keys: pa.BinaryArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return where each key is or would be inserted, and whether it is there. Not for an empty ``self``."""
+        """Return where each key is or would be inserted, and whether the key is there. Not for an empty ``self``."""
         if _HAS_SEARCH:
             at = np.asarray(pc.search_sorted(self.keys, keys)).astype(np.int64)
         else:
-            # Stable: of equal keys the needle comes first, so what precedes it here is what is below it.
+            # Stable: of equal keys the needle comes first, so the keys before it are those below it.
             order = np.asarray(pc.sort_indices(pa.concat_arrays([keys, self.keys])))
             is_needle = order < len(keys)
             at = np.empty(len(keys), np.int64)
@@ -98,7 +98,7 @@ class SortedPairs:
         return at, is_here
 
     def overlay(self, keys: pa.BinaryArray, below: pa.BinaryArray) -> pa.BinaryArray:
-        """``below``, the values of ``keys`` without these changes, with these changes on top."""
+        """Return the values of ``keys`` with these changes; ``below`` are their values without them."""
         at = self.find(keys)
         is_here = at >= 0
         if not is_here.any():
@@ -111,7 +111,7 @@ class SortedPairs:
         return pa.concat_arrays([found, below]).take(pa.array(rows))
 
     def get(self, key: bytes) -> tuple[bool, bytes | None]:
-        """Return whether the key is among these changes, and its new value (None: removed)."""
+        """Return whether a key is among these changes, and its new value (None: removed)."""
         at = self.lower_bound(key)
         if at == len(self) or self.keys[at].as_py() != key:
             return False, None
@@ -135,7 +135,7 @@ class SortedPairs:
         return low
 
     def under(self, newer: SortedPairs) -> SortedPairs:
-        """These changes followed by newer ones."""
+        """Return these changes followed by newer ones, as one."""
         if not len(newer):
             return self
         if not len(self):
@@ -156,11 +156,11 @@ class SortedPairs:
         )
 
     def slice(self, offset: int, length: int | None = None) -> SortedPairs:
-        """Some of the changes in a row; nothing is copied."""
+        """Return ``length`` changes from the position ``offset``; nothing is copied."""
         return SortedPairs(self.keys.slice(offset, length), self.values.slice(offset, length))
 
     def present(self) -> SortedPairs:
-        """Without the removed keys."""
+        """Return the changes without the removed keys."""
         if not self.values.null_count:
             return self
         keep = pc.is_valid(self.values)
@@ -175,10 +175,10 @@ def is_strictly_sorted(keys: pa.BinaryArray) -> bool:
 
 
 def as_binary(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
-    """Return one contiguous ``pa.BinaryArray``; raises ``InvalidStateStoreArgument`` for another type."""
+    """Return one contiguous ``pa.BinaryArray``. Raises ``InvalidStateStoreArgument`` for another type."""
     if isinstance(given, pa.ChunkedArray):
         given = given.chunk(0) if given.num_chunks == 1 else given.combine_chunks()
-    if isinstance(given, pa.ChunkedArray):  # what combine_chunks gives for no chunks at all, or too many bytes
+    if isinstance(given, pa.ChunkedArray):  # combine_chunks returns one for no chunks at all, and for too many bytes
         given = pa.concat_arrays(given.chunks) if given.num_chunks else pa.array([], given.type)
     if not isinstance(given, pa.Array):
         raise InvalidStateStoreArgument(f"{what} must be an Arrow array of binary, not {type(given).__name__}.")
@@ -190,7 +190,7 @@ def as_binary(what: str, given: pa.Array | pa.ChunkedArray) -> pa.BinaryArray:
 
 
 def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
-    """Return the elements as Python ``bytes``: several times faster than ``to_pylist``."""
+    """Return the elements as Python ``bytes``, several times faster than ``to_pylist``."""
     n = len(array)
     if n == 0:
         return []
@@ -210,3 +210,4 @@ def to_bytes_list(array: pa.BinaryArray) -> list[bytes | None]:
 
 
 PAIRS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+"""The columns of scans and changelogs."""

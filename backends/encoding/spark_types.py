@@ -1,4 +1,4 @@
-"""The types of columns by the names that Spark's ``StructType.json()`` uses, and the Arrow type that stands for each."""
+"""The types of columns by their names in Spark's ``StructType.json()``, and the Arrow type that stands for each."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Values: typed rows as bytes, whole columns at a time.
 
-A row is: schema number (uint16), a bitmap of nulls, the fixed-width columns, for each other column
-where it ends in the data (uint32), the data. A struct adds a null bit and its fields; an array or
-map is its count, the lengths of its elements, and the elements, each of them a row without schema
-number. All little-endian.
+A stored row is a schema number (uint16), a bitmap of nulls, the fixed-width columns, for each other column its end in
+the data (uint32), and the data. A struct adds a null bit and its fields. An array or map is the number of its elements,
+their lengths, and the elements, each of them a row without schema number. Everything is little-endian.
 
-The number says which of the schemas the row was written with that its column family has had. Rows of
-earlier ones stay as they are until they are written again, and are converted where they are read.
+The number says which of the schemas of its column family the row was written with. Rows of earlier schemas stay as they
+are until they are written again, and are converted when they are read.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _NUMBER = np.dtype("<u2")
 
 @dataclass
 class _Part:
-    """One node of a row's layout, with its column's values while encoding.
+    """A null bit of a row's layout, with its fixed-width field or data, and the column's values while rows are encoded.
 
     ``dtype`` None and ``is_data`` False is a struct, which has only its null bit.
     """
@@ -66,7 +65,10 @@ class _Part:
 
 
 def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
-    """Return the bytes of each row; ``number`` is that of their schema. Raises ``UnsupportedTypeError`` naming column and type."""
+    """Return the bytes of each row. ``number`` is the number of the rows' schema.
+
+    Raises ``UnsupportedTypeError`` naming column and type.
+    """
     parts = [
         part
         for name, column in zip(batch.schema.names, batch.columns, strict=True)
@@ -78,10 +80,10 @@ def encode_values(batch: pa.RecordBatch, number: int = 0) -> pa.BinaryArray:
 def decode_values(
     values: pa.Array | pa.ChunkedArray, schema: pa.Schema, history: Sequence[pa.Schema] = ()
 ) -> pa.RecordBatch:
-    """Return rows of ``schema``; a null in ``values`` gives a row of nulls.
+    """Return the rows in the columns of ``schema``; a null in ``values`` gives a row of nulls.
 
-    Each row may have been written with ``schema`` or one of the ``history``: its number is the place in the two together.
-    Raises ``SchemaMismatchError`` if the bytes are of another schema.
+    Each row may have been written with ``schema`` or one of ``history``: its number is the index in ``[*history,
+    schema]``. Raises ``SchemaMismatchError`` if the bytes are of another schema.
     """
     newest, layout = _prepared(schema)
     values = as_binary("values", values)
@@ -98,19 +100,19 @@ def decode_values(
 
 
 def _readable(schema: pa.Schema) -> pa.Schema:
-    # Where the schema forbids nulls, an absent row still is one.
+    # All columns are nullable here: an absent row is one of nulls, even if the schema has none.
     return pa.schema([pa.field(f.name, normalized_type(f.name, f.type)) for f in schema])
 
 
 @lru_cache(256)
 def _prepared(schema: pa.Schema) -> tuple[pa.Schema, _Layout]:
-    """What values of that schema are read with: the schema of the rows, and how they lie."""
+    """Return the schema of decoded rows, and the layout of stored ones."""
     newest = _readable(schema)
     return newest, _Layout.of(newest.types, numbered=True)
 
 
 def _decode_mixed(content: Bytes, offsets: Offsets, schemas: list[pa.Schema]) -> list[pa.Array]:
-    """Return the columns of the last of the schemas, of rows each of which is of one of them."""
+    """Return rows that are each of one of the schemas in the columns of the last schema."""
     newest = len(schemas) - 1
     check_ranges(np.diff(offsets) >= _NUMBER.itemsize, "values", schemas[newest])
     numbers = gather_fixed(content, offsets[:-1], _NUMBER)
@@ -163,7 +165,7 @@ def _layout_of(kind: pa.DataType) -> Iterator[_Part]:
 
 
 def _row_dtype(parts: list[_Part], *, numbered: bool) -> np.dtype[Any]:
-    """Return the head of a row: everything but the data."""
+    """Return numpy's type of a row's head: everything but the data."""
     fields: list[tuple[Any, ...]] = [("number", "<u2")] if numbered else []
     fields.append(("nulls", "u1", ((len(parts) + 7) // 8,)))
     fields += [(f"fixed{i}", part.dtype) for i, part in enumerate(parts) if part.dtype is not None]
@@ -198,7 +200,7 @@ def _decode_rows(values: pa.BinaryArray, kinds: list[pa.DataType], schema: objec
 
 @dataclass(frozen=True)
 class _Layout:
-    """How rows of columns of the given types lie in their bytes; ``dtype`` is their head, all but the data."""
+    """The layout of rows of columns of the given types; ``dtype`` is the head of a row, everything but the data."""
 
     kinds: list[pa.DataType]
     parts: list[_Part]
@@ -211,21 +213,21 @@ class _Layout:
         return cls(kinds, parts, _row_dtype(parts, numbered=numbered), any(part.is_data for part in parts))
 
     def fits(self, offsets: Offsets) -> npt.NDArray[np.bool_]:
-        """Return which of the rows may be of this layout, by their lengths."""
+        """Return a mask of the rows that may be of this layout, by their lengths."""
         lengths = np.diff(offsets)
         return lengths >= self.dtype.itemsize if self.has_data else lengths == self.dtype.itemsize
 
     def heads(self, content: Bytes, offsets: Offsets) -> npt.NDArray[Any]:
-        """Return the heads of the rows, all of which fit."""
+        """Return the heads of the rows, all of which must fit."""
         return gather_fixed(content, offsets[:-1], self.dtype) if self.has_data else content.view(self.dtype)
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether there are only columns of fixed width."""
+        """Whether all columns are of fixed width."""
         return all(part.dtype is not None for part in self.parts)
 
     def even_columns(self, values: pa.BinaryArray, number: int) -> list[pa.Array] | None:
-        """Return the columns of rows with that schema number, none of which is null or has a null: in fewest steps, or None if that is not so."""
+        """Return the columns of rows of this schema number without any null, in fewest steps; None for other rows."""
         even = even_rows(values) if self.is_flat else None
         if even is None or even.dtype.itemsize != self.dtype.itemsize:
             return None
@@ -242,12 +244,12 @@ class _Layout:
 
     @cached_property
     def head_mask(self) -> np.uint64 | None:
-        """What a row's number and nulls are of its first 8 bytes, if it has so many, and these are among them."""
+        """The mask of number and nulls in the first 8 bytes of a row; None if they do not fit there."""
         length = _NUMBER.itemsize + int(self.dtype["nulls"].itemsize)
         return np.uint64((1 << 8 * length) - 1) if length <= 8 <= self.dtype.itemsize else None
 
     def columns(self, rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object) -> list[pa.Array]:
-        """Return the columns of rows with these heads."""
+        """Return the columns of the rows with these heads."""
         reader = _RowReader(self.parts, rows, content, offsets, schema)
         columns = [reader.column(kind) for kind in self.kinds]
         if self.has_data:
@@ -256,7 +258,7 @@ class _Layout:
 
 
 def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) -> pa.BinaryArray:
-    """Return the values with rows of nulls where there are none."""
+    """Return the values with a row of nulls in the place of each null."""
     if not values.null_count:
         return values
     row = np.zeros(1, layout.dtype)
@@ -267,7 +269,7 @@ def _filled(values: pa.BinaryArray, layout: _Layout, number: int | None = None) 
 
 
 class _RowReader:
-    """Takes the columns out of rows, in the order of their parts."""
+    """Reads the columns of rows, in the order of their parts."""
 
     def __init__(self, parts: list[_Part], rows: npt.NDArray[Any], content: Bytes, offsets: Offsets, schema: object):
         self._parts = parts
@@ -278,7 +280,7 @@ class _RowReader:
         self._schema = schema
         self._next = 0
         self.starts = self._data
-        """Where each row's next data begins."""
+        """The positions where each row's next data begins."""
 
     def column(self, kind: pa.DataType) -> pa.Array:
         i = self._next
@@ -307,7 +309,7 @@ def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
     lengths = np.diff(ends).astype(_COUNT)
     counts = np.zeros(len(array), [("count", _COUNT)])
     counts["count"] = np.diff(offsets)
-    # Lengths and elements of one row lie together already: they only need other offsets.
+    # The lengths, and the elements, of one row lie together already: they only need other offsets.
     return join(
         [
             rows_as_binary(counts),
@@ -319,7 +321,7 @@ def _encode_lists(name: str, array: pa.Array) -> pa.BinaryArray:
 
 def _decode_lists(content: Bytes, offsets: Offsets, mask: Mask, kind: pa.DataType, schema: object) -> pa.Array:
     starts, stops = offsets[:-1], offsets[1:].copy()
-    absent = mask & (starts == stops)  # a row that is not stored at all has not even a count
+    absent = mask & (starts == stops)  # a row that is not stored at all has no count either
     width = _COUNT.itemsize
     check_ranges(absent | (stops - starts >= width), "values", schema)
     after_count = np.where(absent, starts, starts + width)

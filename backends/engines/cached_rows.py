@@ -12,8 +12,6 @@ all keys. Otherwise keys and values are binary arrays of Arrow (``VaryingRows``)
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.columns import Records, binary_content, content_bytes, even_array, even_rows, validity
+from backends.engines.key_hashes import UPPER_HALF, KeyHashes
 
 WAYS = 8
 """Entries of a bucket: 64 bytes, a line of a processor's cache."""
@@ -32,7 +31,6 @@ EVEN_BYTES = 1 << 10
 ROW_BYTES = 44
 """The most bytes that a row takes beside its key and value."""
 
-KeyHashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 Widths: TypeAlias = tuple[int, int | None]
 """The width of all keys and the width of all values, in bytes; None for the values if no key has one."""
@@ -45,72 +43,7 @@ ROW = np.int64((1 << 46) - 1)
 _ROW_OR_ABSENT = ROW | ABSENT
 _ROUNDS = 2 * WAYS
 
-_HASHED_BYTES = 256
-_SEED = np.uint64(secrets.randbits(64))
-_FACTORS = [np.uint64(secrets.randbits(64) | 1) for _ in range(_HASHED_BYTES // 8 + 2)]
-"""The secret factors of the length, and of each word of a key."""
-_WORD = (1 << 64) - 1
-_WORDS = np.dtype("<u8")
-_STIR = np.uint64(0xBF58476D1CE4E5B9)
-_HALF, _SHIFT = np.uint64(32), np.uint64(29)
 _NONE = np.zeros(0, np.int64)
-_BYTES_MASKS = np.array([(1 << 8 * i) - 1 for i in range(9)], np.uint64)
-
-
-def hash_keys(keys: pa.BinaryArray, even: Records | None = None) -> KeyHashes:
-    """Return a hash of 64 bits for each key, which depends on the key and on the process.
-
-    ``even`` is the result of ``even_rows(keys)``, if it is known. Of a key longer than 256 bytes, the first 256 bytes,
-    the last 8 and the length count. The words of a key are multiplied by secret numbers and added up (multilinear
-    hashing), and the sum is mixed, so that all its bits are good.
-    """
-    n = len(keys)
-    if not n:
-        return np.zeros(0, np.uint64)
-    even = even_rows(keys) if even is None else even
-    if even is not None and even.dtype.itemsize >= 8:
-        return _hash_even(even)
-    content, offsets = binary_content(keys)
-    widths = np.diff(offsets)
-    starts = offsets[:-1]
-    # 8 more bytes, so that a word can be read wherever a key begins.
-    padded = np.zeros(len(content) + 8, np.uint8)
-    padded[: len(content)] = content
-    words: npt.NDArray[np.uint64] = np.ndarray((len(content) + 1,), "<u8", padded, 0, (1,))
-    masks = _BYTES_MASKS[np.minimum(widths, 8)]
-    hashes: KeyHashes = (words[starts] & masks) * _FACTORS[1]
-    hashes += widths.astype(np.uint64) * _FACTORS[0] + _SEED
-    hashes += (words[np.maximum(offsets[1:] - 8, starts)] & masks) * _FACTORS[2]
-    for i, at in enumerate(range(8, min(int(widths.max()) - 8, _HASHED_BYTES), 8)):
-        longer = np.flatnonzero(widths > at + 8)
-        hashes[longer] += words[starts[longer] + at] * _FACTORS[3 + i]
-    return _stirred(hashes)
-
-
-def _hash_even(keys: Records) -> KeyHashes:
-    """Return the hashes of keys of one width, 8 bytes or more, in fewer steps: the words of all keys are columns."""
-    width = keys.dtype.itemsize
-    shape, strides = (len(keys),), (width,)
-    added, others = _even_words(width)
-    hashes: KeyHashes = np.ndarray(shape, _WORDS, keys, 0, strides) * _FACTORS[1]
-    hashes += added
-    for at, factor in others:
-        hashes += np.ndarray(shape, _WORDS, keys, at, strides) * factor
-    return _stirred(hashes)
-
-
-def _even_words(width: int) -> tuple[np.uint64, Iterator[tuple[int, np.uint64]]]:
-    """Return what is added for the width, and the positions and factors of the words after the first one."""
-    added = np.uint64((width * int(_FACTORS[0]) + int(_SEED)) & _WORD)
-    places = (width - 8, *range(8, min(width - 8, _HASHED_BYTES), 8))
-    return added, zip(places, _FACTORS[2:], strict=False)
-
-
-def _stirred(hashes: KeyHashes) -> KeyHashes:
-    hashes ^= hashes >> _HALF
-    hashes *= _STIR
-    hashes ^= hashes >> _SHIFT
-    return hashes
 
 
 class _Table:
@@ -132,7 +65,7 @@ class _Table:
     def _buckets_of(self, hashes: KeyHashes) -> tuple[Ints, Ints, Ints]:
         """Return for each hash its bucket's number, its tag, and the bucket's entries."""
         # The upper half of the hash, as a fraction of 1, times the number of buckets.
-        at = (((hashes >> _HALF) * self.number) >> _HALF).view(np.int64)
+        at = (((hashes >> UPPER_HALF) * self.number) >> UPPER_HALF).view(np.int64)
         return at, (hashes & _TAG).view(np.int64), self.buckets.take(at, axis=0)
 
     def _match(self, hashes: KeyHashes) -> tuple[Ints, Ints, Ints, Ints, Ints]:
@@ -194,7 +127,7 @@ class _Table:
         return by_row[by_row >= 0]
 
     def place_as(self, rows: _Table, numbers: Ints) -> None:
-        """Enter the first rows here as ``rows``, whose table has the same size, has entered its rows of these numbers."""
+        """Enter the first rows here as ``rows``, with a table of the same size, has entered those of these numbers."""
         moved_to: Ints = np.full(rows.count, _EMPTY, np.int64)
         moved_to[numbers] = np.arange(len(numbers))
         table = rows.buckets.reshape(-1)

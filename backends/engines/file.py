@@ -23,7 +23,7 @@ from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
 from backends.ids import DEFAULT_FAMILY
 
-FEW_ROWS = 64
+_FEW_ROWS = 64
 """Up to so many keys are got faster one by one."""
 _INDEX = "index.json"
 
@@ -81,7 +81,7 @@ class SortedMapEngine:
         held = self._maps.get(column_family)
         if held is None:
             return pa.nulls(len(keys), pa.binary())
-        if len(keys) <= FEW_ROWS:
+        if len(keys) <= _FEW_ROWS:
             return pa.array([held.get(key) for key in keys.to_pylist()], pa.binary())
         if is_strictly_sorted(keys):
             return held.get_many(keys)

@@ -38,7 +38,8 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
-from backends.engines.row_cache import CacheBudget, KeyHashes, RowCache, hash_keys
+from backends.engines.key_hashes import KeyHashes, hash_keys
+from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -310,7 +311,7 @@ class LocalRocksDB:
 
     def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
         """Write all batches, and ``state`` with the last one. If a write fails midway, nothing can be read any more."""
-        unfinished = LocalState(0, f"{state.head}, unfinished", None)
+        unfinished = LocalState.unfinished(state.head)
         # No variable for the handle: a handle keeps the database open, and the frames of an error live as long as it.
         if len(batches) > 1:
             batches[0].put(_META_KEY, msgspec.json.encode(unfinished), self._families[META_FAMILY].handle)

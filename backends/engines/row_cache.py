@@ -30,15 +30,12 @@ from backends.engines.cached_rows import (
     CachedRows,
     EvenRows,
     Ints,
-    KeyHashes,
     VaryingRows,
     Widths,
     common_widths,
-    hash_keys,
     widths_of,
 )
-
-__all__ = ["CacheBudget", "KeyHashes", "RowCache", "hash_keys"]
+from backends.engines.key_hashes import KeyHashes, hash_keys
 
 SPARED_BYTES = 16
 """If most keys have no value, values longer than this lie in an array of their own."""

@@ -19,16 +19,16 @@ from backends.engines.engine import StateEngine
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.local_state import LocalState
+from backends.partition.held_versions import HeldVersions
 from backends.partition.layers import Delta
 from backends.partition.recent_reads import RecentReads
-from backends.partition.versions import Versions
 
 
 class BeforeImages:
     """Finds the before-images of the changes of one partition. Its own lock guards the number of pins."""
 
     def __init__(
-        self, engine: StateEngine, conf: StateStoreConf, versions: Versions, recent_reads: RecentReads
+        self, engine: StateEngine, conf: StateStoreConf, versions: HeldVersions, recent_reads: RecentReads
     ) -> None:
         self._engine = engine
         self._counts_keys = conf.track_total_number_of_rows

@@ -33,12 +33,12 @@ from backends.metrics import StateStoreMetrics
 from backends.partition import background
 from backends.partition.before_images import BeforeImages
 from backends.partition.context import PartitionContext
+from backends.partition.held_versions import HeldVersions
 from backends.partition.layers import Delta, Undo, View
 from backends.partition.loading import Loading
 from backends.partition.local_directory import LocalDirectory
 from backends.partition.recent_reads import RecentReads
 from backends.partition.snapshot_uploads import SnapshotUploads
-from backends.partition.versions import Versions
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 
@@ -54,7 +54,7 @@ class PartitionState:
 
     Locks, in the order in which they are taken: the one of ``SnapshotUploads`` for a whole upload; ``_mutation`` for
     ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of them at a time uses the engine; the
-    one of ``Versions`` for moments, also for the figures here.
+    one of ``HeldVersions`` for moments, also for the figures here.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PartitionState:
         self._conf = conf
         self._context = PartitionContext(self._engine, backend, storage, directory, conf, self._local.scratch)
         self._mutation = threading.Lock()
-        self._versions = Versions(self._engine, directory, conf)
+        self._versions = HeldVersions(self._engine, directory, conf)
         self._recent_reads = RecentReads(conf.versions_in_memory_bytes)
         self._before_images = BeforeImages(self._engine, conf, self._versions, self._recent_reads)
         self._uploads = SnapshotUploads(self._context, self._versions, self._mutation)

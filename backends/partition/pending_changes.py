@@ -12,7 +12,7 @@ from backends.storage.file_ref import FileRef
 class PendingChanges:
     """Staged attempts, and the accepted attempt of each version, over a completed version.
 
-    Has no lock of its own: ``Versions.changed`` guards all access.
+    Has no lock of its own: ``HeldVersions.changed`` guards all access.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFo
 from backends.formats import snapshot
 from backends.formats.manifest import SnapshotRef
 from backends.partition.context import PartitionContext
-from backends.partition.versions import Versions
+from backends.partition.held_versions import HeldVersions
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class SnapshotUploads:
     engine is captured, so that nothing is written then.
     """
 
-    def __init__(self, context: PartitionContext, versions: Versions, mutation: threading.Lock) -> None:
+    def __init__(self, context: PartitionContext, versions: HeldVersions, mutation: threading.Lock) -> None:
         self._context = context
         self._versions = versions
         self._mutation = mutation

@@ -7,19 +7,16 @@ and digest checked.
 from __future__ import annotations
 
 import errno
-import os
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import obstore
 import xxhash
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError, UnknownConfigurationKeyError
-from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
 from backends.exceptions import (
     DamagedFileError,
@@ -30,15 +27,14 @@ from backends.exceptions import (
 )
 from backends.storage.file_ref import FileRef
 from backends.storage.local_files import LocalFiles
-from backends.storage.locations import Location, parse_location, store_options
+from backends.storage.locations import Location, parse_location
+from backends.storage.object_stores import make_store
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, S3Config, S3Credential, S3CredentialProvider
+    from obstore.store import ObjectStore
 
 T = TypeVar("T")
 
-_MEMORY_STORES: dict[str, MemoryStore] = {}
-_MEMORY_LOCK = threading.Lock()
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _CHUNK_BYTES = 4 << 20
@@ -59,6 +55,10 @@ def file_digest(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             hashed.update(chunk)
     return hashed.hexdigest()
+
+
+OpenStorage: TypeAlias = "Callable[[str, Mapping[str, str]], CheckpointStorage]"
+"""Opens the storage at a location with its options, as ``CheckpointStorage.open`` does."""
 
 
 class CheckpointStorage:
@@ -107,7 +107,7 @@ class CheckpointStorage:
         """
         parsed = parse_location(location)
         try:
-            store = _make_store(parsed, options or {})
+            store = make_store(parsed, options or {})
         except UnknownConfigurationKeyError as error:
             raise InvalidStateStoreArgument(
                 f"An option for {parsed.text} is unknown to obstore: {_first_line(error)}"
@@ -332,71 +332,6 @@ class CheckpointStorage:
             return isinstance(error, GenericError) and "redirect" not in str(error)
         # S3 answers 400 to a request that arrived too slowly.
         return status[1][0] == "5" or status[1] in ("408", "429") or _code(error) == "RequestTimeout"
-
-
-def _make_store(location: Location, options: Mapping[str, str]) -> ObjectStore:
-    if location.kind == "local":
-        return LocalStore()
-    if location.kind == "memory":
-        with _MEMORY_LOCK:
-            return _MEMORY_STORES.setdefault(location.container, MemoryStore())
-    mapped = store_options(location, options)
-    client = cast("ClientConfig", mapped.client)
-    # Retries are ours: obstore's know no clock that a test can turn, and repeat no create.
-    if location.kind == "s3":
-        return S3Store(
-            location.container,
-            config=cast("S3Config", _above_environment(mapped.config)),
-            client_options=client,
-            retry_config={"max_retries": 0},
-            credential_provider=_tokenless_credentials(mapped.config),
-        )
-    if location.kind == "gs":
-        gcs: GCSStore = GCSStore.from_url(
-            f"gs://{location.container}",
-            config=mapped.config,  # type: ignore[arg-type]
-            client_options=client,
-            retry_config={"max_retries": 0},
-        )
-        return gcs
-    azure: AzureStore = AzureStore.from_url(
-        f"abfss://{location.container}",
-        config=mapped.config,  # type: ignore[arg-type]
-        client_options=client,
-        retry_config={"max_retries": 0},
-    )
-    return azure
-
-
-def _above_environment(config: Mapping[str, str | bool]) -> dict[str, str | bool]:
-    """Return obstore's configuration with the options above the ``AWS_*`` variables of the environment.
-
-    obstore adds what the variables say, even if the options say otherwise.
-    """
-    own: dict[str, str | bool] = {"conditional_put": "etag", **config}
-    if "access_key_id" in config:
-        own.setdefault("skip_signature", False)
-    if "endpoint" in config and "AWS_ENDPOINT_URL_S3" in os.environ:
-        own.setdefault("aws_endpoint_url_s3", config["endpoint"])
-    return own
-
-
-def _tokenless_credentials(config: Mapping[str, str | bool]) -> S3CredentialProvider | None:
-    """Return the given keys without a token, if the environment has a token; None otherwise.
-
-    obstore would send the token, which belongs to other keys.
-    """
-    key, secret = config.get("access_key_id"), config.get("secret_access_key")
-    has_token = not config.keys().isdisjoint(("session_token", "aws_session_token", "token"))
-    if not key or not secret or has_token or "AWS_SESSION_TOKEN" not in os.environ:
-        return None
-    credential: S3Credential = {
-        "access_key_id": str(key),
-        "secret_access_key": str(secret),
-        "token": None,
-        "expires_at": None,
-    }
-    return lambda: credential
 
 
 def _check_bucket(error: FileNotFoundError) -> None:

@@ -1,4 +1,4 @@
-"""What the coordinator bears: messages of many callers, and a large cluster that is played to it."""
+"""How many messages of many callers a coordinator answers, and what a large simulated cluster costs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORDS = "answers to the messages of a checkpoint"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Messages of callers first, then the cluster, each with a coordinator of its own in one Ray cluster."""
+    """Measure messages of callers first, then the cluster, each with a coordinator of its own in one Ray cluster."""
     from ray_cluster import own_ray
 
     measured = Measured(
@@ -35,10 +35,10 @@ def run(size: Size, steps: Steps) -> Measured:
             measured.cases.append(Case(name, "messages/s", turns, more_is_better=True))
         measured.cases += _simulation(size, steps)
     measured.notes += [
-        "Callers are threads of one process, each with one message under way; every answer is checked. The coordinator has a query "
-        f"with {size['partitions']:,} partitions on {size['hosts']} hosts registered.",
-        f"Then {size['hosts']} hosts with {size['partitions']:,} partitions are played to a real actor, with a checkpoint a second, "
-        "every acknowledgement checked: see `python benchmarks/coordinator.py --actor`.",
+        "Callers are threads of one process, each with one message under way; every answer is checked. The coordinator "
+        f"has a query with {size['partitions']:,} partitions on {size['hosts']} hosts registered.",
+        f"Then {size['hosts']} hosts with {size['partitions']:,} partitions are played to a real actor, with a "
+        "checkpoint a second, every acknowledgement checked: see `python benchmarks/coordinator.py --actor`.",
     ]
     return measured
 
@@ -59,20 +59,20 @@ def _options(size: Size) -> argparse.Namespace:
 
 
 def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]]]:
-    """Messages a second of so many callers at once, in turns."""
+    """Measure messages a second of so many callers at once, in turns."""
     import coordinator
     import ray
 
     from coordinator_actor.priority import take_ordinary_priority
 
     class Empty:
-        """Ray's own part of a call."""
+        """An empty actor, for Ray's own part of a call."""
 
         def __init__(self) -> None:
             take_ordinary_priority()
 
         def heartbeat_host(self, host_id: str, incarnation: str, versions: dict[str, int]) -> None:
-            """Nothing."""
+            """Do nothing."""
 
     empty = ray.remote(num_cpus=0, max_concurrency=64)(Empty).remote()
     found: dict[int, dict[str, list[list[float]]]] = {}
@@ -105,7 +105,7 @@ def _messages(size: Size, steps: Steps) -> dict[int, dict[str, list[list[float]]
 
 
 def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) -> float:
-    """Calls a second of all callers."""
+    """Return the calls a second of all callers."""
     end = time.perf_counter() + seconds
 
     def caller(first: int) -> int:
@@ -121,7 +121,7 @@ def _calls(pool: ThreadPoolExecutor, callers: int, call: Any, seconds: float) ->
 
 
 def _simulation(size: Size, steps: Steps) -> list[Case]:
-    """Some rounds of the played cluster, each with a coordinator of its own."""
+    """Measure some rounds of the simulated cluster, each with a coordinator of its own."""
     import coordinator
 
     cpu, memory, answers, located = [], [], [], []
@@ -149,7 +149,8 @@ COMPARISONS = (
     Comparison(
         name="coordinator",
         title="The coordinator",
-        about="One actor per namespace answers all hosts and drivers. An empty actor shows what Ray's calls cost by themselves.",
+        about="One actor per namespace answers all hosts and drivers. An empty actor shows what Ray's calls cost by "
+        "themselves.",
         run=run,
         sizes={
             "full": {

@@ -51,7 +51,8 @@ COMPARISONS = (
     Comparison(
         name="growth",
         title="Growth: batch time as the state grows",
-        about="The state is filled to each size, then batches of random keys are run; one query per contestant all along.",
+        about="The state is filled to each size, then batches of random keys are run; one query per contestant all "
+        "along.",
         run=run,
         sizes={
             "full": {

@@ -1,4 +1,4 @@
-"""What a small batch costs, beside the same stream without state."""
+"""How long a small batch takes, beside the same stream without state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ P50, P99 = "p50 of a batch", "p99 of all batches"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Many small batches at once in each turn: Spark takes one directly after the other."""
+    """Measure many small batches, given at once in each turn: Spark takes one directly after the other."""
     import lanes
     from stateful_queries import CONTESTANTS
     from workloads import Workload
@@ -45,8 +45,9 @@ def run(size: Size, steps: Steps) -> Measured:
     p99 = {name: [[float(np.quantile(np.concatenate(its), 0.99))]] for name, its in ms.items()}
     measured.cases.append(Case(P99, "ms", p99))
     measured.notes.append(
-        f"A turn is {size['batches']} batches of {size['rows']:,} rows that lie ready, each begun as soon as the one before is through. "
-        "Spark's own part (looking for files, its logs, planning) is in all figures; `identity` has it and the shuffle, and no state."
+        f"A turn is {size['batches']} batches of {size['rows']:,} rows that lie ready, each begun as soon as the one "
+        "before is through. Spark's own part (looking for files, its logs, planning) is in all figures; `identity` has "
+        "it and the shuffle, and no state."
     )
     return measured
 
@@ -55,7 +56,8 @@ COMPARISONS = (
     Comparison(
         name="latency",
         title="Latency of a micro-batch",
-        about="Small batches as fast as they come. `identity` is the floor: the same shuffle, and a Python stage that hands on its rows.",
+        about="Small batches as fast as they come. `identity` is the floor: the same shuffle, and a Python stage that "
+        "hands on its rows.",
         run=run,
         sizes={
             "full": {

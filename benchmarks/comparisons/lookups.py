@@ -33,7 +33,7 @@ def _contestants() -> dict[str, Contestant]:
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Lookups by several client processes, and a scan, in turns."""
+    """Measure lookups by several client processes, and a scan, in turns."""
     import queries
 
     keys, turns = size["keys"], size["turns"]
@@ -68,15 +68,16 @@ def run(size: Size, steps: Steps) -> Measured:
                     measured.cases.append(Case(label, UNITS[work] if is_rate else "ms", its, more_is_better=is_rate))
         measured.cases.append(_scan(keys, port, turns, steps))
     measured.notes += [
-        "Before anything was timed, 2,000 keys, absent ones among them, had the same values in both; both scans had the same sums.",
-        "Clients are processes that know an address and have neither Ray nor Spark. Servers, clients and the stream share the cores. "
-        "p99 is that of the slowest client.",
+        "Before anything was timed, 2,000 keys, absent ones among them, had the same values in both; both scans had "
+        "the same sums.",
+        "Clients are processes that know an address and have neither Ray nor Spark. Servers, clients and the stream "
+        "share the cores. p99 is that of the slowest client.",
     ]
     return measured
 
 
 def _scan(keys: int, port: int, turns: int, steps: Steps) -> Case:
-    """All rows: ours as Arrow batches, Redis' by SCAN and MGET with its values unpacked."""
+    """Measure a scan of all rows: ours as Arrow batches, Redis' by SCAN and MGET with unpacked values."""
     import msgpack
     import pyarrow.compute as pc
     import redis

@@ -41,7 +41,7 @@ def _contestants(documented: dict[str, Any]) -> dict[str, Contestant]:
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """Get, scan and put, each in turns."""
+    """Measure get, scan and put, each in turns."""
     import numpy as np
     import store
 
@@ -71,7 +71,7 @@ def run(size: Size, steps: Steps) -> Measured:
                 if quix is not None:
 
                     def quix_put() -> float:
-                        """One transaction into an empty store. What "fill" has written in the same way is checked by "get"."""
+                        """Put all in one transaction into an empty store; "get" checks what "fill" writes so."""
                         assert quix is not None
                         times["empty state"].setdefault(QUIX, []).append(quix("put 0"))
                         return 0.0
@@ -86,8 +86,8 @@ def run(size: Size, steps: Steps) -> Measured:
     used = {name for case in measured.cases for name in case.turns}
     measured.contestants |= {n: c for n, c in _contestants(store.DOCUMENTED).items() if n in used}
     measured.notes.append(
-        "8-byte keys, 24-byte values. Results of all were compared before they were timed, and puts after each turn. A commit of ours is "
-        "durable: its changelog is synced."
+        "8-byte keys, 24-byte values. Results of all were compared before they were timed, and puts after each turn. A "
+        "commit of ours is durable: its changelog is synced."
     )
     return measured
 
@@ -99,7 +99,7 @@ def _add(measured: Measured, name: str, times: dict[str, list[float]]) -> None:
 
 @contextmanager
 def _quix(root: Path, columns: list[Any], measured: Measured, steps: Steps) -> Iterator[Callable[[str], float] | None]:
-    """A process with the state of Quix Streams that takes commands; None, and a note that says why, if it cannot be had."""
+    """Give a process that takes commands on the state of Quix Streams; None, and a note why, if it cannot be made."""
     python = QUIX_ENVIRONMENT / "bin" / "python"
     ready = QUIX_ENVIRONMENT / ".installed"
     if not ready.exists():
@@ -113,7 +113,8 @@ def _quix(root: Path, columns: list[Any], measured: Measured, steps: Steps) -> I
         if made.returncode:
             lines = (made.stderr or made.stdout).strip().splitlines()
             measured.notes.append(
-                f"{QUIX} is left out: {QUIX_VERSION} could not be installed ({lines[-1] if lines else 'no reason given'})."
+                f"{QUIX} is left out: {QUIX_VERSION} could not be installed "
+                f"({lines[-1] if lines else 'no reason given'})."
             )
             yield None
             return
@@ -139,7 +140,8 @@ def _quix(root: Path, columns: list[Any], measured: Measured, steps: Steps) -> I
     try:
         (root / "quix").mkdir()
         measured.notes.append(
-            f"{QUIX} ({QUIX_VERSION}) runs in an environment of its own, for orientation: it is made for single keys, not bulk."
+            f"{QUIX} ({QUIX_VERSION}) runs in an environment of its own, for orientation: it is made for single keys, "
+            "not bulk."
         )
         yield tell
     finally:
@@ -155,7 +157,8 @@ COMPARISONS = (
     Comparison(
         name="provider",
         title="Providers alone beside raw rocksdict",
-        about="One partition's state in one process, without Spark and Ray: bulk reads and scans of all keys, and bulk puts with a durable commit.",
+        about="One partition's state in one process, without Spark and Ray: bulk reads and scans of all keys, and bulk "
+        "puts with a durable commit.",
         run=run,
         sizes={
             "full": {"keys": 1_000_000, "turns": 7, "quix": True},

@@ -26,7 +26,7 @@ RESTART = "query start to the first completed batch"
 
 
 def _timed_batch(lane: Any) -> float:
-    """Seconds from the input to the batch's progress, which Spark tells of once it is committed."""
+    """Return the seconds from the input to the batch's progress, which Spark reports once the batch is committed."""
     began = time.perf_counter()
     lane.run(1)
     return time.perf_counter() - began
@@ -69,8 +69,9 @@ def run_kill(size: Size, steps: Steps) -> Measured:
     for name, turns in ((BEYOND, beyond), (KILLED, killed), (OWN, own)):
         measured.cases.append(Case(name, "s", {OURS: turns}))
     measured.notes.append(
-        "The host is killed by SIGKILL and the batch's input appears at the same moment; Ray starts the host again, and its partitions are loaded "
-        "where the coordinator puts them. Spark's own store has nothing to compare: losing an executor fails its tasks."
+        "The host is killed by SIGKILL and the batch's input appears at the same moment; Ray starts the host again, "
+        "and its partitions are loaded where the coordinator puts them. Spark's own store has nothing to compare: "
+        "losing an executor fails its tasks."
     )
     return measured
 
@@ -107,7 +108,7 @@ def run_restart(size: Size, steps: Steps) -> Measured:
                 lane.stop()
         for turn in range(size["turns"]):
             with lanes.session(size["partitions"]) as spark:
-                # A little query of each kind first: what the JVMs and Python load for the first time is not the state's.
+                # A small query of each kind first, so that the JVMs and Python have loaded their code.
                 for name in names:
                     warm = lanes.Lane(CONTESTANTS[name], root / f"warm-{turn}-{name}", small)
                     lanes.start(spark, warm)
@@ -128,8 +129,8 @@ def run_restart(size: Size, steps: Steps) -> Measured:
             lane.check()
     measured.cases.append(Case(RESTART, "s", found))
     measured.notes.append(
-        f"Each turn is a new Ray cluster, Spark session and hosts: nothing but the checkpoint is left. The first batch has {size['rows']:,} rows. "
-        "Queries were stopped after both had had time for a snapshot."
+        f"Each turn is a new Ray cluster, Spark session and hosts: nothing but the checkpoint is left. The first batch "
+        f"has {size['rows']:,} rows. Queries were stopped after both had had time for a snapshot."
     )
     return measured
 

@@ -25,7 +25,7 @@ PARTITIONS = "spark.sql.shuffle.partitions"
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """The same state with other partition counts, then savepoints of it while batches go on."""
+    """Measure the same state with other partition counts, then savepoints of it while batches go on."""
     import lanes
     from stateful_queries import CONTESTANTS
     from workloads import Workload
@@ -65,12 +65,12 @@ def run(size: Size, steps: Steps) -> Measured:
 
 
 def _can_repartition(spark: Any) -> bool:
-    """Whether this Spark can change the partitions of a checkpoint, by itself and offline."""
+    """Return whether this Spark can change the partitions of a checkpoint, offline."""
     return hasattr(type(spark), "_streamingCheckpointManager")
 
 
 def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, measured: Measured) -> None:
-    """Savepoints, and the batches around and beside each."""
+    """Measure savepoints, and the batches around and beside each."""
     from spark_bridge import describe_savepoint, trigger_savepoint
 
     seconds, rates, beside, without = [], [], [], []
@@ -107,7 +107,7 @@ def _savepoints(lane: Lane, given: Input, path: Path, size: Size, steps: Steps, 
 
 
 def _last_savepoint(lane: Lane, path: Path, steps: Steps, measured: Measured) -> None:
-    """The one that the query is stopped with: no batch goes on meanwhile, so its hosts take all the time there is."""
+    """Measure the savepoint that the query is stopped with: no batch runs meanwhile."""
     from spark_bridge import describe_savepoint, trigger_savepoint
 
     steps.now("savepoint to stop with")
@@ -133,7 +133,7 @@ def _note_end(ended: list[float], _: Future[str]) -> None:
 def _rescales(
     spark: Any, lanes_of: dict[str, Lane], given: Input, root: Path, size: Size, steps: Steps, measured: Measured
 ) -> int:
-    """From few to many partitions and back, and how many there are then: from the wish to the first completed batch."""
+    """Measure the change from few to many partitions and back, up to the first completed batch; return their number."""
     import lanes
 
     turns: dict[tuple[int, int], dict[str, list[list[float]]]] = {}
@@ -166,13 +166,14 @@ def _rescales(
         measured.cases.append(Case(f"{before} to {after} partitions, to the first completed batch", "s", its))
     if NATIVE not in lanes_of:
         measured.notes.append(
-            "This Spark cannot change the partitions of a checkpoint: only computing all input again is left to compare."
+            "This Spark cannot change the partitions of a checkpoint: only computing all input again is left to "
+            "compare."
         )
     return before
 
 
 def _repartition(spark: Any, lane: Lane, partitions: int, measured: Measured) -> float | None:
-    """Seconds of Spark's offline repartition; None, and a note, if it refuses this checkpoint."""
+    """Return the seconds of Spark's offline repartition; None, and a note, if Spark refuses this checkpoint."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 
@@ -189,7 +190,7 @@ def _repartition(spark: Any, lane: Lane, partitions: int, measured: Measured) ->
 
 
 def _again(spark: Any, given: Input, root: Path, partitions: int) -> float:
-    """Seconds of Spark's own aggregate over all input so far, in one batch, with so many partitions."""
+    """Return the seconds of Spark's own aggregate over all input so far, in one batch, with so many partitions."""
     import lanes
     from stateful_queries import CHECK, CONTESTANTS
 
@@ -213,8 +214,9 @@ COMPARISONS = (
     Comparison(
         name="savepoint",
         title="Savepoint and rescale",
-        about="Savepoints of a running query and what they cost its batches; then the same state with twice as many partitions, and back. "
-        "Ours is restarted with another number; Spark repartitions its checkpoint offline (4.2), or computes everything again.",
+        about="Savepoints of a running query and what they cost its batches; then the same state with twice as many "
+        "partitions, and back. Ours is restarted with another number; Spark repartitions its checkpoint offline (4.2), "
+        "or computes everything again.",
         run=run,
         sizes={
             "full": {"keys": 10_000_000, "rows": 100_000, "savepoints": 3, "batches": 6, "rescales": 3},

@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 ON_CLUSTER = "RayDP with two executors of one core, two hosts, checkpoints on the local disk, the sink noop"
 AT_ONCE = {"spark.sql.streaming.pollingDelay": "10ms"}
-"""Spark's usual setting, for queries that run alone and are timed from their input on."""
+"""Spark's default, for queries that run alone and are timed from their input on."""
 EQUAL = "Of every batch, warm-up included, the number of rows and a hash of them were equal to what numpy computes."
 
 
 @contextmanager
 def directory() -> Iterator[Path]:
-    """A directory for input and checkpoints."""
+    """Give a directory for input and checkpoints."""
     with tempfile.TemporaryDirectory(prefix="statestore-bench-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 def described(names: Sequence[str]) -> dict[str, Contestant]:
-    """Contestants of ``stateful_queries`` as the report shows them."""
+    """Return contestants of ``stateful_queries`` as the report shows them."""
     from stateful_queries import CONTESTANTS
 
     return {n: Contestant(c.label, {**c.settings, **c.arguments}, c.is_ours) for n in names if (c := CONTESTANTS[n])}
 
 
 def chosen(wanted: Sequence[str]) -> list[str]:
-    """Those of the wanted contestants that this environment has. Raises ``ValueError`` for a name that is none."""
+    """Return the wanted contestants that this environment has. Raises ``ValueError`` for an unknown name."""
     from lanes import available
     from stateful_queries import CONTESTANTS
 
@@ -48,7 +48,7 @@ def chosen(wanted: Sequence[str]) -> list[str]:
 
 
 def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what: str) -> dict[str, list[list[float]]]:
-    """Seconds of each batch, turn by turn; slow contestants have one batch a turn. Each lane keeps what CPU its turns took."""
+    """Return the seconds of each batch, turn by turn; slow contestants have one batch a turn. Lanes keep their CPU."""
     import stateful_profile
 
     found: dict[str, list[list[float]]] = {lane.contestant.name: [] for lane in lanes}
@@ -69,13 +69,13 @@ def in_turns(lanes: Sequence[Lane], turns: int, batches: int, steps: Steps, what
 
 
 def cpu(name: str, lanes: Sequence[Lane]) -> Case:
-    """CPU of all processes, Spark's and ours, in each turn: a busy machine hardly changes it."""
+    """Return the CPU of all processes, Spark's and ours, in each turn: a busy machine hardly changes it."""
     turns = {lane.contestant.name: [[seconds] for seconds in lane.cpu_of_turns] for lane in lanes}
     return Case(f"{name}: CPU of all processes", "CPU s a batch", turns)
 
 
 def profile(spark: SparkSession, lane: Lane) -> str:
-    """Where the time of a contestant's batches went, in medians, for who looks for what stands in the way."""
+    """Report where the time of a contestant's batches went, in medians."""
     import stateful_profile
 
     name, batches = lane.contestant.name, [p["batchId"] for p in lane.counted]
@@ -94,5 +94,5 @@ def profile(spark: SparkSession, lane: Lane) -> str:
 
 
 def measured_of(names: Sequence[str]) -> Measured:
-    """What a comparison of these contestants begins with."""
+    """Return the part with which a comparison of these contestants begins."""
     return Measured(described(names), [], [f"All on {ON_CLUSTER}.", EQUAL])

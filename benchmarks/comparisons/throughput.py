@@ -1,4 +1,4 @@
-"""Running totals of many rows: every way to write them, in Spark and here; and the same with other keys, aggregates and distributions."""
+"""Running totals of many rows, written in each way that Spark has and in ours, with several keys and distributions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _workload(name: str, size: Size) -> Any:
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """All contestants that this environment has, on each of the workloads."""
+    """Measure all contestants that this environment has, on each of the workloads."""
     import lanes
     from stateful_queries import CONTESTANTS
 
@@ -122,8 +122,9 @@ COMPARISONS = (
     Comparison(
         name="throughput",
         title="Throughput: running count and sum",
-        about="Random users, each as likely as any other; a count and a sum of each user's amounts. The time of a batch is Spark's "
-        "`triggerExecution`. The pandas forms and Spark's Python forms take one batch a turn, and one to warm up.",
+        about="Random users, each as likely as any other; a count and a sum of each user's amounts. The time of a "
+        "batch is Spark's `triggerExecution`. The pandas forms and Spark's Python forms take one batch a turn, and one "
+        "to warm up.",
         run=run,
         sizes={
             "full": {"workloads": ["long"], "contestants": ALL, **FULL},

@@ -25,7 +25,7 @@ Longs = npt.NDArray[np.int64]
 
 
 class WinningBids(ArrowStatefulProcessor):
-    """What ``processors.winning_bid`` does, for many keys at once: the same state and the same rules."""
+    """Do for many keys at once what ``processors.winning_bid`` does, with the same state and the same rules."""
 
     def init(self, handle: Any) -> None:
         handle.declare_state(STATE)
@@ -37,14 +37,14 @@ class WinningBids(ArrowStatefulProcessor):
         watermark_us = batch.timer_values.getCurrentWatermarkInMs() * 1000
         keys_of_rows, is_auction = batch.key_index.to_numpy(), _flags(rows["expires"])
 
-        # The auctions, as stored or as they come.
+        # The auctions, stored ones and new ones.
         places = np.arange(m)
         places[keys_of_rows[is_auction]] = m + np.flatnonzero(is_auction)
         auctions = pa.concat_tables([state.select(AUCTION), rows.select(AUCTION)]).take(pa.array(places))
         is_known = _flags(auctions["expires"])
         opened, expires = _us(auctions["date_time"]), _us(auctions["expires"])
 
-        # All bids that are there: the best ones so far, those that wait, those that come.
+        # All bids: the best ones so far, those that wait, and the new ones.
         has_best, is_bid = _flags(state["price"]), pa.array(~is_auction)
         waiting = state["waiting"].combine_chunks()
         bids = pa.concat_tables(
@@ -79,7 +79,7 @@ class WinningBids(ArrowStatefulProcessor):
 
 
 def _winners(bids: pa.Table, keys: Longs, is_valid: npt.NDArray[np.bool_], num_keys: int) -> pa.Table:
-    """The best of the valid bids of each key, a row per key, of nulls where there is none."""
+    """Return the best of the valid bids of each key, a row per key, of nulls where there is none."""
     valid = np.flatnonzero(is_valid)
     price, of_keys = bids["price"].to_numpy()[valid], keys[valid]
     # Only bids of the highest price need to be sorted.
@@ -96,7 +96,7 @@ def _winners(bids: pa.Table, keys: Longs, is_valid: npt.NDArray[np.bool_], num_k
 
 
 def _lists(bids: pa.Table, keys: Longs, chosen: npt.NDArray[np.bool_], num_keys: int) -> pa.ListArray:
-    """The chosen bids as a list per key."""
+    """Return the chosen bids as a list per key."""
     places = np.flatnonzero(chosen)
     places = places[np.argsort(keys[places], kind="stable")]
     offsets = np.zeros(num_keys + 1, np.int32)
@@ -107,7 +107,7 @@ def _lists(bids: pa.Table, keys: Longs, chosen: npt.NDArray[np.bool_], num_keys:
 
 
 def _timers(is_opened: npt.NDArray[np.bool_], expires: Longs, waiting: Longs, times: Longs) -> pa.Table:
-    """At the end of the auctions that are new, and at the last of the bids that wait."""
+    """Return timers at the end of new auctions, and at the last of the bids that wait."""
     last = np.full(len(is_opened), np.iinfo(np.int64).min)
     np.maximum.at(last, waiting, times)
     opened, waits = np.flatnonzero(is_opened), np.unique(waiting)

@@ -4,9 +4,10 @@
     python -m benchmarks.nexmark.compare q18 q19 --events 500000 --batches 10
     .venv42/bin/python -m benchmarks.nexmark.compare q9 --contestants rows spark_rows
 
-As in ``stateful.py``: each contestant is a streaming query on RayDP with two executors of one core, all get the same batches (a
-directory of parquet files per micro-batch), and they take turns. After the last batch, what all of them have given, those
-batches that are not counted included, must be what ``expected.py`` says, by number of rows and hashes; else no time is given.
+As in ``stateful.py``: each contestant is a streaming query on RayDP with two executors of one core, all get the same
+batches (a directory of parquet files per micro-batch), and they take turns. After the last batch, the output of each
+contestant in all batches, counted or not, must be that of ``expected.py``, by number of rows and hashes; otherwise no
+time is given.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SENT_TO_EXECUTORS: tuple[ModuleType, ...] = (arrow_processors, generator, panda
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a contestant of a query took: ``turns`` has the seconds of the batches of each turn.
+    """The figures of a query's contestant: ``turns`` has the seconds of the batches of each turn.
 
     ``rows`` events were in each batch; ``output_rows`` is all that the query has given.
     """
@@ -55,13 +56,13 @@ class Measurement:
 
     @property
     def seconds(self) -> list[float]:
-        """The time of each batch."""
+        """Return the seconds of each batch."""
         return [s for turn in self.turns for s in turn]
 
 
 @dataclass(frozen=True)
 class _Input:
-    """Batches made once. ``watermarks_ms[i]`` is where the watermark gets to by batch i; the last batch closes everything."""
+    """Batches, made once. ``watermarks_ms[i]`` is the watermark after batch i; the last batch closes everything."""
 
     batches: list[pa.RecordBatch]
     directories: list[Path]
@@ -82,15 +83,15 @@ def run(
     timeout: float = 300.0,
     report: Callable[[str], None] = lambda step: None,
 ) -> list[Measurement]:
-    """Measure the contestants of a query (None: all that this Spark has), ``batches`` batches each, after ``warm_up`` others.
+    """Measure the contestants of a query (None: all that this Spark has): ``batches`` batches after ``warm_up`` ones.
 
-    ``turn`` batches are given at once. Without ``spark`` there is a session of its own. ``report`` is told each step.
-    Raises ``ValueError`` for what is not there, ``AssertionError`` if a contestant has given other rows than it must.
+    ``turn`` batches are given at once. Without ``spark``, a session is started. ``report`` is called with each step.
+    Raises ``ValueError`` for an unknown query or contestant, ``AssertionError`` for a contestant with wrong output.
     """
     if events_per_batch < 1 or batches < 1 or warm_up < 0 or turn < 1:
         raise ValueError(
-            f"events_per_batch={events_per_batch}, batches={batches} and turn={turn} must be positive, and warm_up={warm_up} not "
-            "negative."
+            f"events_per_batch={events_per_batch}, batches={batches} and turn={turn} must be positive, and "
+            f"warm_up={warm_up} not negative."
         )
     names = available(query)
     if unknown := set(contestants or ()) - set(names):
@@ -150,14 +151,14 @@ def run(
 
 
 def available(query: str, wanted: Sequence[str] | None = None) -> list[str]:
-    """The contestants of a query that this Spark has, and among them those that are wanted (None: all)."""
+    """Return the wanted contestants of a query (None: all) that this Spark has."""
     names = [c.name for c in contestants_of(query, has_spark_4=int(pyspark.__version__.split(".")[0]) >= SPARK_4)]
     return [n for n in names if wanted is None or n in wanted]
 
 
 @contextmanager
 def session(partitions: int = 2) -> Iterator[SparkSession]:
-    """The suite's session, on RayDP with two executors of one core, with times in UTC."""
+    """Give the suite's session, on RayDP with two executors of one core, with times in UTC."""
     # The modules of this directory's parent find each other by their plain names.
     scripts = str(Path(__file__).resolve().parents[1])
     if scripts not in sys.path:
@@ -190,7 +191,7 @@ def _make_input(root: Path, query: str, conf: NexmarkConf, events_per_batch: int
 
 
 def expected_batches(query: str, batches: Sequence[pa.RecordBatch], times_ms: Sequence[int]) -> list[pa.Table]:
-    """What a query must give: batch by batch, or in one if it emits what the watermark has closed.
+    """Return the expected output: batch by batch, or in one if the query emits what the watermark has closed.
 
     ``times_ms`` are the processing times of the batches.
     """
@@ -202,7 +203,7 @@ def expected_batches(query: str, batches: Sequence[pa.RecordBatch], times_ms: Se
 
 
 def _check(lane: Lane, given: _Input) -> int:
-    """Raise ``AssertionError`` unless the contestant gave what it must; the number of rows that it gave."""
+    """Return the number of rows that a contestant gave; raises ``AssertionError`` unless they are the expected ones."""
     query = lane.contestant.query
     if query in CLOSES_BY_WATERMARK:
         # The closing events themselves stay open.

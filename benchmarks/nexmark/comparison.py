@@ -25,7 +25,7 @@ TITLES = {
 
 
 def run(size: Size, steps: Steps) -> Measured:
-    """All queries, one after the other in one session, the contestants of each in turns."""
+    """Measure all queries, one after the other in one session, the contestants of each in turns."""
     from stateful_queries import ON_ROCKSDB
 
     from . import compare
@@ -40,8 +40,8 @@ def run(size: Size, steps: Steps) -> Measured:
             if any(name in names for names in chosen.values())
         },
         notes=[
-            "Of every query the number of rows and a sum of their hashes, over all batches, were equal to what pandas computes "
-            "from the same events; of q12 from the times that the batches had.",
+            "Of every query the number of rows and a sum of their hashes, over all batches, were equal to what pandas "
+            "computes from the same events; of q12 from the times that the batches had.",
             "In q9 and q11 the batch without data that closes windows or auctions counts with the batch before.",
             "Spark 3.5 has no `max_by` of several rows, with which Spark's own aggregation writes q19.",
         ],
@@ -67,8 +67,9 @@ COMPARISONS = (
     Comparison(
         name="nexmark",
         title="Nexmark: the queries that are about state",
-        about="Events as of Nexmark's generator, 1 person, 3 auctions and 46 bids of 50, with its hot keys and 10,000 events per second "
-        "of event time; and the queries that keep state by key. Bids are read from parquet files with the others.",
+        about="Events as of Nexmark's generator, 1 person, 3 auctions and 46 bids of 50, with its hot keys and 10,000 "
+        "events per second of event time; and the queries that keep state by key. Bids are read from parquet files "
+        "with the others.",
         run=run,
         sizes={
             "full": {

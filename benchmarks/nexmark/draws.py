@@ -24,14 +24,14 @@ _SPECIAL_ONE_IN = 13
 
 @dataclass
 class Draws:
-    """Random draws for the events with these numbers: each call is another draw, one value per event."""
+    """Random draws for the events with these numbers: each call is another draw, of one value per event."""
 
     seed: int
     numbers: Longs
     _count: int = field(default=0, init=False)
 
     def bits(self) -> npt.NDArray[np.uint64]:
-        """64 random bits."""
+        """Draw 64 random bits."""
         place = self.numbers.astype(np.uint64) * _DRAWS_PER_EVENT + np.uint64(self._count)
         self._count += 1
         if self._count > int(_DRAWS_PER_EVENT):
@@ -39,31 +39,31 @@ class Draws:
         return _mixed(_mixed(np.full(1, self.seed, np.uint64)) + place * _GAMMA)
 
     def below(self, bound: Longs | int) -> Longs:
-        """An integer from 0 to ``bound - 1``, all as likely."""
+        """Draw an integer from 0 to ``bound - 1``, all as likely."""
         # The upper 32 bits times the bound: a bound has to be small against 2**32.
         high = (self.bits() >> np.uint64(32)) * np.asarray(bound, np.uint64) >> np.uint64(32)
         values: Longs = high.astype(np.int64)
         return values
 
     def unit(self) -> npt.NDArray[np.float64]:
-        """A number from 0 to 1, without 1."""
+        """Draw a number from 0 to 1, without 1."""
         values: npt.NDArray[np.float64] = (self.bits() >> np.uint64(11)).astype(np.float64) * 2.0**-53
         return values
 
     def one_of(self, values: pa.Array) -> pa.Array:
-        """One of some values, all as likely."""
+        """Draw one of some values, all as likely."""
         return values.take(pa.array(self.below(len(values))))
 
     def letters(self, lengths: Longs) -> pa.StringArray:
-        """So many lower-case letters each."""
+        """Draw so many lower-case letters for each event."""
         return self._texts(_pool(0), lengths)
 
     def words(self, max_length: int, special: str = " ") -> pa.StringArray:
-        """3 to ``max_length - 1`` letters, one in thirteen of them ``special``."""
+        """Draw 3 to ``max_length - 1`` letters, one in thirteen of them ``special``."""
         return self._texts(_pool(ord(special)), 3 + self.below(max_length - 3))
 
     def digits(self, count: int) -> pa.StringArray:
-        """So many decimal digits."""
+        """Draw so many decimal digits for each event."""
         wanted, digits = self.below(10**count), np.empty((len(self.numbers), count), np.uint8)
         for place in reversed(range(count)):
             wanted, digit = np.divmod(wanted, 10)
@@ -90,7 +90,7 @@ _POOLS: dict[int, npt.NDArray[np.uint8]] = {}
 
 
 def _pool(special: int) -> npt.NDArray[np.uint8]:
-    """A long random text, whose parts are the random texts of events; the same for every seed."""
+    """Return a long random text, whose parts are the random texts of events; the same for every seed."""
     if special not in _POOLS:
         draws = Draws(special, np.arange(_POOL_BYTES, dtype=np.int64))
         letters = (ord("a") + draws.below(26)).astype(np.uint8)

@@ -1,7 +1,7 @@
-"""What the queries must give, computed from the same events with pandas: apart from Spark and from this project.
+"""The expected output of the queries, computed from the same events with pandas, without Spark and this project.
 
-Each function gives Arrow tables with the columns of ``queries.OUTPUTS`` in their order; see there for what comes first
-among equals.
+Each function returns Arrow tables with the columns of ``queries.OUTPUTS`` in their order; see there for what comes
+first among equals.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TYPES = {
 
 
 def output_schema(query: str) -> pa.Schema:
-    """The columns that a query gives."""
+    """Return the columns of a query's output."""
     return pa.schema([pa.field(name, _TYPES.get(name, pa.int64())) for name in OUTPUTS[query]])
 
 
 def last_bids(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """q18, batch by batch: the pairs that have bids in it, with their last bid up to now."""
+    """Return q18, batch by batch: the pairs with bids in the batch, with their last bid so far."""
     keys, order = ["bidder", "auction"], ["date_time", "price", "channel", "url", "extra"]
     last = _bids(batches[0]).iloc[:0]
     for batch in batches:
@@ -55,7 +55,7 @@ def last_bids(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 def top_bids(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """q19, batch by batch: the auctions that have bids in it, with their top bids up to now."""
+    """Return q19, batch by batch: the auctions with bids in the batch, with their top bids so far."""
     order = ["price", "date_time", "bidder", "channel", "url", "extra"]
     top = _bids(batches[0]).iloc[:0]
     for batch in batches:
@@ -70,9 +70,9 @@ def top_bids(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 
 def sessions(batches: Sequence[pa.RecordBatch]) -> pa.Table:
-    """q11: all sessions of all bidders."""
+    """Return q11: all sessions of all bidders."""
     bids = pd.concat([_bids(batch)[["bidder", "date_time"]] for batch in batches]).sort_values(["bidder", "date_time"])
-    # A bid at the very end of a session is one of it, as in Spark.
+    # A bid at the very end of a session belongs to the session, as in Spark.
     is_first = (bids["bidder"] != bids["bidder"].shift()) | (bids["date_time"].diff() > SESSION_GAP)
     groups = bids.groupby(is_first.cumsum())
     found = groups.agg(
@@ -85,7 +85,7 @@ def sessions(batches: Sequence[pa.RecordBatch]) -> pa.Table:
 
 
 def processing_time_counts(batches: Sequence[pa.RecordBatch], times_ms: Sequence[int]) -> Iterator[pa.Table]:
-    """q12, batch by batch: the bidders that have bids in it, and how many up to now in the window of the batch's time."""
+    """Return q12, batch by batch: the bidders with bids in it, and their bids so far in the batch's window."""
     counts: dict[tuple[int, int], int] = {}
     for batch, time_ms in zip(batches, times_ms, strict=True):
         start = time_ms // WINDOW_MS * WINDOW_MS
@@ -101,7 +101,7 @@ def processing_time_counts(batches: Sequence[pa.RecordBatch], times_ms: Sequence
 
 
 def winning_bids(batches: Sequence[pa.RecordBatch]) -> pa.Table:
-    """q9: all auctions that have a winning bid."""
+    """Return q9: all auctions that have a winning bid."""
     auctions = pd.concat([auctions_of(batch).to_pandas() for batch in batches])
     bids = pd.concat([_bids(batch) for batch in batches])
     bids = bids[["auction", "bidder", "price", "date_time", "extra"]]

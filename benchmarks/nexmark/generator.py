@@ -103,8 +103,8 @@ class NexmarkConf:
     """Nexmark's options, with its defaults. ``event_rate`` is events per second of event time.
 
     A hot ratio r makes 1 - 1/r of the auctions or bids go to the hot seller, auction or bidder of the moment.
-    ``out_of_order_group_size``: within groups of so many events they come in pseudo-random order; 1 leaves them in order.
-    ``base_time_us`` is the time of the first event, in microseconds since 1970.
+    ``out_of_order_group_size``: within groups of so many events they come in pseudo-random order; 1 leaves them in
+    order. ``base_time_us`` is the time of the first event, in microseconds since 1970.
     """
 
     seed: int = 0
@@ -126,31 +126,32 @@ class NexmarkConf:
     def __post_init__(self) -> None:
         if self.event_rate < 1 or self.out_of_order_group_size < 1:
             raise ValueError(
-                f"event_rate={self.event_rate} and out_of_order_group_size={self.out_of_order_group_size} must be positive."
+                f"event_rate={self.event_rate} and out_of_order_group_size={self.out_of_order_group_size} must be "
+                "positive."
             )
         if self.out_of_order_group_size % SHUFFLE_FACTOR == 0:
             raise ValueError(
-                f"out_of_order_group_size={self.out_of_order_group_size} is a multiple of {SHUFFLE_FACTOR}, the factor that "
-                "shuffles a group: choose another."
+                f"out_of_order_group_size={self.out_of_order_group_size} is a multiple of {SHUFFLE_FACTOR}, the factor "
+                "that shuffles a group: choose another."
             )
 
     @property
     def total_proportion(self) -> int:
-        """After so many events the types repeat."""
+        """Return after how many events the types repeat."""
         return self.person_proportion + self.auction_proportion + self.bid_proportion
 
     def times(self, numbers: Longs) -> Longs:
-        """Event times in whole milliseconds, as microseconds since 1970."""
+        """Return event times in whole milliseconds, as microseconds since 1970."""
         return self.base_time_us + numbers * 1000 // self.event_rate * 1000
 
     def adjusted(self, numbers: Longs) -> Longs:
-        """The event that comes in each place of the stream."""
+        """Return the number of the event in each place of the stream."""
         size = self.out_of_order_group_size
         return numbers // size * size + numbers * SHUFFLE_FACTOR % size
 
 
 def events(conf: NexmarkConf, first: int, count: int) -> pa.RecordBatch:
-    """``count`` events of the stream from place ``first``, of ``SCHEMA``. The same whatever is made with them."""
+    """Return ``count`` events of the stream from place ``first``, of ``SCHEMA``; the same in every call."""
     numbers = conf.adjusted(np.arange(first, first + count, dtype=np.int64))
     rest = numbers % conf.total_proportion
     is_auction = (rest >= conf.person_proportion) & (rest < conf.person_proportion + conf.auction_proportion)
@@ -166,15 +167,15 @@ def events(conf: NexmarkConf, first: int, count: int) -> pa.RecordBatch:
 
 
 def batches(conf: NexmarkConf, events_per_batch: int, count: int) -> Iterator[pa.RecordBatch]:
-    """The stream's first batches."""
+    """Return the stream's first batches."""
     for i in range(count):
         yield events(conf, i * events_per_batch, events_per_batch)
 
 
 def closing_events(conf: NexmarkConf, after: int) -> pa.RecordBatch:
-    """An auction and a bid a day after the first ``after`` events: with them the watermark closes all there was before.
+    """Return an auction and a bid a day after the first ``after`` events: the watermark then closes all before.
 
-    Their ids are those of no other.
+    No other event has their ids.
     """
     time = _timestamps(conf.times(np.array([after], np.int64)) + 86_400_000_000)
     expires = _timestamps(conf.times(np.array([after], np.int64)) + 2 * 86_400_000_000)
@@ -188,7 +189,7 @@ def closing_events(conf: NexmarkConf, after: int) -> pa.RecordBatch:
 
 
 def write_batch(batch: pa.RecordBatch, directory: Path, number: int, files: int) -> None:
-    """Write a micro-batch as parquet files into a new directory; ``number`` says in which order Spark takes them.
+    """Write a micro-batch as parquet files into a new directory; Spark takes directories in the order of ``number``.
 
     Events go to the files in turn.
     """
@@ -201,28 +202,28 @@ def write_batch(batch: pa.RecordBatch, directory: Path, number: int, files: int)
 
 
 def auctions_of(batch: pa.RecordBatch) -> pa.Table:
-    """The auctions among events, with their ``date_time``."""
+    """Return the auctions among events, with their ``date_time``."""
     return _of_type(batch, AUCTION, "auction")
 
 
 def bids_of(batch: pa.RecordBatch) -> pa.Table:
-    """The bids among events, with their ``date_time``."""
+    """Return the bids among events, with their ``date_time``."""
     return _of_type(batch, BID, "bid")
 
 
 def people_of(batch: pa.RecordBatch) -> pa.Table:
-    """The people among events, with their ``date_time``."""
+    """Return the people among events, with their ``date_time``."""
     return _of_type(batch, PERSON, "person")
 
 
 def last_person(conf: NexmarkConf, numbers: Longs) -> Longs:
-    """The number of the last person up to each event, counted from 0."""
+    """Return the number of the last person up to each event, counted from 0."""
     epoch, offset = np.divmod(numbers, conf.total_proportion)
     return epoch * conf.person_proportion + np.minimum(offset, conf.person_proportion - 1)
 
 
 def last_auction(conf: NexmarkConf, numbers: Longs) -> Longs:
-    """The number of the last auction up to each event, counted from 0; -1 ahead of the first."""
+    """Return the number of the last auction up to each event, counted from 0; -1 before the first."""
     epoch, offset = np.divmod(numbers, conf.total_proportion)
     offset = np.minimum(offset - conf.person_proportion, conf.auction_proportion - 1).clip(-1)
     auctions: Longs = epoch * conf.auction_proportion + offset
@@ -250,7 +251,7 @@ def _auctions(conf: NexmarkConf, numbers: Longs) -> pa.StructArray:
     sellers = np.where(is_hot, person // HOT_SELLER_EVERY * HOT_SELLER_EVERY, _active_person(conf, draws, person))
     categories = FIRST_CATEGORY_ID + draws.below(CATEGORIES)
     initial = _prices(draws)
-    # As long on average as it takes until so many auctions more have opened.
+    # On average the time in which so many more auctions open.
     events_ahead = conf.num_in_flight_auctions * conf.total_proportion // conf.auction_proportion
     horizon_ms = (conf.times(numbers + events_ahead) - times) // 1000
     expires = times + (1 + draws.below(np.maximum(horizon_ms * 2, 1))) * 1000
@@ -304,13 +305,13 @@ def _active_person(conf: NexmarkConf, draws: Draws, last: Longs) -> Longs:
 
 
 def _prices(draws: Draws) -> Longs:
-    """Prices in cents, as likely to have one number of digits as another."""
-    # Powers of numpy may differ in the last bit from one processor to another; the price then has been rounded already.
+    """Draw prices in cents; all numbers of digits are as likely."""
+    # Powers of numpy may differ in the last bit from one processor to another; rounding the price hides this.
     return np.round(np.power(10.0, draws.unit() * 6.0) * 100.0).astype(np.int64)
 
 
 def _extra(draws: Draws, sizes: Longs, average: int) -> pa.StringArray:
-    """Letters that bring an event to its size on average."""
+    """Draw letters that bring an event to its size on average."""
     wanted = np.maximum(average - sizes, 0)
     delta = np.round(wanted * 0.2).astype(np.int64)
     return draws.letters(wanted - delta + draws.below(2 * delta))
@@ -320,7 +321,7 @@ _CHANNEL_COLUMNS: list[pa.StringArray] = []
 
 
 def _channels() -> tuple[pa.StringArray, pa.StringArray]:
-    """Names and addresses of the channels, the hot ones last; the same for every seed."""
+    """Return names and addresses of the channels, the hot ones last; the same for every seed."""
     if not _CHANNEL_COLUMNS:
         numbers = np.arange(CHANNELS + len(_HOT_CHANNELS), dtype=np.int64)
         draws = Draws(0, numbers)
@@ -350,7 +351,7 @@ def _struct(kind: pa.StructType, columns: list[Longs | pa.Array]) -> pa.StructAr
 
 
 def _replaced(batch: pa.RecordBatch, kind: int, **values: pa.Array) -> pa.RecordBatch:
-    """One event with other values of some fields."""
+    """Return one event with other values of some fields."""
     place = kind + 1
     struct_type = SCHEMA.field(place).type
     struct = batch.column(place)

@@ -1,8 +1,8 @@
-"""One contestant's running query: giving it batches, the time that each took, and a check of all that it gave.
+"""One contestant's running query: its batches, the time that each took, and a check of its whole output.
 
-What counts for a batch is Spark's ``triggerExecution``. Where a query emits what the watermark has closed, a batch without data
-follows that the watermark moves on to, and does a part of the work; its time is added to that of the batch before. Batches that
-have neither data nor a new watermark are idle and do not count.
+The time of a batch is Spark's ``triggerExecution``. Where a query emits what the watermark has closed, a batch without
+data follows, with the new watermark, and does a part of the work; its time is added to that of the batch before.
+Batches with neither data nor a new watermark are idle and do not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOK_EVERY = 0.05
 
 @dataclass(frozen=True)
 class Check:
-    """Rows, and a sum of their hashes in whatever order they come."""
+    """The number of rows, and a sum of their hashes, which does not depend on their order."""
 
     rows: int = 0
     hashes: int = 0
@@ -44,13 +44,13 @@ class Check:
 
 
 def observed(df: DataFrame) -> DataFrame:
-    """The same rows, with the ``Check`` of each batch in its progress."""
+    """Return the same rows, with the ``Check`` of each batch in its progress."""
     hashes = F.shiftrightunsigned(F.xxhash64(*df.columns), HASH_SHIFT)
     return df.observe(CHECK, F.count(F.lit(1)).alias("rows"), F.sum(hashes).alias("hashes"))
 
 
 def check_of(rows: pa.Table) -> Check:
-    """The ``Check`` that rows must give."""
+    """Return the ``Check`` of expected rows."""
     check = Check()
     for batch in rows.to_batches():
         hashes = spark_xxhash64(batch).view(np.uint64) >> np.uint64(HASH_SHIFT)
@@ -70,7 +70,7 @@ class Batch:
 
     @classmethod
     def of(cls, progress: dict[str, Any]) -> Batch:
-        """From Spark's progress."""
+        """Read a batch from Spark's progress."""
         check = progress.get("observedMetrics", {}).get(CHECK, {})
         data = [s["numInputRows"] for s in progress["sources"] if s["description"].startswith("FileStreamSource")]
         watermark = progress.get("eventTime", {}).get("watermark")
@@ -84,7 +84,7 @@ class Batch:
 
 
 def seconds_by_batch(executed: Sequence[Batch], first: int) -> list[float]:
-    """What each batch with data took from the batch numbered ``first`` on; with it what the watermark closed behind it."""
+    """Return the seconds of each batch with data from batch ``first`` on, with the batches without data behind it."""
     seconds: list[float] = []
     for before, batch in zip((None, *executed[:-1]), executed, strict=True):
         if batch.number < first:
@@ -131,9 +131,9 @@ class Lane:
         return cls(contestant, query, root, timeout)
 
     def run(self, directories: Sequence[Path], watermark_ms: int = -1) -> list[float]:
-        """Give these batches all at once, and wait until they are through and what the watermark then closes is too.
+        """Give these batches at once, wait for them and for what the watermark then closes, return the seconds of each.
 
-        Returns the seconds of each. Raises ``RuntimeError`` if the query fails, ``TimeoutError`` if it does not get there.
+        Raises ``RuntimeError`` if the query fails, ``TimeoutError`` if a batch takes too long.
         """
         first = len(self.executed)
         for source in directories:
@@ -148,8 +148,8 @@ class Lane:
                 raise RuntimeError(f"{self.name} failed: {error}") from error
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{self.name} was not through with {self.given} batches and watermark {watermark_ms} in time; it has "
-                    f"executed {self.executed[-3:]} last."
+                    f"{self.name} was not through with {self.given} batches and watermark {watermark_ms} in time; it "
+                    f"has executed {self.executed[-3:]} last."
                 )
             time.sleep(LOOK_EVERY)
             self._look()
@@ -157,21 +157,21 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """The query's name."""
+        """Return the query's name."""
         return f"{self.contestant.query} {self.contestant.name}"
 
     @property
     def total(self) -> Check:
-        """Of all that the query has given."""
+        """Return the ``Check`` of the query's whole output."""
         return sum((batch.check for batch in self.executed), Check())
 
     @property
     def data_batches(self) -> list[Batch]:
-        """Those that had events."""
+        """Return the batches that had events."""
         return [batch for batch in self.executed if batch.has_data]
 
     def batch_times_ms(self) -> list[int]:
-        """The processing time of each batch that had events, as its entry in ``offsets`` says."""
+        """Return the processing time of each batch that had events, from its entry in ``offsets``."""
         times = []
         for batch in self.data_batches:
             lines = (self.root / "checkpoint" / "offsets" / str(batch.number)).read_text().splitlines()
@@ -179,7 +179,7 @@ class Lane:
         return times
 
     def stop(self) -> None:
-        """End the query, and drop its files."""
+        """End the query, and remove its files."""
         self.query.stop()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -195,14 +195,14 @@ class Lane:
         for event in self.query._jsq.recentProgress():
             if event.batchId() == len(self.executed):
                 progress = json.loads(event.json())
-                # What an idle trigger reports was not executed.
+                # An idle trigger reports a batch that was not executed.
                 if "addBatch" in progress["durationMs"]:
                     if CHECK not in progress.get("observedMetrics", {}):
                         progress["observedMetrics"] = {CHECK: self._observed(event.batchId())}
                     self.executed.append(Batch.of(progress))
 
     def _observed(self, number: int) -> dict[str, int]:
-        """What was observed in a batch that had no data, of which Spark's progress does not tell; it has to be the last one."""
+        """Return what was observed in the last batch, if it had no data; Spark's progress does not have this."""
         execution = self.query._jsq.streamingQuery().lastExecution()
         if execution is None or execution.currentBatchId() != number:
             raise RuntimeError(

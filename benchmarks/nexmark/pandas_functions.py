@@ -1,7 +1,7 @@
 """The queries' logic for Spark's ``applyInPandasWithState``, which Spark 3.5 has for what it cannot aggregate.
 
-Times are microseconds since 1970. State and rows are those of ``processors.py``. Lists in a state are JSON: PySpark 4.2.1 makes the
-schema of the state lower case on its way to the worker, where an array then has no ``elementType``.
+Times are microseconds since 1970. State and rows are those of ``processors.py``. Lists in a state are JSON: PySpark
+4.2.1 makes the schema of the state lower case on its way to the worker, where an array then has no ``elementType``.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _WINNING_COLUMNS = ["id", *_AUCTION_COLUMNS, "bidder", "price", "bid_us", "bid_e
 
 @dataclass
 class WithNewArrow:
-    """A function for ``applyInPandasWithState`` that brings what PySpark 3.5 lacks for recent releases of pyarrow.
+    """A function for ``applyInPandasWithState`` that repairs PySpark 3.5 for recent releases of pyarrow.
 
-    They make floats of the offsets of a key's rows, which PySpark then cuts the rows by: ``TypeError: 'float' object
-    cannot be interpreted as an integer``. It is done where the function is unpickled, which is ahead of the first rows.
+    With these, the offsets of a key's rows are floats, by which PySpark cannot cut the rows: ``TypeError: 'float'
+    object cannot be interpreted as an integer``. The repair is made where the function is unpickled, before the first
+    rows.
     """
 
     function: Callable[[Any, Iterator[pd.DataFrame], Any], Iterator[pd.DataFrame]]
 
     def __call__(self, key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-        """What the function gives."""
+        """Call the function."""
         return self.function(key, frames, state)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -55,7 +56,7 @@ class WithNewArrow:
 
 
 def last_bid(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """q18; see ``processors.last_bid``."""
+    """Handle q18; see ``processors.last_bid``."""
     columns = ["us", "price", "channel", "url", "extra"]
     last = max(row for frame in frames for row in _rows(frame, columns))
     if state.exists:
@@ -65,7 +66,7 @@ def last_bid(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[p
 
 
 def top_bids(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """q19; see ``processors.top_bids``."""
+    """Handle q19; see ``processors.top_bids``."""
     columns = ["price", "us", "bidder", "channel", "url", "extra"]
     bids = [row for frame in frames for row in _rows(frame, columns)]
     if state.exists:
@@ -79,7 +80,7 @@ def top_bids(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[p
 
 
 def winning_bid(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """q9; see ``processors.winning_bid``. There is one timeout per key, and none at a time that is over."""
+    """Handle q9; see ``processors.winning_bid``. A key has one timeout, never in the past."""
     watermark_ms = state.getCurrentWatermarkMs()
     auction, best, waiting = _winning_state(state)
     if not state.hasTimedOut:

@@ -22,11 +22,11 @@ AUCTION = (
 BID = "price long, us long, bidder long, extra string"
 WINNING_BID_OUTPUT = f"id long, {AUCTION}, bidder long, price long, bid_us long, bid_extra string"
 OPENED, EXPIRES = 4, 5
-"""Where the times are in ``AUCTION``."""
+"""The places of the times in ``AUCTION``."""
 
 
 def last_bid(base: Any) -> Any:
-    """q18: the last bid of a bidder for an auction; of several at one time the greatest."""
+    """Return the processor of q18: the last bid of a bidder for an auction; of several at one time the greatest."""
 
     class LastBid(base):  # type: ignore[misc]
         def init(self, handle: Any) -> None:
@@ -49,7 +49,7 @@ def last_bid(base: Any) -> Any:
 
 
 def top_bids(base: Any) -> Any:
-    """q19: an auction's ten bids of the highest price, of equal prices those that are greater in their other fields."""
+    """Return the processor of q19: an auction's ten bids of the highest price, of equal ones by their other fields."""
 
     class TopBids(base):  # type: ignore[misc]
         def init(self, handle: Any) -> None:
@@ -79,7 +79,7 @@ def top_bids(base: Any) -> Any:
 
 
 def winning_bid(base: Any) -> Any:
-    """q9: the highest of the bids made while the auction was open, once the watermark has reached its end.
+    """Return the processor of q9: the highest bid made while the auction was open, when the watermark reaches its end.
 
     Of bids of one price the earliest wins, then the bidder with the lower id, then the lesser extra. A bid that
     comes before its auction waits until no auction can come that was open at its time.
@@ -148,7 +148,7 @@ def winning_bid(base: Any) -> Any:
 
 
 def winner(bids: list[Any], opened_us: int, expires_us: int, best: Any = None) -> Any:
-    """The winner of the bids (``BID``) that fall into the time, and of the one that was best before."""
+    """Return the winner of the bids (``BID``) within the time and of the best bid before."""
     valid = [bid for bid in bids if opened_us <= bid[1] <= expires_us]
     if best is not None:
         valid.append(tuple(best))
@@ -156,7 +156,7 @@ def winner(bids: list[Any], opened_us: int, expires_us: int, best: Any = None) -
 
 
 def winning_row(auction_id: int, auction: Any, best: Any) -> Row:
-    """A row of ``WINNING_BID_OUTPUT``."""
+    """Return a row of ``WINNING_BID_OUTPUT``."""
     item_name, description, initial_bid, reserve, us, expires_us, seller, category, extra = auction
     price, bid_us, bidder, bid_extra = best
     return Row(
@@ -178,5 +178,5 @@ def winning_row(auction_id: int, auction: Any, best: Any) -> Row:
 
 
 def to_ms(us: int) -> int:
-    """The first millisecond not before a time."""
+    """Return the first millisecond not before a time."""
     return -(-us // 1000)

@@ -8,8 +8,8 @@ queries, which leave open what comes first among equals, these are the readings 
 - q11, bids per bidder and session (10 seconds without a bid end one): emitted when the watermark has closed them.
 - q12, bids per bidder and 10 seconds of processing time. Which bids share a window depends on when they come: a batch
   has one time, that in its entry in ``offsets/``. What never changes is the sum over the windows of a bidder.
-- q9, auctions with their winning bid: the highest one from date_time to expires, both included, then the earliest,
-  then the lowest (bidder, extra); emitted when the watermark has reached expires. Auctions without such a bid are left out.
+- q9, auctions with their winning bid: the highest one from date_time to expires, both included, then the earliest, then
+  the lowest (bidder, extra); emitted when the watermark has reached expires. Auctions without such a bid are left out.
 
 q18, q19 and q12 emit what has changed in each batch. The watermark is nexmark-flink's, 4 seconds behind.
 """
@@ -64,8 +64,9 @@ Make = Callable[[DataFrame, NexmarkConf], DataFrame]
 class NexmarkContestant:
     """One way to write a query: ``make`` from the stream of events, started with Spark's ``output_mode``.
 
-    ``needs_spark_4``: also where PySpark 3.5 has the interface, but fails with the Arrow of today (``applyInPandasWithState``).
-    ``is_slow``: it goes through Python key by key, and is left out where a run is to be short.
+    ``needs_spark_4``: also where PySpark 3.5 has the interface, but fails with the Arrow of today
+    (``applyInPandasWithState``). ``is_slow``: it goes through Python key by key, and is left out where a run is to be
+    short.
     """
 
     query: str
@@ -78,17 +79,17 @@ class NexmarkContestant:
 
 
 def bids(events: DataFrame) -> DataFrame:
-    """The bids among the events."""
+    """Return the bids among the events."""
     return events.where(F.col("event_type") == BID).select("bid.*", "date_time")
 
 
 def auctions(events: DataFrame) -> DataFrame:
-    """The auctions among the events."""
+    """Return the auctions among the events."""
     return events.where(F.col("event_type") == AUCTION).select("auction.*", "date_time")
 
 
 def timed(events: DataFrame) -> DataFrame:
-    """The events with Nexmark's watermark."""
+    """Return the events with Nexmark's watermark."""
     return events.withWatermark("date_time", WATERMARK_DELAY)
 
 
@@ -234,7 +235,7 @@ def q12_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def _with_p_time(events: DataFrame) -> DataFrame:
-    """The bidders with the time of their batch, and a watermark by which windows go that are over."""
+    """Return the bidders with the time of their batch, and a watermark by which windows that are over are removed."""
     return bids(events).select("bidder", F.current_timestamp().alias("p_time")).withWatermark("p_time", "0 seconds")
 
 
@@ -304,7 +305,7 @@ def q9_spark_pandas(events: DataFrame, conf: NexmarkConf) -> DataFrame:
 
 
 def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
-    """A join and an aggregation behind it, in one query. Spark lets go of bids only if it knows how long auctions last at most."""
+    """Join and then aggregate, in one query. Spark drops bids only if it knows how long auctions last at most."""
     left = auctions(timed(events)).alias("a")
     right = bids(timed(events)).select(
         "auction", "bidder", "price", F.col("date_time").alias("bid_date_time"), F.col("extra").alias("bid_extra")
@@ -317,7 +318,7 @@ def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
             f"and bid_date_time <= date_time + interval {longest_ms} milliseconds"
         ),
     )
-    # One column of event time may go on.
+    # Only one column may keep its watermark.
     best = F.struct((-F.col("price")).alias("low"), F.col("bid_us"), F.col("bidder"), F.col("bid_extra"))
     rows = joined.withColumn("bid_us", F.expr("unix_micros(bid_date_time)")).drop("bid_date_time")
     others = [c for c in OUTPUTS["q9"][: OUTPUTS["q9"].index("auction")] if c not in ("id", "date_time")]
@@ -342,7 +343,7 @@ def _longest_auction_ms(conf: NexmarkConf) -> int:
 
 
 def _auctions_and_bids(events: DataFrame) -> DataFrame:
-    """Auctions and bids by the auction's id; what has no ``expires`` is a bid."""
+    """Return auctions and bids by the auction's id; a row without ``expires`` is a bid."""
     return (
         timed(events)
         .where(F.col("event_type").isin(AUCTION, BID))
@@ -362,7 +363,7 @@ def _q9(df: DataFrame) -> DataFrame:
 
 
 def _in_us(df: DataFrame) -> DataFrame:
-    """Times as microseconds since 1970; the event time stays besides, for its watermark."""
+    """Return times as microseconds since 1970; the event time stays besides, for its watermark."""
     df = df.withColumn("us", F.expr("unix_micros(date_time)"))
     return (
         df.withColumn("expires_us", F.expr("unix_micros(expires)")).drop("expires") if "expires" in df.columns else df
@@ -370,7 +371,7 @@ def _in_us(df: DataFrame) -> DataFrame:
 
 
 def _of_us(query: str, df: DataFrame) -> DataFrame:
-    """The output of a query from that of its processor of rows."""
+    """Return the output of a query from that of its processor of rows."""
     for column, name in (("us", "date_time"), ("expires_us", "expires"), ("bid_us", "bid_date_time")):
         if column in df.columns:
             df = df.withColumn(name, F.timestamp_micros(column))
@@ -405,7 +406,7 @@ CONTESTANTS = (
 
 
 def contestants_of(query: str, *, has_spark_4: bool) -> list[NexmarkContestant]:
-    """Those of a query that this Spark can run; raises ``ValueError`` if there is no such query."""
+    """Return the contestants of a query that this Spark can run; raises ``ValueError`` for an unknown query."""
     if query not in OUTPUTS:
         raise ValueError(f"There is no query {query!r}; there are {', '.join(OUTPUTS)}.")
     return [c for c in CONTESTANTS if c.query == query and (has_spark_4 or not c.needs_spark_4)]

@@ -1,4 +1,4 @@
-"""What a comparison is, and what it hands back."""
+"""What a comparison is, and what it returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["smoke", "full"]
 
 @dataclass
 class Measured:
-    """What ``run`` gives. Notes are sentences for the report: how results were compared, what was left out and why."""
+    """The measurements of ``run``. Notes are sentences for the report: how results were compared, what was left out."""
 
     contestants: dict[str, Contestant] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
@@ -28,11 +28,12 @@ class Measured:
 class Comparison:
     """One comparison of the suite.
 
-    ``run`` gets a size and a place to report its steps to. It runs in a process of its own, with the interpreter of one of
-    ``environments``, lets its contestants take turns, and raises unless their results are equal, before it gives a figure.
+    ``run`` gets a size and a place to report its steps to. It runs in a process of its own, with the interpreter of one
+    of ``environments``, lets its contestants take turns, and raises unless their results are equal, before it gives a
+    figure.
 
-    ``sizes`` has the quantities of a smoke run and of a full one; each can be given on the command line. ``minutes`` is how
-    long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it, in the first of its environments.
+    ``sizes`` has the quantities of a smoke run and of a full one; each can be given on the command line. ``minutes`` is
+    how long a run may take. ``in_smoke``: whether ``make bench-smoke`` runs it, in the first of its environments.
     ``picture`` is how the cases are drawn: "bars", "lines" (along ``Case.x``), or not at all.
     """
 
@@ -50,15 +51,15 @@ class Comparison:
     command: str = ""
 
     def runs_in(self, kind: Kind, wanted: str | None) -> list[str]:
-        """The environments of a run: the wanted one if it has that, else of a full run all, of a smoke run the first."""
+        """Return the environments of a run: the wanted one if it has it; else all, or in a smoke run the first."""
         if wanted is not None:
             return [e for e in self.environments if e == wanted]
         return list(self.environments if kind == "full" else self.environments[:1])
 
     def size(self, kind: Kind, given: Mapping[str, str | list[str]]) -> Size:
-        """The quantities of a run of this kind, with those that were given as text in place of the usual ones.
+        """Return the quantities of a run of this kind, with given quantities (as text) in place of the usual ones.
 
-        Raises ``ValueError`` if one is unknown or cannot be read.
+        Raises ``ValueError`` for a quantity that is unknown or cannot be read.
         """
         size = dict(self.sizes[kind])
         for name, text in given.items():
@@ -69,7 +70,7 @@ class Comparison:
 
 
 def _read(name: str, usual: Any, text: str | list[str]) -> Any:
-    """A value like the usual one."""
+    """Read a value of the type of the usual one."""
     if isinstance(usual, (list, tuple)):
         kind = type(usual[0]) if usual else str
         values = text if isinstance(text, list) else text.split(",")

@@ -1,4 +1,4 @@
-"""Where a measurement was taken: versions of what took part, and the machine."""
+"""Where a measurement was taken: the versions of the software, and the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = {"Spark": "pyspark", "Ray": "ray", "RayDP": "raydp", "rocksdict": "ro
 
 
 def versions() -> dict[str, str]:
-    """Of the interpreter, the packages of this environment, Redis and the operating system."""
+    """Return the versions of the interpreter, the packages of this environment, Redis and the operating system."""
     found = {"Python": platform.python_version()}
     for name, package in PACKAGES.items():
         try:
@@ -37,7 +37,7 @@ def _os_name() -> str:
 
 
 def machine() -> dict[str, str]:
-    """Cores, memory, and the load before anything was started."""
+    """Return cores, memory, and the load before anything was started."""
     cores = len(os.sched_getaffinity(0))
     return {
         "cores": f"{cores}, {_cpu_name()}",

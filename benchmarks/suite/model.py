@@ -1,7 +1,7 @@
-"""What a comparison has measured, as plain data that goes to JSON and back.
+"""The measurements of a comparison, as plain data that goes to JSON and back.
 
-A ``Result`` is what is kept of one comparison in ``results/<comparison>.json``: one ``Part`` for each environment that it ran in. A part
-has cases; a case is one piece of work that several contestants did in turns.
+A ``Result`` is what is kept of one comparison in ``results/<comparison>.json``: one ``Part`` for each environment that
+it ran in. A part has cases; a case is one piece of work that several contestants did in turns.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 FORMAT = 1
 Size = dict[str, Any]
-"""How much of everything: names of quantities, and their values."""
+"""The sizes of a run: names of quantities, and their values."""
 NUMBERS = re.compile(r"\[\s*(-?\d[^\[\]{}\"]*?)\s*\]")
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part: what it is, the settings that it runs with, and whether it is this project's."""
+    """A contestant: what it is, the settings that it runs with, and whether it is this project's."""
 
     label: str
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -32,9 +32,10 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work. ``turns[contestant][i]`` are the figures of its i-th turn, in ``unit``; turns of one number were close in time.
+    """One piece of work. ``turns[contestant][i]`` are the figures of the contestant's i-th turn, in ``unit``.
 
-    Cases of one ``curve`` are points of a line at the places ``x``, as a plot shows them.
+    The i-th turns of all contestants were close in time. Cases of one ``curve`` are points of a line at the places
+    ``x``, as a plot shows them.
     """
 
     name: str
@@ -45,13 +46,13 @@ class Case:
     x: float | None = None
 
     def figures(self, contestant: str) -> list[float]:
-        """One figure per turn: the median of what the turn has."""
+        """Return one figure per turn: the median of the turn's figures."""
         return [statistics.median(turn) for turn in self.turns[contestant]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one run in one environment has given. If it failed, ``failure`` says why, and there are no cases."""
+    """The result of one run in one environment. If it failed, ``failure`` says why, and there are no cases."""
 
     environment: str
     kind: str
@@ -66,24 +67,24 @@ class Part:
     failure: str | None = None
 
     def case(self, name: str) -> Case | None:
-        """The case of that name, if it was measured."""
+        """Return the case of that name; None if it was not measured."""
         return next((case for case in self.cases if case.name == name), None)
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that is kept of a comparison, by environment."""
+    """All kept results of a comparison, by environment."""
 
     comparison: str
     parts: dict[str, Part]
 
     def with_part(self, part: Part) -> Result:
-        """The same with this part in place of the one of its environment."""
+        """Return the result with this part in place of the part of the same environment."""
         return Result(self.comparison, {**self.parts, part.environment: part})
 
 
 def to_json(result: Result) -> str:
-    """As it is kept: a turn's figures on one line, so that a difference can be read."""
+    """Return the JSON to keep: a turn's figures are on one line, so that a difference can be read."""
     parts = {name: json.loads(part_to_json(part)) for name, part in result.parts.items()}
     data = {"format": FORMAT, "comparison": result.comparison, "parts": parts}
     text = json.dumps(data, indent=1, ensure_ascii=False)
@@ -91,7 +92,7 @@ def to_json(result: Result) -> str:
 
 
 def from_json(text: str) -> Result:
-    """What ``to_json`` has written. Raises ``ValueError`` if the format is another."""
+    """Read what ``to_json`` has written. Raises ``ValueError`` for another format."""
     data = json.loads(text)
     if data.get("format") != FORMAT:
         raise ValueError(f"These results have format {data.get('format')!r}, not {FORMAT}; measure them again.")
@@ -99,7 +100,7 @@ def from_json(text: str) -> Result:
 
 
 def part_from_dict(data: Mapping[str, Any]) -> Part:
-    """A part from its JSON object."""
+    """Return a part from its JSON object."""
     return Part(
         **{
             **data,
@@ -111,7 +112,7 @@ def part_from_dict(data: Mapping[str, Any]) -> Part:
 
 
 def part_to_json(part: Part) -> str:
-    """One part, as a child hands it to its parent. Figures have five digits: more is noise."""
+    """Return one part as a JSON object. Figures have five digits: more is noise."""
     data = dataclasses.asdict(part)
     for case in data["cases"]:
         case["turns"] = {name: [[_rounded(v) for v in turn] for turn in turns] for name, turns in case["turns"].items()}
@@ -119,13 +120,13 @@ def part_to_json(part: Part) -> str:
 
 
 def load(directory: Path) -> dict[str, Result]:
-    """All kept results, by comparison."""
+    """Return all kept results, by comparison."""
     results = (from_json(path.read_text()) for path in sorted(directory.glob("*.json")))
     return {result.comparison: result for result in results}
 
 
 def save(directory: Path, result: Result) -> None:
-    """Keep a result. It appears as a whole."""
+    """Write a result to its file, which appears as a whole."""
     directory.mkdir(parents=True, exist_ok=True)
     draft = directory / f".{result.comparison}.draft"
     draft.write_text(to_json(result))
@@ -137,5 +138,5 @@ def _rounded(value: float) -> float:
 
 
 def _short_lists(text: str) -> str:
-    """Lists of numbers on one line each."""
+    """Return JSON text with each list of numbers on one line."""
     return NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", text)

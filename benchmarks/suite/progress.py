@@ -1,4 +1,4 @@
-"""Telling how far a comparison is: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a comparison: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUIET = 10.0
 
 
 class Steps:
-    """What a comparison reports to. Nothing here is of any use to the measurement."""
+    """Takes the reports of a comparison."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, stderr=True)
@@ -35,12 +35,12 @@ class Steps:
         self._bar = None
 
     def expect(self, steps: int) -> None:
-        """So many more steps are to come."""
+        """Note that so many more steps will come."""
         self._total += steps
         self._update()
 
     def now(self, what: str) -> None:
-        """This is being done now."""
+        """Note what is being done."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, description=what)
         elif time.monotonic() - self._said > QUIET:
@@ -48,12 +48,12 @@ class Steps:
             self.console.print(f"  {self._done} of {self._total or '?'}: {what}", markup=False)
 
     def advance(self, steps: int = 1) -> None:
-        """So many steps are done."""
+        """Note that so many steps are done."""
         self._done += steps
         self._update()
 
     def say(self, text: str) -> None:
-        """Something worth a line."""
+        """Print a line."""
         self.console.print(f"  {text}", markup=False)
 
     def _update(self) -> None:

@@ -1,4 +1,4 @@
-"""What follows from measurements: ratios with their spread, whether targets are reached, and what has become slower."""
+"""Ratios of measurements with their spread, whether targets are reached, and what has become slower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLOWER = 1.5
 
 @dataclass(frozen=True)
 class Spread:
-    """A median, and the least and the greatest of what it is the median of."""
+    """A median, and the least and the greatest of its values."""
 
     median: float
     low: float
@@ -23,7 +23,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Of one value per turn."""
+        """Return the spread of one value per turn."""
         return Spread(statistics.median(values), min(values), max(values))
 
 
@@ -61,14 +61,14 @@ class Judged:
 
 
 def ratio(case: Case, contestant: str, other: str) -> Spread:
-    """How many times as fast ``contestant`` is as ``other``, turn by turn."""
+    """Return how many times as fast ``contestant`` is as ``other``, turn by turn."""
     ours, theirs = case.figures(contestant), case.figures(other)
     pairs = list(zip(ours, theirs, strict=False))
     return Spread.of([o / t if case.more_is_better else t / o for o, t in pairs])
 
 
 def ratios(part: Part) -> Iterator[tuple[Case, str, str, Spread]]:
-    """Each of ours against each of the others, in every case."""
+    """Return the ratios of each of our contestants to each other one, in every case."""
     for case in part.cases:
         for ours in case.turns:
             for other in case.turns:
@@ -77,7 +77,7 @@ def ratios(part: Part) -> Iterator[tuple[Case, str, str, Spread]]:
 
 
 def judge(target: Target, part: Part | None) -> Judged:
-    """Whether a target is reached. It counts by the median."""
+    """Judge by the median whether a target is reached."""
     found = None if part is None else _found(target, part)
     if found is None:
         return Judged(target, None, None)
@@ -105,7 +105,7 @@ def _found(target: Target, part: Part) -> Spread | None:
 
 
 def _growth(before: list[float], after: list[float]) -> Spread:
-    """These turns are not close in time, so each is compared with the median of the earlier ones."""
+    """Return ratios to the median of earlier turns, as these turns are not close in time."""
     usual = statistics.median(before)
     return Spread.of([value / usual for value in after])
 
@@ -124,15 +124,16 @@ class Slower:
 
     @property
     def times(self) -> float:
-        """How many times slower, relative to the other contestant."""
+        """Return how many times slower it is, relative to the other contestant."""
         return self.kept.median / self.now.median
 
 
 def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
-    """What has become ``times`` slower than kept, relative to the contestant that it is compared with.
+    """Return what has become ``times`` slower than the kept result, relative to the contestant of the comparison.
 
-    Only if the median of the ratios now lies below every ratio that was kept, and every ratio now below the kept median: what
-    the spread of either run covers is noise. Parts that failed, are not kept, or had other sizes, say nothing here.
+    Only if the median of the ratios now lies below every ratio that was kept, and every ratio now below the kept
+    median: what the spread of either run covers is noise. Parts that failed, are not kept, or had other sizes, say
+    nothing here.
     """
     found = []
     for environment, part in now.parts.items():
@@ -148,7 +149,7 @@ def slower(kept: Result, now: Result, times: float = SLOWER) -> list[Slower]:
 
 
 def in_both(first: list[Slower], second: list[Slower]) -> list[Slower]:
-    """What two runs found slower, as the second one measured it: a busy moment of the machine does not come twice in one place."""
+    """Return what two runs found slower, as the second measured it: a busy moment does not come twice in one place."""
     places = {(s.comparison, s.environment, s.case, s.contestant, s.other) for s in first}
     return [s for s in second if (s.comparison, s.environment, s.case, s.contestant, s.other) in places]
 

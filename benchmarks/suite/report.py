@@ -12,19 +12,21 @@ from suite.svg import amount
 
 HEAD = """# Results
 
-Made by `make bench`; the raw figures are in [`results/`](results). `make bench ARGS="NAME"` measures one comparison again and
-replaces its part here, and each size can be given: `make bench ARGS="throughput --keys 1000000"`. `make bench-list` names them all.
+Made by `make bench`; the raw figures are in [`results/`](results). `make bench ARGS="NAME"` measures one comparison
+again and replaces its part here, and each size can be given: `make bench ARGS="throughput --keys 1000000"`.
+`make bench-list` names them all.
 
-Contestants take turns in one run on the same kind of cluster, each turn beginning with another one. A figure is the median of a contestant's turns, a
-ratio the median of the ratios turn by turn, with the least and the greatest in brackets. "Times as fast" is above 1 where
-ours is faster. No figure is given unless the results of all contestants were equal.
+Contestants take turns in one run on the same kind of cluster, each turn beginning with another one. A figure is the
+median of a contestant's turns, a ratio the median of the ratios turn by turn, with the least and the greatest in
+brackets. "Times as fast" is above 1 where ours is faster. No figure is given unless the results of all contestants
+were equal.
 """
 
 
 def render(
     comparisons: Mapping[str, Comparison], results: Mapping[str, Result], remarks: Mapping[str, str] | None = None
 ) -> str:
-    """The text of ``RESULTS.md``. ``remarks`` are what somebody has written of a comparison, by its name."""
+    """Return the text of ``RESULTS.md``. ``remarks`` are written by hand, by the name of the comparison."""
     sections = [HEAD, "## Targets\n", *_targets(comparisons, results)]
     for name, comparison in comparisons.items():
         sections += _section(comparison, results.get(name))
@@ -34,7 +36,7 @@ def render(
 
 
 def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) -> dict[str, str]:
-    """SVG by file name, for each part of which a picture says more."""
+    """Return SVG by file name, for each part that a picture explains better than a table."""
     found = {}
     for name, comparison in comparisons.items():
         for part in _parts(comparison, results.get(name)):
@@ -44,10 +46,10 @@ def plots(comparisons: Mapping[str, Comparison], results: Mapping[str, Result]) 
 
 
 def in_words(slower: Sequence[Slower]) -> list[str]:
-    """What has become slower, a sentence each."""
+    """Return a sentence for each thing that has become slower."""
     return [
-        f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {_spread(s.kept)} times as fast as {s.other}, "
-        f"and is {_spread(s.now)}: {s.times:.1f} times slower than kept."
+        f"{s.comparison} on {ENVIRONMENTS[s.environment]}, {s.case}: {s.contestant} was {_spread(s.kept)} times as "
+        f"fast as {s.other}, and is {_spread(s.now)}: {s.times:.1f} times slower than kept."
         for s in slower
     ]
 
@@ -96,7 +98,7 @@ def _verdict(judged: Judged) -> str:
 
 
 def _parts(comparison: Comparison, result: Result | None) -> list[Part]:
-    """What is kept, in the order of the environments."""
+    """Return the kept parts, in the order of the environments."""
     return [] if result is None else [result.parts[e] for e in comparison.environments if e in result.parts]
 
 

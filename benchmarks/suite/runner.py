@@ -1,6 +1,7 @@
 """Running comparisons, each in a process of its own with a time limit, so that one that fails or hangs stops no other.
 
-The child is ``bench.py --child``: it writes its part as JSON into a file. A child that gives none has failed, and its part says how.
+The child is ``bench.py --child``: it writes its part as JSON into a file. A child that gives none has failed, and its
+part says how.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from suite.progress import Steps
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 GRACE = 15.0
-LOOK_EVERY = 5.0  # seldom, for it takes time from what is measured
-# A smoke run is too short for what the JVM's second compiler gives. What it compares itself with is measured in the same way.
+LOOK_EVERY = 5.0  # seldom, as a look takes time from what is measured
+# A smoke run is too short for the JVM's second compiler to pay. The figures that it is compared with are made so too.
 SMOKE_JVM = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
 )
@@ -40,9 +41,9 @@ class EnvironmentMissingError(RuntimeError):
 
 
 def interpreter(environment: str) -> Path:
-    """The Python of an environment. Spark 4.2's is made by ``make venv42`` if it is missing; ``STATESTORE_VENV42`` names another.
+    """Return the Python of an environment; ``make venv42`` makes Spark 4.2's if it is missing.
 
-    Raises ``EnvironmentMissingError`` if it cannot be made.
+    STATESTORE_VENV42 names another environment. Raises ``EnvironmentMissingError`` if it cannot be made.
     """
     if environment == VENV:
         return Path(sys.executable)
@@ -54,21 +55,21 @@ def interpreter(environment: str) -> Path:
             raise EnvironmentMissingError(f"STATESTORE_VENV42={directory} has no bin/python.")
         if (made := subprocess.run(["make", "venv42"], cwd=ROOT, check=False)).returncode:
             raise EnvironmentMissingError(
-                f"make venv42 ended with status {made.returncode}; see what it said, or name an environment of Spark 4.2 "
-                "with STATESTORE_VENV42=/path/to/it."
+                f"make venv42 ended with status {made.returncode}; see what it said, or name an environment of Spark "
+                "4.2 with STATESTORE_VENV42=/path/to/it."
             )
     return python
 
 
 def run(comparison: Comparison, environment: str, kind: Kind, size: Size, console: Console) -> Part:
-    """Run one comparison in one environment. Whatever happens to it, there is a part that says so."""
+    """Run one comparison in one environment, and return its part, which says so if the run failed."""
     minutes = comparison.minutes[kind]
     where = f" on {ENVIRONMENTS[environment]}" if len(comparison.environments) > 1 else ""
     console.print(f"[bold]{comparison.name}[/]{where}: {comparison.title} (at most {minutes:g} minutes)")
     began, failed = time.perf_counter(), Part(environment, kind, size, str(date.today()), 0.0, {}, machine())
     with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
         answer = Path(temporary) / "part.json"
-        # Whatever a child leaves behind in a temporary directory goes with it.
+        # All files that a child leaves in its temporary directory are removed with the directory.
         given = {"PYTHONPATH": os.pathsep.join((str(BENCHMARKS), str(ROOT))), "TMPDIR": temporary}
         if kind == "smoke":
             given["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {SMOKE_JVM}".strip()
@@ -110,7 +111,7 @@ def call(command: list[str], seconds: float, environment: dict[str, str]) -> int
             try:
                 return child.wait(min(LOOK_EVERY, max(deadline - time.monotonic(), 0.0)))
             except subprocess.TimeoutExpired:
-                # Ray's processes are not of the child's process group; which are its, is known only while it lives.
+                # Ray's processes are not in the child's process group, and can be found only while the child runs.
                 family |= {process.pid: process for process in _descendants(child.pid)}
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{command} needs more than {seconds:g} s")
@@ -134,7 +135,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _end(processes: list[psutil.Process]) -> None:
-    """End what is left of a child; ``is_running`` knows a process id that now is another's."""
+    """End the processes that a child has left; ``is_running`` tells a process id that was given to another."""
     left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=3)[1]
     for process in _running(left):
         process.kill()
@@ -146,7 +147,7 @@ def _running(processes: list[psutil.Process]) -> Iterator[psutil.Process]:
 
 
 def run_here(comparison: Comparison, environment: str, kind: Kind, size: Size, answer: Path) -> None:
-    """What the child does: run the comparison in this process, and write the part."""
+    """Run the comparison in this process, the child, and write the part."""
     began, part = time.perf_counter(), Part(environment, kind, size, str(date.today()), 0.0, versions(), machine())
     try:
         with Steps().shown() as steps:
@@ -157,13 +158,13 @@ def run_here(comparison: Comparison, environment: str, kind: Kind, size: Size, a
             cases=tuple(measured.cases),
             notes=tuple(measured.notes),
         )
-    except Exception as error:  # noqa: BLE001 - whatever it is, the report says it and the other comparisons go on
+    except Exception as error:  # noqa: BLE001 - the report has the error, and the other comparisons go on
         traceback.print_exc()
         part = replace(part, failure=_in_short(error))
     answer.write_text(part_to_json(replace(part, seconds=time.perf_counter() - began)))
 
 
 def _in_short(error: BaseException) -> str:
-    """One line of an error."""
+    """Return one line of an error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300] if lines else 'without a word'}"

@@ -1,4 +1,4 @@
-"""Plots as SVG, written by hand: bars with their spread, and lines over a logarithmic axis. The same data gives the same bytes."""
+"""Plots as SVG: bars with their spread, and lines over a logarithmic axis. The same data gives the same bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Line:
 
 
 def bars(title: str, unit: str, items: Sequence[Bar]) -> str:
-    """Horizontal bars from zero; on a logarithmic scale from a round number if they differ by more than 30 times."""
+    """Draw horizontal bars from zero; on a logarithmic scale from a round number if they differ more than 30 times."""
     groups = list(dict.fromkeys(bar.group for bar in items))
     named = [group for group in groups if group]
     height = TOP + len(items) * (BAR + GAP) + len(named) * 24 + 40
@@ -64,7 +64,7 @@ def bars(title: str, unit: str, items: Sequence[Bar]) -> str:
 
 
 def lines(title: str, unit: str, x_label: str, items: Sequence[Line]) -> str:
-    """Lines over a logarithmic x axis, y from zero (logarithmic if they differ by more than 30 times)."""
+    """Draw lines over a logarithmic x axis, y from zero (logarithmic if they differ more than 30 times)."""
     height, bottom, left, right = 380, 310, 70, WIDTH - 190
     xs = sorted({x for line in items for x, _ in line.points})
     across = _Scale.of([Spread(x, x, x) for x in xs], left, right, is_log=True)
@@ -94,7 +94,7 @@ def lines(title: str, unit: str, x_label: str, items: Sequence[Line]) -> str:
 
 
 def amount(value: float) -> str:
-    """A figure in three digits."""
+    """Return a figure in three digits."""
     if value == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -130,7 +130,7 @@ class _Scale:
 
     @property
     def ticks(self) -> list[float]:
-        """Round numbers along it."""
+        """Return round numbers along the axis."""
         if self.is_log:
             return [self._low * 10.0**i for i in range(round(math.log10(self._high / self._low)) + 1)]
         step = _round_step((self._high - self._low) / 5)
@@ -142,13 +142,14 @@ def _subtitle(unit: str, scale: _Scale) -> str:
 
 
 def _round_step(about: float) -> float:
-    """1, 2 or 5 times a power of ten, not below ``about``."""
+    """Return 1, 2 or 5 times a power of ten, not below ``about``."""
     power = 10.0 ** math.floor(math.log10(about))
     return next(power * i for i in (1, 2, 5, 10) if power * i >= about * 0.999)
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal", colour: str = INK) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" fill="{colour}">{escape(text)}</text>'
+    style = f'text-anchor="{anchor}" font-weight="{weight}" fill="{colour}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
 def _page(title: str, subtitle: str, height: float, body: Sequence[str]) -> str:

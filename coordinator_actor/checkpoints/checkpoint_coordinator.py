@@ -1,4 +1,4 @@
-"""Triggers checkpoints, collects their acknowledgements, completes them or gives them up (Flink: ``CheckpointCoordinator``).
+"""Triggers, completes and gives up checkpoints (Flink: ``CheckpointCoordinator``).
 
 Differences from Flink, and the reasons:
 
@@ -112,7 +112,7 @@ class CheckpointCoordinator:
         """
 
     def _keeps_failed(self) -> bool:
-        """Return whether a checkpoint stays pending if it could not be stored, so that an acknowledgement tries again."""
+        """Return whether a checkpoint that could not be stored stays pending, for another try."""
         return True
 
     # ---- triggering
@@ -129,8 +129,8 @@ class CheckpointCoordinator:
 
         ``timestamp`` is the clock's unless given. ``checkpoint_id`` was taken from the counter before. The tasks in
         ``states`` count as having acknowledged. If these are all tasks, the checkpoint is completed on return (its
-        ``completed`` is set), or the error of the completion is raised and nothing is pending. ``properties`` are handed
-        through to the completed checkpoint.
+        ``completed`` is set), or the error of the completion is raised and nothing is pending. ``properties`` are
+        handed through to the completed checkpoint.
 
         Raises ``CheckpointNotTriggeredError`` or ``CheckpointCoordinatorShutdownError`` with the reason.
         """
@@ -336,7 +336,10 @@ class CheckpointCoordinator:
     # ---- shutdown
 
     def shutdown(self) -> None:
-        """Give up all that is pending, and take no more messages. A completion under way still counts if it succeeds."""
+        """Give up all that is pending, and take no more messages.
+
+        A completion that is under way still counts if it succeeds.
+        """
         with self._lock:
             if self._shutdown:
                 return

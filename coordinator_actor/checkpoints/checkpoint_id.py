@@ -8,9 +8,9 @@ from coordinator_actor.exceptions import InvalidRequestError
 
 
 class CheckpointIDCounter:
-    """Ascending ids, shared by a query's checkpoint and savepoint coordinators; safe to use from many threads.
+    """Ascending ids, shared by the checkpoints and savepoints of a query. Safe to use from many threads.
 
-    It lives in memory. Whoever makes one gives it the first id above those in storage, so that ids ascend for good.
+    The counter lives in memory. Its maker passes the first id above all ids in storage, so that ids ascend for good.
     """
 
     def __init__(self, first: int = 1) -> None:
@@ -27,12 +27,12 @@ class CheckpointIDCounter:
             return taken
 
     def get(self) -> int:
-        """The id that will be taken next."""
+        """Return the id that will be taken next, without taking it."""
         with self._lock:
             return self._next
 
     def set_count(self, count: int) -> None:
-        """Take ``count`` next; raises ``InvalidRequestError`` if that would give an id out twice."""
+        """Take ``count`` next. Raises ``InvalidRequestError`` if that would give an id out twice."""
         with self._lock:
             if count < self._next:
                 raise InvalidRequestError(

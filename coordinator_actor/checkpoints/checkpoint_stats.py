@@ -20,9 +20,10 @@ _SLOWEST = 5
 
 @dataclass(frozen=True)
 class CheckpointStats:
-    """One completed checkpoint. Times in seconds, sizes in bytes.
+    """One completed checkpoint. Times are in seconds, sizes in bytes.
 
-    ``duration`` is from trigger to last acknowledgement, ``acknowledging`` from the first acknowledgement to the last.
+    ``duration`` is from the trigger to the last acknowledgement, ``acknowledging`` from the first acknowledgement to
+    the last.
     """
 
     id: int
@@ -44,7 +45,7 @@ class FailedCheckpointStats:
 
 @dataclass
 class _Overall:
-    """Least, greatest and sum of one figure over all checkpoints ever."""
+    """The least, the greatest and the sum of one figure over all checkpoints ever."""
 
     least: float = float("inf")
     greatest: float = float("-inf")
@@ -57,9 +58,9 @@ class _Overall:
 
 
 class CheckpointStatsTracker:
-    """Counts checkpoints and keeps the figures of the last ``history`` completed ones; safe to use from many threads.
+    """Counts checkpoints and keeps the figures of the last ``history`` completed ones. Safe to use from many threads.
 
-    Per checkpoint and task it keeps 12 bytes, and the tasks' names once.
+    It keeps 12 bytes per checkpoint and task, and the names of the tasks once.
     """
 
     def __init__(self, history: int = 100) -> None:
@@ -77,13 +78,13 @@ class CheckpointStatsTracker:
         self._triggered = self._completed = self._failed = self._restored = 0
 
     def on_triggered(self, pending: PendingCheckpoint) -> None:
-        """A checkpoint has begun."""
+        """Take note that a checkpoint has begun."""
         with self._lock:
             self._triggered += 1
             self._pending[pending.id] = pending
 
     def on_completed(self, completed: CompletedCheckpoint, figures: TaskFigures | None = None) -> None:
-        """A checkpoint is completed. They may come out of order: the latest is the one with the highest id."""
+        """Take note of a completed checkpoint. They may come out of order: the latest has the highest id."""
         spread = max(0.0, figures.last - figures.first) if figures else 0.0
         tasks = len(figures.tasks.keys) if figures else len(completed.states)
         stats = CheckpointStats(
@@ -106,7 +107,7 @@ class CheckpointStatsTracker:
                 self._figures.pop(oldest, None)
 
     def on_failed(self, checkpoint_id: int, reason: str) -> None:
-        """A checkpoint was given up."""
+        """Take note that a checkpoint was given up."""
         with self._lock:
             pending = self._pending.pop(checkpoint_id, None)
             self._failed += 1
@@ -114,30 +115,31 @@ class CheckpointStatsTracker:
             self._failures.append(FailedCheckpointStats(checkpoint_id, timestamp, reason))
 
     def on_restored(self, completed: CompletedCheckpoint) -> None:
-        """State was restored from a checkpoint or savepoint."""
+        """Take note that state was restored from a checkpoint or savepoint."""
         with self._lock:
             self._restored += 1
             self._restored_id = completed.id
 
     def counts(self) -> dict[str, int]:
-        """How many checkpoints were triggered, are in progress, were completed, failed, and restored from."""
+        """Return how many checkpoints were triggered, are in progress, were completed, failed, or restored from."""
         with self._lock:
             return self._counts()
 
     def history(self) -> list[CheckpointStats]:
-        """The last completed checkpoints, by ascending id."""
+        """Return the last completed checkpoints, by ascending id."""
         with self._lock:
             return list(self._stats.values())
 
     def failures(self) -> list[FailedCheckpointStats]:
-        """The last checkpoints that were given up, in the order in which that happened."""
+        """Return the last checkpoints that were given up, in the order of their ends."""
         with self._lock:
             return list(self._failures)
 
     def task_stats(self, checkpoint_id: int | None = None) -> dict[str, dict[str, list[float]]] | None:
-        """Per operator ``{"duration": [...], "size": [...]}`` by partition: of the latest completed checkpoint, or of that id.
+        """Return the figures of each task of one checkpoint, the latest by default; None if it is not remembered.
 
-        None if that one is not remembered. A partition that is no task has the duration and size 0.
+        They are per operator ``{"duration": [...], "size": [...]}`` by partition. A partition that is no task has 0 for
+        both.
         """
         figures = self._figures_of(checkpoint_id)
         if figures is None:
@@ -152,7 +154,10 @@ class CheckpointStatsTracker:
         return found
 
     def task_summary(self, checkpoint_id: int | None = None) -> dict[str, Any] | None:
-        """Percentiles over the tasks of one checkpoint, the latest by default, and its slowest tasks; None if not known."""
+        """Return percentiles over the tasks of one checkpoint (default: the latest), and its slowest tasks.
+
+        None if the checkpoint is not remembered.
+        """
         figures = self._figures_of(checkpoint_id)
         if figures is None or not figures.tasks.keys:
             return None
@@ -171,7 +176,7 @@ class CheckpointStatsTracker:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as plain dicts, lists, numbers and texts, for JSON."""
+        """Return all figures as plain dicts, lists, numbers and texts, for JSON."""
         with self._lock:
             counts = self._counts()
             stats = list(self._stats.values())
@@ -231,7 +236,7 @@ class CheckpointStatsTracker:
 
 
 def percentiles(values: ArrayLike) -> dict[str, float]:
-    """p50, p90, p99 and max by nearest rank: each is one of the values, of which there must be some."""
+    """Return p50, p90, p99 and max by nearest rank: each is one of the values. There must be at least one value."""
     array = np.asarray(values)
     names = ("p50", "p90", "p99", "max")
     found = np.percentile(array, (50, 90, 99, 100), method="inverted_cdf")

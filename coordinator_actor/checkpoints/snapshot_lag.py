@@ -1,7 +1,7 @@
-"""Which partitions of a run are behind with their snapshots, and the warning that names them.
+"""Finds the partitions of a run that are behind with their snapshots, and makes the warning that names them.
 
-After Spark 4.1 (SPARK-51358): a partition whose newest snapshot is many versions old and many rounds of maintenance
-past takes long to load after a failure, and nothing else shows it.
+After Spark 4.1 (SPARK-51358): a partition takes long to load after a failure if its newest snapshot is many versions
+and many rounds of maintenance old. Nothing else shows that.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class SnapshotLagConf:
-    """When a partition lags: names and defaults of the first five are those of Spark's ``spark.sql.streaming.stateStore.*``.
+    """When a partition lags behind. The first five have the names and defaults of ``spark.sql.streaming.stateStore.*``.
 
-    A partition lags if its newest snapshot is more than ``multiplier_for_min_version_diff_to_log * deltas_per_snapshot``
-    versions behind, and more than ``multiplier_for_min_time_diff_to_log * maintenance_interval`` seconds old. At most
-    ``max_lagging_stores_to_report`` are named, at most every ``snapshot_lag_report_interval`` seconds.
+    A partition lags if its newest snapshot is both too many versions behind, more than
+    ``multiplier_for_min_version_diff_to_log * deltas_per_snapshot``, and too old, more than
+    ``multiplier_for_min_time_diff_to_log * maintenance_interval`` seconds. At most ``max_lagging_stores_to_report``
+    partitions are named, at most every ``snapshot_lag_report_interval`` seconds.
     """
 
     coordinator_report_snapshot_upload_lag: bool = True
@@ -47,18 +48,18 @@ class SnapshotLagConf:
 
     @property
     def versions(self) -> int:
-        """More versions behind than these is too many."""
+        """Return the greatest number of versions that a snapshot may be behind."""
         return self.multiplier_for_min_version_diff_to_log * self.deltas_per_snapshot
 
     @property
     def seconds(self) -> float:
-        """Longer ago than this is too long."""
+        """Return the greatest age of a snapshot, in seconds."""
         return self.multiplier_for_min_time_diff_to_log * self.maintenance_interval
 
 
 @dataclass(frozen=True)
 class LaggingSnapshot:
-    """One partition that lags. ``version`` is that of its newest snapshot, None if none is known of."""
+    """One partition that lags. ``version`` is that of its newest snapshot; None if none is known."""
 
     key: TaskKey
     version: int | None
@@ -74,9 +75,9 @@ class LaggingSnapshot:
 
 
 class SnapshotLag:
-    """The snapshots of one run. Not thread-safe: the run's lock guards it. Moments are seconds, handed in.
+    """The snapshots of one run. Not thread-safe: the lock of the run guards it. Times are in seconds and handed in.
 
-    A partition of which no snapshot is known counts as if it had one of ``base_version``, the version that the run began
+    A partition without a known snapshot counts as if it had one of ``base_version``, the version that the run began
     with, made at ``started``. (Spark takes version 0 at time 0, and so warns of every store right after a restart.)
     """
 
@@ -96,7 +97,7 @@ class SnapshotLag:
         self._reported: float | None = None
 
     def report_uploaded(self, key: TaskKey, version: int, now: float) -> None:
-        """A snapshot of a version is durable. One older than the newest known changes nothing: it may come late.
+        """Take note of a durable snapshot. It may come late: if a newer one is known, nothing changes.
 
         Raises ``InvalidRequestError`` for a partition that the run does not have.
         """
@@ -107,15 +108,15 @@ class SnapshotLag:
             self._uploaded[key] = (version, now)
 
     def latest(self, key: TaskKey) -> int | None:
-        """The newest snapshot's version of a partition; None if none is known of."""
+        """Return the version of a partition's newest snapshot; None if none is known."""
         known = self._uploaded.get(key)
         return None if known is None else known[0]
 
     def lagging(self, latest_version: int, now: float, *, is_terminating: bool = False) -> list[LaggingSnapshot]:
-        """The partitions that lag behind ``latest_version``, those furthest behind first.
+        """Return the partitions that lag behind ``latest_version``, those furthest behind first.
 
-        With ``is_terminating`` (a trigger that ends by itself, such as ``availableNow``, whose batches follow one another
-        faster than maintenance) the versions alone decide, as in Spark.
+        With ``is_terminating`` the versions alone decide, as in Spark: a trigger that ends by itself, such as
+        ``availableNow``, has batches that follow one another faster than maintenance.
         """
         if not self.conf.coordinator_report_snapshot_upload_lag:
             return []
@@ -129,8 +130,8 @@ class SnapshotLag:
         return found
 
     def warning(self, latest_version: int, now: float, *, is_terminating: bool = False) -> str | None:
-        """The warning to log, or None: if no partition lags, or the last warning was a short while ago."""
-        # A clock set back must not silence it.
+        """Return the warning to log; None if no partition lags, or if the last warning was a short while ago."""
+        # A clock that was set back must not silence the warning.
         if self._reported is not None and 0 <= now - self._reported < self.conf.snapshot_lag_report_interval:
             return None
         lagging = self.lagging(latest_version, now, is_terminating=is_terminating)
@@ -141,7 +142,9 @@ class SnapshotLag:
         more = len(lagging) - len(named)
         listed = ", ".join(named) + (f"{', and ' if named else ''}{more} more" if more else "")
         return (
-            f"StateStoreCoordinator Snapshot Lag Report for queryRunId={self._run_id} - Number of state stores falling behind: "
-            f"{len(lagging)} of {len(self._uploaded)} at version {latest_version}: {listed}. Loading them after a failure takes "
+            f"StateStoreCoordinator Snapshot Lag Report for queryRunId={self._run_id} - Number of state stores falling "
+            "behind: "
+            f"{len(lagging)} of {len(self._uploaded)} at version {latest_version}: {listed}. Loading them after a "
+            "failure takes "
             "long; look at the logs of their hosts for uploads that fail or maintenance that does not keep up."
         )

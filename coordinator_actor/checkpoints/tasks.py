@@ -37,8 +37,8 @@ class Tasks:
 class TaskFigures:
     """What the tasks of one completed checkpoint reported, in the order of ``tasks.keys``.
 
-    ``durations`` are in seconds, ``sizes`` in bytes. ``first`` and ``last`` are the times, by the coordinator's clock, of
-    the first and the last acknowledgement.
+    ``durations`` are in seconds, ``sizes`` in bytes. ``first`` and ``last`` are the times, by the coordinator's clock,
+    of the first and the last acknowledgement.
     """
 
     tasks: Tasks

@@ -1,7 +1,8 @@
 """Fencing: of two coordinators that take the same query for theirs, only one can complete a version.
 
-After SlateDB. Every coordinator claims an epoch, a number that only grows, before it reads the manifests. After each write,
-and before it answers, it checks whether a higher epoch was claimed. The coordinator with the lower epoch then gives up.
+After SlateDB. Every coordinator claims an epoch, a number that only grows, before it reads the manifests. After each
+write, and before it answers, it checks whether a higher epoch was claimed. The coordinator with the lower epoch then
+gives up.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def schema_path(schema_id: str) -> str:
 class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
-    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints. ``manifests`` has those that were read, by id.
+    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints. ``manifests`` has those that were read, by
+    id.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -66,8 +67,8 @@ class ManifestLog:
     def refresh(self) -> None:
         """Read the manifests that are not known yet."""
         missing = [i for i in self._files.numbers(MANIFESTS) if i not in self.manifests]
-        # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were, walking
-        # the chain would say so.
+        # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were,
+        # walking the chain would say so.
         for manifest in self._files.read_all([manifest_path(i) for i in missing], Manifest):
             self.manifests[manifest.id] = manifest
 

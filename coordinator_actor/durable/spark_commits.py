@@ -1,4 +1,4 @@
-"""Spark's own logs of a query, ``commits/`` and ``offsets/``: which batches are committed or planned, and their times."""
+"""Spark's own logs of a query, ``commits/`` and ``offsets/``: its committed and planned batches, and their times."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from coordinator_actor.messages import BatchTimes
 
 
 class SparkCommits:
-    """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are done, and begun."""
+    """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are committed, and planned."""
 
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
 
     def next_batch(self) -> int:
-        """The batch that Spark begins with when it starts: the last planned one, or the one behind it if it is committed.
+        """Return the batch that Spark begins with: the last planned one, or the one behind it if that is committed.
 
-        As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever has been removed from either directory.
+        As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever was removed from either directory.
         """
         begun, done = self.last_begun(), self._last("commits")
         if begun is None:
@@ -28,7 +28,7 @@ class SparkCommits:
         return begun + 1 if done is not None and done >= begun else begun
 
     def last_begun(self) -> int | None:
-        """The last batch that Spark has planned, None if there is none."""
+        """Return the last batch that Spark has planned; None if there is none."""
         return self._last("offsets")
 
     def _last(self, directory: str) -> int | None:
@@ -36,17 +36,18 @@ class SparkCommits:
         return max((int(n) for n in names if n.isdigit()), default=None)
 
     def has_begun(self, batch_id: int) -> bool:
-        """Whether a batch is planned: if it is run again, it has the same rows."""
+        """Return whether a batch is planned. A planned batch has the same rows whenever it is run again."""
         return self._storage.exists(f"offsets/{batch_id}")
 
     def has(self, batch_id: int) -> bool:
-        """Whether a batch is committed."""
+        """Return whether a batch is committed."""
         return self._storage.exists(f"commits/{batch_id}")
 
     def times(self, batch_id: int) -> BatchTimes:
-        """The times of a batch that Spark has planned; rows that are late by the watermark of the one before are late.
+        """Return the times of a batch that Spark has planned.
 
-        Raises ``MissingFileError``, and ``DamagedFileError`` if a file is not as Spark writes it.
+        Rows are late by the watermark of the batch before. Raises ``MissingFileError``, and ``DamagedFileError`` if a
+        file is not as Spark writes it.
         """
         own = self._offsets(batch_id)
         late = self._offsets(batch_id - 1).batchWatermarkMs if batch_id > 0 else 0

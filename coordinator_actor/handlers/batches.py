@@ -49,12 +49,14 @@ class Batches:
             self._require_host(request.host_id, request.incarnation)
             if batch_id < run.batch.highest_opened:
                 raise StaleBatchError(
-                    f"A task of batch {batch_id} is too late: batch {run.batch.highest_opened} of run {run.run_id} has begun."
+                    f"A task of batch {batch_id} is too late: batch {run.batch.highest_opened} of run {run.run_id} has "
+                    "begun."
                 )
             advance(self._runs, run, batch_id)
             if run.held_from is not None and batch_id >= run.held_from:
                 raise BatchHeldError(
-                    f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version {run.held_from}."
+                    f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
+                    f"{run.held_from}."
                 )
             assignment = assigned(self._registries, run, rebalance=batch_id > run.batch.highest_opened)
             run.batch.begin(batch_id)
@@ -102,7 +104,8 @@ class Batches:
                 )
             if version not in versions.readable:
                 raise VersionNotFoundError(
-                    f"Version {version} of query {run.registration.name or 'unnamed'} ({run.registration.query_id}) is no longer "
+                    f"Version {version} of query {run.registration.name or 'unnamed'} ({run.registration.query_id}) is "
+                    "no longer "
                     f"kept; there are the versions {versions.readable[0]} to {versions.readable[-1]}."
                 )
             found = versions.lineage(operator, partition, version)
@@ -186,7 +189,8 @@ class Batches:
 def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> int | None:
     """Raise an error unless the changes may be taken.
 
-    Return the id of the manifest that names the changes already, if the answer to an earlier message was lost; else None.
+    Return the id of the manifest that names the changes already, if the answer to an earlier message was lost; else
+    None.
     """
     task = (message.operator, message.partition)
     run.require_partition(*task)
@@ -207,7 +211,8 @@ def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> i
     base = versions.head(message.version - 1, *task)
     if message.base != base:
         raise LineageError(
-            f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with {base}."
+            f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with "
+            f"{base}."
         )
     run.files_in_use.acknowledged(task)
     prepared = versions.chain.get(message.version)

@@ -26,11 +26,13 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int) -> None:
         )
     if batch_id != completed + 1:
         raise InvalidRequestError(
-            f"Version {batch_id} of run {run.run_id} cannot be completed: version {completed} is the last completed one."
+            f"Version {batch_id} of run {run.run_id} cannot be completed: version {completed} is the last completed "
+            "one."
         )
     if not run.commits.has(batch_id - 1):
         raise InvalidRequestError(
-            f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not exist in "
+            f"Version {batch_id} of run {run.run_id} cannot be completed: Spark's commits/{batch_id - 1} does not "
+            "exist in "
             f"{run.registration.checkpoint_location}, or no longer."
         )
     _complete(runs, run, batch_id)

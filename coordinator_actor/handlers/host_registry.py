@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class HostLease:
-    """One host and when it was last heard of."""
+    """One host, and when it was last heard of, in seconds by the coordinator's clock."""
 
     info: HostInfo
     seen: float
 
 
 class HostLeases(UserDict[str, HostLease]):
-    """Leases by host id, which counts in ``generation`` how often the set of hosts, or what one says of itself, changed.
+    """The leases by host id. ``generation`` counts the changes of the set of hosts, or of what a host says of itself.
 
     A host that registers again as the same incarnation at the same address changes nothing.
     """
@@ -44,7 +44,7 @@ class HostLeases(UserDict[str, HostLease]):
 
 
 class HostRegistry:
-    """The live hosts. A host that registers with a new incarnation replaces the old one."""
+    """The live hosts. A host that registers with a new incarnation replaces the old incarnation."""
 
     def __init__(self) -> None:
         self.leases = HostLeases()
@@ -53,7 +53,7 @@ class HostRegistry:
 
     @property
     def generation(self) -> int:
-        """Grows with every change of the hosts: what was worked out at one generation holds until the next."""
+        """Return the number of changes of the hosts: a result of one generation holds until the next one."""
         return self.leases.generation
 
     def register(self, info: HostInfo, now: float) -> None:
@@ -61,7 +61,7 @@ class HostRegistry:
         self.leases[info.host_id] = HostLease(info, now)
 
     def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
-        """Renew a lease; None if this incarnation is not known."""
+        """Renew and return a lease; None if this incarnation is not known."""
         lease = self.leases.get(host_id)
         if lease is None or lease.info.incarnation != incarnation:
             return None
@@ -75,7 +75,7 @@ class HostRegistry:
             raise UnknownHostError(f"Host {host_id} (incarnation {incarnation}) is not registered; register it again.")
 
     def nodes_of_session(self, session_id: str) -> Mapping[str, str]:
-        """The live hosts of a session with the node of each, in the order of their ids. Not to be changed."""
+        """Return the node of each live host of a session, in the order of host ids. The result must not be changed."""
         if self._nodes_generation != self.generation:
             self._nodes, self._nodes_generation = {}, self.generation
         nodes = self._nodes.get(session_id)
@@ -86,16 +86,16 @@ class HostRegistry:
         return nodes
 
     def of_session(self, session_id: str) -> list[str]:
-        """The live hosts of a session, in a fixed order."""
+        """Return the live hosts of a session, in a fixed order."""
         return list(self.nodes_of_session(session_id))
 
     def prolong(self, seconds: float, now: float) -> None:
-        """All leases run so much longer."""
+        """Let all leases run so many seconds longer."""
         for lease in self.leases.values():
             lease.seen = min(now, lease.seen + seconds)
 
     def expire(self, before: float) -> list[str]:
-        """Drop the hosts last heard of before that moment."""
+        """Drop the hosts that were last heard of before that time. Return their ids."""
         lost = [h for h, lease in self.leases.items() if lease.seen < before]
         for host_id in lost:
             del self.leases[host_id]

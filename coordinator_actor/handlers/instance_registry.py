@@ -10,13 +10,13 @@ from backends.ids import StateStoreProviderId
 log = logging.getLogger(__name__)
 
 Executor = tuple[str, str]
-"""Host and executor id."""
+"""(host, executor id)"""
 
 
 class InstanceRegistry:
-    """Spark's ``StateStoreCoordinator``: which executor has which provider loaded.
+    """Which executor has which provider loaded (Spark: ``StateStoreCoordinator``). The debug messages are Spark's.
 
-    Kept by run, since a run's instances go together and other runs may have many. The debug messages are Spark's.
+    Instances are kept by run, since the instances of a run go together and other runs may have many.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,9 @@ class InstanceRegistry:
         executor_id: str,
         others: Iterable[StateStoreProviderId] = (),
     ) -> list[StateStoreProviderId]:
-        """Make an instance active at an executor; returns the others that are active elsewhere by now.
+        """Make an instance active at an executor. Return those of ``others`` that are active elsewhere by now.
 
-        As in Spark, one that nobody has reported stays: a coordinator that was restarted knows of none at first.
+        As in Spark, an instance that no executor has reported stays: a restarted coordinator knows of none at first.
         """
         # One tuple per executor, not one per instance.
         executor = self._executors.setdefault((host, executor_id), (host, executor_id))
@@ -41,11 +41,11 @@ class InstanceRegistry:
         return [o for o in others if (held := self._held(o)) is not None and held != executor]
 
     def verify(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """Whether an executor has the active instance."""
+        """Return whether an executor has the active instance."""
         return self.verify_many((provider_id,), executor_id)[0]
 
     def verify_many(self, provider_ids: Sequence[StateStoreProviderId], executor_id: str) -> list[bool]:
-        """Whether an executor has the active instance of each, in the order asked."""
+        """Return for each instance whether an executor has it, in the order asked."""
         responses = [(held := self._held(p)) is not None and held[1] == executor_id for p in provider_ids]
         if log.isEnabledFor(logging.DEBUG):
             for provider_id, response in zip(provider_ids, responses, strict=True):
@@ -53,11 +53,11 @@ class InstanceRegistry:
         return responses
 
     def location(self, provider_id: StateStoreProviderId) -> str | None:
-        """``executor_<host>_<executor id>`` of the active instance."""
+        """Return ``executor_<host>_<executor id>`` of the active instance, or None."""
         return self.locations((provider_id,))[0]
 
     def locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        """``executor_<host>_<executor id>`` of the active instance of each, in the order asked; None where there is none."""
+        """Return ``location`` of each instance, in the order asked."""
         found = [None if (held := self._held(p)) is None else f"executor_{held[0]}_{held[1]}" for p in provider_ids]
         if log.isEnabledFor(logging.DEBUG):
             for provider_id, location in zip(provider_ids, found, strict=True):
@@ -65,7 +65,7 @@ class InstanceRegistry:
         return found
 
     def of_run(self, run_id: str) -> list[StateStoreProviderId]:
-        """The active instances of a run."""
+        """Return the active instances of a run."""
         return list(self._runs.get(run_id, ()))
 
     def deactivate(self, run_id: str) -> None:
@@ -78,7 +78,7 @@ class InstanceRegistry:
             log.debug("Deactivating instances related to checkpoint location %s: %s", run_id, ids)
 
     def describe(self) -> list[dict[str, str]]:
-        """All active instances, for people."""
+        """Return all active instances, for people."""
         return [{"id": str(p), "host": h, "executor_id": e} for run in self._runs.values() for p, (h, e) in run.items()]
 
     def _held(self, provider_id: StateStoreProviderId) -> Executor | None:

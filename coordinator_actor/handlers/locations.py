@@ -30,7 +30,8 @@ class Locations:
             self._require_not_ended(operator, query, running)
             if (age := self._registries.clock() - self._registries.started) < self._report_timeout:
                 raise UnknownRunError(
-                    f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been there for "
+                    f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been "
+                    "there for "
                     f"{age:.1f} s; ask again."
                 )
             exist = ", ".join(sorted({f"{o.name!r}" for r in named for o in r.registration.operators})) or "none"
@@ -70,7 +71,8 @@ class Locations:
         at = datetime.fromtimestamp(last.at, timezone.utc).isoformat(sep=" ", timespec="seconds")
         of = last.registration
         raise QueryEndedError(
-            f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, ended at {at} "
+            f"Query {of.name or 'unnamed'} ({of.query_id}, run {of.run_id}), which had the operator {operator!r}, "
+            f"ended at {at} "
             f"({last.why}). Start it again, or read its state from the checkpoint with read_state."
         )
 

@@ -13,8 +13,8 @@ from coordinator_actor.query.query_state import QueryState
 def assigned(registries: Registries, run: QueryState, *, rebalance: bool = False) -> Assignment:
     """Return the assignment of a run, a new one if hosts have come or gone. The lock of the run must be held.
 
-    Partitions move away from a living host only with ``rebalance``, where a batch begins. Raises ``UnknownHostError`` if the
-    session has no live host.
+    Partitions move away from a living host only with ``rebalance``, where a batch begins. Raises ``UnknownHostError``
+    if the session has no live host.
     """
     held = run.assignment
     with registries.lock:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -20,7 +21,6 @@ from coordinator_actor.messages import QueryRegistration, RegisteredQuery
 from coordinator_actor.query.compatibility import evolved_operators, refusal_of
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
-from coordinator_actor.savepoints.savepoint_format import OpenStorage
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Queries:
     """Registers runs, completes their versions and ends them.
 
-    ``coordinator_id`` stands in the epochs that are claimed. ``_registering`` has a lock per state location, held while a
-    run claims the state there; the registries' lock guards the dict.
+    ``coordinator_id`` stands in the epochs that are claimed. ``_registering`` has a lock per state location, held while
+    a run claims the state there; the registries' lock guards the dict.
     """
 
     def __init__(

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from backends.bounded_dict import BoundedDict
 from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.handlers.instance_registry import InstanceRegistry
-from coordinator_actor.handlers.run_registry import REMEMBERED_RUNS, RunRegistry
+from coordinator_actor.handlers.run_registry import REMEMBERED_ENTRIES, RunRegistry
 
 
 class Registries:
     """The hosts, runs and instances of one coordinator.
 
-    ``lock`` guards all of them, ``started`` and ``last_needed`` included. Whoever needs the lock of a run, too, takes the
-    lock of the run first. Nothing waits for storage while it holds ``lock``.
+    ``lock`` guards all of them, ``started`` and ``last_needed`` included. Whoever needs the lock of a run, too, takes
+    the lock of the run first. Nothing waits for storage while it holds ``lock``.
 
     ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is when hosts or drivers were heard of last.
     """
@@ -27,7 +27,7 @@ class Registries:
         self.instances = InstanceRegistry()
         self.runs = RunRegistry(self.lock, self.instances, clock)
         self.started = self.last_needed = clock()
-        self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_RUNS)
+        self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_ENTRIES)
 
     def needed(self) -> None:
         """Take note that a host or a driver was heard of."""

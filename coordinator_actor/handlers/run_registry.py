@@ -14,7 +14,7 @@ from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import RunSavepoints
 
-REMEMBERED_RUNS = 1000
+REMEMBERED_ENTRIES = 1000
 LEASE_OVER = "its driver was not heard of"
 
 
@@ -35,9 +35,9 @@ class EndedQuery:
 class RunRegistry:
     """The runs that a coordinator knows.
 
-    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: for good, or (``LEASE_OVER``) until its driver
-    registers it again. The last ``REMEMBERED_RUNS`` such runs are remembered, and as many savepoint requests of ended runs.
-    ``lock`` guards everything here; see ``Registries``.
+    ``by_id`` has the registered runs. A run is *over* if it is to be unloaded: for good, or (``LEASE_OVER``) until its
+    driver registers it again. The last ``REMEMBERED_ENTRIES`` such runs are remembered, and as many savepoint requests
+    of ended runs. ``lock`` guards everything here; see ``Registries``.
     """
 
     def __init__(self, lock: threading.RLock, instances: InstanceRegistry, clock: Callable[[], float]) -> None:
@@ -46,9 +46,9 @@ class RunRegistry:
         self._clock = clock
         self.by_id: dict[str, QueryState] = {}
         self._savepoints: dict[str, RunSavepoints] = {}
-        self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_RUNS)
-        self._ended: BoundedDict[str, EndedQuery] = BoundedDict(REMEMBERED_RUNS)
-        self._ended_savepoints: BoundedDict[str, Future[str]] = BoundedDict(REMEMBERED_RUNS)
+        self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
+        self._ended: BoundedDict[str, EndedQuery] = BoundedDict(REMEMBERED_ENTRIES)
+        self._ended_savepoints: BoundedDict[str, Future[str]] = BoundedDict(REMEMBERED_ENTRIES)
 
     # -- finding -------------------------------------------------------------------------------
 
@@ -78,7 +78,10 @@ class RunRegistry:
             return [run for run in self.by_id.values() if run.registration.session_id == session_id]
 
     def running(self, query: str) -> QueryState:
-        """Return the running query of that name, query id or run id. Raises ``UnknownQueryError`` unless there is one."""
+        """Return the running query of that name, query id or run id.
+
+        Raises ``UnknownQueryError`` if there is none, or more than one.
+        """
         running = self.current()
         found = [run for run in running if run.is_named(query)]
         if len(found) != 1:

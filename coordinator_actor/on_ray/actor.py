@@ -17,7 +17,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.port import CoordinatorPort
@@ -25,15 +25,18 @@ from coordinator_actor.priority import take_ordinary_priority
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "statestore"
-NAME = "StateStoreCoordinator"
 MAX_CONCURRENCY = 64
 WATCH_SECONDS = 1.0
-"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood still."""
+"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood
+still.
+"""
 
 
 def steady_clock() -> Callable[[], float]:
-    """Return a clock of seconds since 1970 that never goes back: leases must not depend on a clock that somebody sets."""
+    """Return a clock of seconds since 1970 that never goes back.
+
+    Leases must not depend on a system clock that somebody sets.
+    """
     start = time.time() - time.monotonic()
     return lambda: start + time.monotonic()
 
@@ -41,8 +44,8 @@ def steady_clock() -> Callable[[], float]:
 class StateStoreCoordinator(CoordinatorPort):
     """The coordinator of one namespace as a Ray actor. Its methods are the messages of ``CoordinatorPort``.
 
-    Ray restarts the actor. Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster, unless
-    an earlier coordinator of that name has left one.
+    Ray restarts the actor. Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster,
+    unless an earlier coordinator of that name has left one.
     """
 
     def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:
@@ -112,7 +115,7 @@ class StateStoreCoordinator(CoordinatorPort):
         return answers
 
     def describe(self) -> dict[str, Any]:
-        """See ``CoordinatorPort``. Also names the process and the place of the actor."""
+        """See ``CoordinatorPort``. Also names the node, the process and the namespace of the actor."""
         return {
             **super().describe(),
             "namespace": self._namespace,
@@ -124,7 +127,9 @@ class StateStoreCoordinator(CoordinatorPort):
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"
 
 
-def get_or_create_coordinator(namespace: str = NAMESPACE, name: str = NAME, conf: CoordinatorConf | None = None) -> Any:
+def get_or_create_coordinator(
+    namespace: str = NAMESPACE, name: str = COORDINATOR_NAME, conf: CoordinatorConf | None = None
+) -> Any:
     """Return the coordinator actor of a namespace. Start it if there is none; it outlives the driver that starts it."""
     return (
         ray.remote(StateStoreCoordinator)

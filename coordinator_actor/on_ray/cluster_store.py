@@ -1,7 +1,7 @@
-"""What a namespace of a Ray cluster keeps in Ray's own key-value store: its secret, and the registry of its tokens.
+"""The secret of a cluster and the registry of its tokens, in Ray's own key-value store.
 
-It lives as long as the cluster, so that the tokens of clients outlive coordinators, streams and drivers. Every process attached to
-the cluster can read it, as it can ask the coordinator.
+The store lives as long as the Ray cluster. So the tokens of clients outlive coordinators, streams and drivers. Every
+process attached to the cluster can read it, just as it can ask the coordinator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class ClusterStore:
         self._prefix = f"{namespace}/{name}"
 
     def secret(self, candidate: str) -> str:
-        """The secret of this cluster: the first candidate that was ever offered."""
+        """Return the secret of this cluster: the first candidate that was ever offered."""
         key = f"{self._prefix}/secret"
         internal_kv._internal_kv_put(key, candidate, overwrite=False, namespace=KV_NAMESPACE)
         return str(internal_kv._internal_kv_get(key, namespace=KV_NAMESPACE), "ascii")

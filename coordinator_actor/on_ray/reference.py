@@ -1,7 +1,7 @@
-"""``StateStoreCoordinatorRef``: a reference to the coordinator, from a driver, a task or any Ray process.
+"""``StateStoreCoordinatorRef``: a reference to the coordinator, for a driver, a task or any Ray process.
 
-Spark's ``StateStoreCoordinatorRef`` of the same messages. In a PySpark task the messages go through
-a state store host, so that the worker need not join Ray; ``spark_bridge`` offers that way as an entry point.
+It has the messages of Spark's ``StateStoreCoordinatorRef``. In a PySpark task the messages go through a state store
+host, so that the worker need not join Ray. ``spark_bridge`` offers that way as an entry point.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from backends.ids import StateStoreProviderId
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.exceptions import CoordinatorStoppedError
 
 log = logging.getLogger(__name__)
 
 Transport = Callable[[str, dict[str, Any]], Any]
-"""Sends one message: method name and arguments; gives the answer."""
+"""Sends one message, given by method name and arguments, and returns the answer."""
 
 ENTRY_POINT = "statestore.executor_transport"
 RESTART_SECONDS = 60.0
-"""How long messages wait for a coordinator that is being restarted, all together."""
+"""How long messages wait, all together, for a coordinator that is being restarted."""
 # One thread, so that reports and deactivations arrive in the order in which they were made.
 _reporters = ThreadPoolExecutor(max_workers=1, thread_name_prefix="statestore-report")
 
 
 def executor_transport() -> Transport | None:
-    """The way from the task that this process runs, as installed packages offer it; None outside a task."""
+    """Return the way from the task that this process runs, as installed packages offer it; None outside a task."""
     for entry_point in entry_points(group=ENTRY_POINT):
         found: Transport | None = entry_point.load()()
         if found is not None:
@@ -45,8 +46,8 @@ class StateStoreCoordinatorRef:
         self._stop = stop
 
     @classmethod
-    def for_driver(cls, namespace: str = "statestore", name: str = "StateStoreCoordinator") -> StateStoreCoordinatorRef:
-        """A reference for a process in the Ray cluster; the coordinator is started if there is none."""
+    def for_driver(cls, namespace: str = NAMESPACE, name: str = COORDINATOR_NAME) -> StateStoreCoordinatorRef:
+        """Return a reference for a process in the Ray cluster. Start the coordinator if there is none."""
         from coordinator_actor.on_ray.actor import get_or_create_coordinator
 
         log.debug("Getting StateStoreCoordinatorRef")
@@ -54,10 +55,8 @@ class StateStoreCoordinatorRef:
         return cls._over_ray(namespace, name)
 
     @classmethod
-    def for_executor(
-        cls, namespace: str = "statestore", name: str = "StateStoreCoordinator"
-    ) -> StateStoreCoordinatorRef:
-        """A reference for an executor: in a PySpark task through a host, else through Ray.
+    def for_executor(cls, namespace: str = NAMESPACE, name: str = COORDINATOR_NAME) -> StateStoreCoordinatorRef:
+        """Return a reference for an executor: in a PySpark task through a host, else through Ray.
 
         Raises ``CoordinatorStoppedError`` if there is no coordinator.
         """
@@ -84,7 +83,8 @@ class StateStoreCoordinatorRef:
                 return ray.get_actor(name, namespace=namespace)
             except ValueError as error:
                 raise CoordinatorStoppedError(
-                    f"There is no StateStoreCoordinator {name!r} in the Ray namespace {namespace!r}: it was stopped or never "
+                    f"There is no StateStoreCoordinator {name!r} in the Ray namespace {namespace!r}: it was stopped or "
+                    "never "
                     "started. init_spark, attach or StateStoreCoordinatorRef.for_driver() start one."
                 ) from error
 
@@ -124,7 +124,7 @@ class StateStoreCoordinatorRef:
         executor_id: str,
         other_provider_ids: tuple[StateStoreProviderId, ...] = (),
     ) -> Future[list[StateStoreProviderId]]:
-        """Report a loaded provider. Returns at once; ``result()`` is the list of other providers to unload."""
+        """Report a loaded provider. Return at once; ``result()`` is the list of other providers to unload."""
         return _reporters.submit(
             self._transport,
             "report_active_instance",
@@ -137,22 +137,22 @@ class StateStoreCoordinatorRef:
         )
 
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
-        """Whether the coordinator takes that executor for the one that has the provider."""
+        """Return whether the coordinator knows that executor as the one that has the provider."""
         args = {"provider_id": provider_id, "executor_id": executor_id}
         return bool(self._transport("verify_if_instance_active", args))
 
     def get_location(self, provider_id: StateStoreProviderId) -> str | None:
-        """``executor_<host>_<executor id>`` of the active instance, or None."""
+        """Return ``executor_<host>_<executor id>`` of the active instance, or None."""
         location: str | None = self._transport("get_location", {"provider_id": provider_id})
         return location
 
     def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
-        """``get_location`` of many instances in one call, in the order asked."""
+        """Return ``get_location`` of many instances, in the order asked, in one call."""
         locations: list[str | None] = self._transport("get_locations", {"provider_ids": tuple(provider_ids)})
         return locations
 
     def deactivate_instances(self, run_id: str) -> bool:
-        """Forget the instances of a run, those of reports that are still on their way too."""
+        """Forget the instances of a run, also those of reports that are still on their way."""
         return bool(_reporters.submit(self._transport, "deactivate_instances", {"run_id": run_id}).result())
 
     def stop(self) -> None:

@@ -1,1 +1,1 @@
-"""One registered run of a query: its versions, its running batch, the owners of its partitions, what is removed when."""
+"""One registered run of a query: versions, running batch, owners of partitions, and what is removed when."""

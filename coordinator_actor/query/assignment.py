@@ -13,8 +13,8 @@ from coordinator_actor.messages import HostInfo
 class Assignment:
     """The owner of every partition of a run.
 
-    ``number`` grows with every change in a run. ``generation`` is that of the set of hosts. ``owners`` has, per operator,
-    an index into ``hosts`` for each partition. ``of_host`` has the partitions of each host, by host id.
+    ``number`` grows with every change in a run. ``generation`` is that of the set of hosts. ``owners`` has, per
+    operator, an index into ``hosts`` for each partition. ``of_host`` has the partitions of each host, by host id.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""May this program go on from that checkpoint? Every reason why not, with both sides named."""
+"""Says whether a program may go on from the stored state of a query, or every reason why not, with both sides named."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from backends.formats.manifest import Manifest
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.query_versions import tasks_of
 from coordinator_actor.query.recovery import incomplete_message
-from coordinator_actor.query.versions import tasks_of
 
 
 def refusal_of(run: QueryState) -> str | None:
-    """Why the run may not go on from what is stored, or None. Reads storage; changes nothing."""
+    """Return why the run may not go on from the stored state, or None. Reads storage; changes nothing."""
     registration = run.registration
     where = registration.state_location
     if any(o.num_partitions > registration.key_groups for o in registration.operators):
-        return f"An operator has more partitions than there are key groups ({registration.key_groups}); lower num_partitions."
+        return (
+            f"An operator has more partitions than there are key groups ({registration.key_groups}); "
+            "lower num_partitions."
+        )
     stored = run.manifests.query_file()
     if stored is not None and stored.query_id != registration.query_id:
         return (
@@ -32,7 +35,8 @@ def refusal_of(run: QueryState) -> str | None:
         )
     if stored is not None and stored.key_groups != registration.key_groups:
         return (
-            f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program asks for "
+            f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program "
+            "asks for "
             f"{registration.key_groups}; set spark.statestore.keyGroups={stored.key_groups}."
         )
     base = _base(run)
@@ -42,9 +46,12 @@ def refusal_of(run: QueryState) -> str | None:
             return refusal
     if run.versions.oldest > run.versions.completed:
         return (
-            f"Spark begins {registration.checkpoint_location} with batch {run.versions.completed}, and so needs state version "
-            f"{run.versions.completed}, but at {where} versions {run.versions.oldest} to {max(run.versions.chain)} are kept: more of Spark's offsets and "
-            "commits were removed than min_versions_to_retain allows for. Restore them, or use a new checkpoint location."
+            f"Spark begins {registration.checkpoint_location} with batch {run.versions.completed}, and so needs state "
+            "version "
+            f"{run.versions.completed}, but at {where} versions {run.versions.oldest} to {max(run.versions.chain)} are "
+            "kept: more of Spark's offsets and "
+            "commits were removed than min_versions_to_retain allows for. Restore them, or use a new checkpoint "
+            "location."
         )
     if run.versions.completed > 0 and run.versions.completed not in run.versions.chain:
         return _missing_version(run)
@@ -56,7 +63,8 @@ def _program_refusal(run: QueryState, base: Manifest) -> str | None:
     declared = {o.name: o for o in run.registration.operators}
     if set(declared) != set(base.operators):
         return (
-            f"The state at {where} has the operators {_names(base.operators)}, and the program has {_names(declared)}; give "
+            f"The state at {where} has the operators {_names(base.operators)}, and the program has {_names(declared)}; "
+            "give "
             "the operators their old names, or use a new checkpoint location."
         )
     for spec in declared.values():
@@ -68,10 +76,10 @@ def _program_refusal(run: QueryState, base: Manifest) -> str | None:
 
 
 def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
-    """The run's operators with the schemas that they go on with: what is stored, and what the program has changed of it.
+    """Return the run's operators with their evolved schemas: the stored ones with what the program has changed.
 
-    For a run that nothing is refused of; the same however often it is asked, and for a run that has been given these
-    operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
+    Only for a run that is not refused. The result is the same however often this is called, also for a run that was
+    given these operators already. Reads storage; changes nothing. Raises ``IncompatibleSchemaError``.
     """
     base = _base(run)
     return tuple(
@@ -80,7 +88,7 @@ def evolved_operators(run: QueryState) -> tuple[OperatorSpec, ...]:
 
 
 def _base(run: QueryState) -> Manifest | None:
-    """The manifest of the state that the run goes on from: what versions above it had changed, it does not know of."""
+    """Return the manifest of the state that the run goes on from. Changes by versions above it are not known to it."""
     below = [version for version in run.versions.chain if version <= run.versions.completed]
     return run.versions.chain[max(below)] if below else None
 
@@ -103,12 +111,15 @@ def _schema_refusal(run: QueryState, base: Manifest, spec: OperatorSpec, error: 
         part = "key" if there.key != here.key else "state"
         return (
             f"The {part} schema of operator {spec.name!r} differs from the one stored at {where}. "
-            f"Stored: {_columns(there)}. Program: {_columns(here)}. Restore the old columns and aggregations, or use a new "
+            f"Stored: {_columns(there)}. Program: {_columns(here)}. Restore the old columns and aggregations, or use a "
+            "new "
             "checkpoint location."
         )
     return (
-        f"The state of operator {spec.name!r} at {where} cannot be gone on with as the program declares it now. {error} "
-        "Restore the old declaration, put a state variable of another name in its place, or use a new checkpoint location."
+        f"The state of operator {spec.name!r} at {where} cannot be gone on with as the program declares it now. "
+        f"{error} "
+        "Restore the old declaration, put a state variable of another name in its place, or use a new checkpoint "
+        "location."
     )
 
 
@@ -123,8 +134,10 @@ def _missing_version(run: QueryState) -> str | None:
     versions = sorted(run.versions.chain)
     exist = f"versions {versions[0]} to {versions[-1]} exist" if versions else "no version exists"
     return (
-        f"Spark has committed batch {completed - 1} of {run.registration.checkpoint_location}, so the query needs state "
-        f"version {completed}, but at {run.registration.state_location} {exist}. If the operators are new to this query, "
+        f"Spark has committed batch {completed - 1} of {run.registration.checkpoint_location}, so the query needs "
+        "state "
+        f"version {completed}, but at {run.registration.state_location} {exist}. If the operators are new to this "
+        "query, "
         "or their state was removed, start with a new checkpoint location."
     )
 

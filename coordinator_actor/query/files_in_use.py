@@ -22,17 +22,17 @@ class FilesInUse:
         self._rescaling: dict[TaskKey, float] = {}
 
     def begin(self, task: TaskKey, now: float, *, is_rescaling: bool) -> None:
-        """A host loads a partition; ``is_rescaling``: from the files of an earlier layout."""
+        """Take note that a host loads a partition; ``is_rescaling``: from the files of an earlier layout."""
         self._busy[task] = now + BUSY_SECONDS
         if is_rescaling:
             self._rescaling[task] = now + BUSY_SECONDS
 
     def uploaded(self, task: TaskKey) -> None:
-        """A host has uploaded a snapshot of a partition."""
+        """Take note that a host has uploaded a snapshot of a partition."""
         self._busy.pop(task, None)
 
     def acknowledged(self, task: TaskKey) -> None:
-        """A host has changed a partition, so the partition is loaded, and made anew if it was rescaled."""
+        """Take note that a host has changed a partition: the partition is loaded, and rescaled if need be."""
         self._busy.pop(task, None)
         self._rescaling.pop(task, None)
 

@@ -13,7 +13,7 @@ from backends.formats.retention import Retention
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.durable.manifests import ManifestLog
-from coordinator_actor.query.versions import Versions
+from coordinator_actor.query.query_versions import QueryVersions
 
 NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
 
@@ -28,7 +28,7 @@ class ManifestWriter:
         self,
         run_id: str,
         log: ManifestLog,
-        versions: Versions,
+        versions: QueryVersions,
         counter: CheckpointIDCounter,
         clock: Callable[[], float],
     ) -> None:

@@ -1,9 +1,9 @@
-"""Who owns which partition: equal shares by rendezvous hashing, and few moves.
+"""Decides which host owns which partition: equal shares by rendezvous hashing, and few moves.
 
-A partition stays where it is while its host lives. A free one goes to the host with the highest score for it among
-those that have room (Thaler and Ravishankar's rendezvous hashing; Mirrokni et al. for the bound). Room is counted twice:
-with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions and each host of a node an equal part
-of those, both rounded down or up. So every host also has ``P / H``, rounded down or up.
+A partition stays where it is while its host lives. A free partition goes to the host with the highest score for it
+among the hosts that have room (rendezvous hashing by Thaler and Ravishankar; the bound by Mirrokni et al.). Room is
+counted twice: with P partitions on H hosts, a node with k of the hosts gets ``P * k / H`` partitions, and each host of
+the node an equal part of them, both rounded down or up. So every host has ``P / H`` partitions, rounded down or up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Hashes = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int64]
 
 ROWS = 1024
-"""Scores are made for so many partitions at a time: with 200 hosts they fit a core's cache."""
+"""Scores are computed for so many partitions at a time: with 200 hosts they fit the cache of a core."""
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
@@ -34,17 +34,18 @@ def assign(
     rebalance: bool = False,
     salt: str = "",
 ) -> dict[str, str]:
-    """Host per partition. ``current`` owners are kept if they are among ``hosts``.
+    """Return the host of each partition. ``current`` owners are kept if they are among ``hosts``.
 
-    ``hosts`` maps host id to node id; given as a sequence, they count as hosts of one node. With ``rebalance`` a host
-    keeps no more than its share, so that a new one gets its own, and no more partitions move than that takes. ``salt``, a
-    query id for instance, keeps queries with the same operators and fewer partitions than hosts from the same hosts.
-    The order of partitions and hosts does not matter. Raises ``UnknownHostError`` if there are no hosts.
+    ``hosts`` maps host id to node id; a sequence of host ids counts as the hosts of one node. With ``rebalance`` a host
+    keeps no more than its share, so that a new host gets its own share, and no more partitions move than that takes.
+    ``salt``, for example a query id, keeps queries with the same operators and fewer partitions than hosts from using
+    the same hosts. The order of partitions and hosts does not matter. Raises ``UnknownHostError`` if there are no
+    hosts.
     """
     nodes = hosts if isinstance(hosts, Mapping) else dict.fromkeys(hosts, "")
     if not nodes:
         raise UnknownHostError(f"There is no live state store host to own the {len(partitions)} partitions; start one.")
-    # By hash, so that among equals no node is preferred for its name.
+    # In the order of hashes, so that among equals no node is preferred for its name.
     seed = xxhash.xxh64_intdigest(salt.encode())
     host_hashes = {h: xxhash.xxh64_intdigest(h.encode(), seed) for h in nodes}
     names = sorted(nodes, key=lambda h: (host_hashes[h], h))
@@ -71,17 +72,18 @@ def assign(
 
 
 def shares(total: int, loads: Counts, nodes: Sequence[str], *, keep: bool = False) -> Counts:
-    """How many of ``total`` partitions each host should own; the hosts that own most now get what cannot be divided.
+    """Return how many of ``total`` partitions each host should own.
 
-    ``loads`` is what each host owns now, ``nodes`` its node. Of all shares that are as equal as the head of this file says,
-    these are reached with the fewest moves. With ``keep`` no host's is less than its load; they may then exceed ``total``.
+    ``loads`` is how many each host owns now, ``nodes`` its node. Where shares cannot be equal, the hosts that own most
+    now get one more. Of all shares that are as equal as the head of this file says, these take the fewest moves. With
+    ``keep`` no host gets less than its load; the shares may then exceed ``total``.
     """
     members: defaultdict[str, list[int]] = defaultdict(list)
     for host, node in enumerate(nodes):
         members[node].append(host)
     groups = list(members.values())
     parts = [total * len(group) // len(nodes) for group in groups]
-    # To round a node up costs nothing, and saves so many moves out of its hosts.
+    # Rounding a node up costs nothing, and saves so many moves out of its hosts.
     savings = [
         _surplus(loads[group], part) - _surplus(loads[group], part + 1)
         for group, part in zip(groups, parts, strict=True)
@@ -97,7 +99,7 @@ def shares(total: int, loads: Counts, nodes: Sequence[str], *, keep: bool = Fals
 
 
 def _filled(loads: Counts, share: int) -> Counts:
-    """A node's share on top of what its hosts own: as equal as it can be if none gives anything up."""
+    """Return a node's share on top of what its hosts own: as equal as possible if no host gives anything up."""
     result: Counts = loads.copy()
     below = np.arange(len(loads))
     left = max(share, int(loads.sum()))
@@ -112,7 +114,7 @@ def _filled(loads: Counts, share: int) -> Counts:
 
 
 def _even(loads: Counts, share: int) -> Counts:
-    """A node's share divided among its hosts; the most loaded ones get one more where it cannot be equal."""
+    """Divide a node's share among its hosts. Where it cannot be equal, the most loaded hosts get one more."""
     each, more = divmod(share, len(loads))
     result = np.full(len(loads), each, np.int64)
     result[np.argsort(-loads, kind="stable")[:more]] += 1
@@ -120,15 +122,16 @@ def _even(loads: Counts, share: int) -> Counts:
 
 
 def _surplus(loads: Counts, share: int) -> int:
-    """How many partitions must leave the hosts of a node if it may have ``share``."""
+    """Return how many partitions must leave the hosts of a node if the node may have ``share``."""
     return int(np.maximum(loads - _even(loads, share), 0).sum())
 
 
 def place(partitions: Hashes, hosts: Hashes, room: Counts) -> Counts:
-    """Host (its index) per partition, by hashes of both: no host gets more than its ``room``, which must be enough in all.
+    """Return the index of the host of each partition, by hashes of both. No host gets more than its ``room``.
 
-    In rounds: each partition asks the host with its highest score among those with room; a host with more askers
-    than room takes those that score highest with it. So the order of neither side matters.
+    The room of all hosts together must be enough. Works in rounds: each partition asks the host with its highest score
+    among the hosts with room. A host with more askers than room takes the partitions that score highest with it. So the
+    order of neither side matters.
     """
     result = np.full(len(partitions), -1, np.int64)
     left = room.copy()
@@ -137,7 +140,7 @@ def place(partitions: Hashes, hosts: Hashes, room: Counts) -> Counts:
         open_hosts = np.flatnonzero(left > 0)
         best, scores = _best(partitions[asking], hosts[open_hosts])
         wanted = open_hosts[best]
-        # By host, the highest scores first: the rank within a host's askers says who is taken.
+        # By host, the highest scores first: the rank among a host's askers decides which partitions are taken.
         order = np.lexsort((np.arange(len(asking)), ~scores, wanted))
         sorted_wanted = wanted[order]
         rank = np.arange(len(order)) - np.searchsorted(sorted_wanted, sorted_wanted)
@@ -149,7 +152,7 @@ def place(partitions: Hashes, hosts: Hashes, room: Counts) -> Counts:
 
 
 def _best(partitions: Hashes, hosts: Hashes) -> tuple[Counts, Hashes]:
-    """Per partition the index of the host with the highest score for it, and that score."""
+    """Return per partition the index of the host with the highest score for it, and that score."""
     best = np.empty(len(partitions), np.int64)
     highest = np.empty(len(partitions), np.uint64)
     for start in range(0, len(partitions), ROWS):
@@ -161,7 +164,7 @@ def _best(partitions: Hashes, hosts: Hashes) -> tuple[Counts, Hashes]:
 
 
 def _scores(partitions: Hashes, hosts: Hashes) -> Hashes:
-    """Score per partition and host: both hashes mixed (two rounds of multiply and shift, as in ``rrmxmx``)."""
+    """Return the score of each partition with each host: both hashes mixed by two rounds of ``rrmxmx``."""
     mixed: Hashes = partitions[:, None] ^ hosts[None, :]
     for _ in range(2):
         mixed ^= mixed >> _SHIFT
@@ -171,7 +174,7 @@ def _scores(partitions: Hashes, hosts: Hashes) -> Hashes:
 
 
 def _released(held: list[str], host: Hashes, count: int) -> list[str]:
-    """The ``count`` partitions of a host that score lowest with it, whatever their order."""
+    """Return the ``count`` partitions of a host that score lowest with it, whatever their order."""
     scores = _scores(_hashes(held), host)[:, 0]
     return [held[i] for i in np.argsort(scores, kind="stable")[:count].tolist()]
 

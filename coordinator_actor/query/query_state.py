@@ -22,9 +22,9 @@ from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, Quer
 from coordinator_actor.query.assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.manifest_writer import ManifestWriter
+from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
 from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
-from coordinator_actor.query.versions import Versions, tasks_of
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 class QueryState:
     """One registered run of a query.
 
-    ``lock`` guards everything in it, also in its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``. Only
-    the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``) and what is announced to hosts are read and written
-    without the lock: each of these values is replaced as a whole. The lock is held while the run's storage is asked, so
-    messages that must not wait for storage do not take it.
+    ``lock`` guards everything in it, also in its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``.
+    Only the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``) and what is announced to hosts are read
+    and written without the lock: each of these values is replaced as a whole. The lock is held while the run's storage
+    is asked, so messages that must not wait for storage do not take it.
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``maintained`` is when
     garbage was removed last.
@@ -55,7 +55,7 @@ class QueryState:
         self.counter = CheckpointIDCounter()
         operators = registration.operators
         layouts = {o.name: Layout(o.name, o.num_partitions, o.backend) for o in operators}
-        self.versions = Versions(layouts, registration.key_groups)
+        self.versions = QueryVersions(layouts, registration.key_groups)
         self.registration = registration
         self.adopt(operators)
         self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)
@@ -131,11 +131,11 @@ class QueryState:
         self.maintained = now
 
     def retire(self, run_id: str) -> None:
-        """A newer run replaces this one."""
+        """Take note that a newer run replaces this one."""
         self.retired_by = run_id
 
     def end(self) -> None:
-        """The run is over: this run may change nothing any more."""
+        """Take note that the run is over: it may change nothing any more."""
         self.ended = True
 
     @property
@@ -147,7 +147,8 @@ class QueryState:
         """Raise ``RetiredRunError`` if the run is over or replaced."""
         if self.retired_by is not None:
             raise RetiredRunError(
-                f"Run {self.run_id} of query {self.registration.query_id} has been replaced by run {self.retired_by} on the "
+                f"Run {self.run_id} of query {self.registration.query_id} has been replaced by run {self.retired_by} "
+                "on the "
                 f"same checkpoint ({self.registration.checkpoint_location}); only the newer one may go on."
             )
         if self.ended:
@@ -199,9 +200,9 @@ class QueryState:
         """Make the state the record of this epoch. Return whether versions above the completed one are given up.
 
         They are given up if the user has removed Spark's last batches: with other rows to come, no later version may be
-        put together with them. A version that was merely not committed in time stays, since its batch comes again with the
-        same rows. Snapshots that only manifests that are given up name are named again, also for the sake of an earlier
-        layout: manifests of the run's own layout cannot name its snapshots.
+        put together with them. A version that was merely not committed in time stays, since its batch comes again with
+        the same rows. Snapshots that only manifests that are given up name are named again, also for the sake of an
+        earlier layout: manifests of the run's own layout cannot name its snapshots.
         """
         versions = self.versions
         chain, completed = versions.chain, versions.completed
@@ -254,7 +255,8 @@ class QueryState:
             self._recover(version)
             self._require_own_schemas(version)
         elif self._writer.is_uncertain:
-            # A manifest whose writing failed may exist all the same, or appear later. A completed version must not change.
+            # A manifest whose writing failed may exist all the same, or appear later. A completed version must not
+            # change.
             self._writer.write_again(version)
         self.batch.completed()
         versions.complete(version)
@@ -314,7 +316,7 @@ class QueryState:
 
     @property
     def held_from(self) -> int | None:
-        """Return the first batch whose tasks must wait, since the query stops with a savepoint; None if there is none."""
+        """Return the first batch that must wait, since the query stops with a savepoint; None if no batch must."""
         return self._held_from
 
     def hold(self, batch_id: int) -> None:

@@ -1,7 +1,7 @@
 """Finds the changes of a version that Spark has committed although no manifest of that version was seen.
 
-Hosts may have died together with an earlier coordinator after their acknowledgements. The changelogs are durable, and each
-names its run and its base.
+Hosts may have died together with an earlier coordinator after their acknowledgements. The changelogs are durable, and
+each names its run and its base.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks
 from coordinator_actor.durable.manifests import ManifestLog
-from coordinator_actor.query.versions import Versions, tasks_of
+from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 
 
 class StoredChanges(NamedTuple):
@@ -33,13 +33,13 @@ class StoredChanges(NamedTuple):
 
 
 def stored_changes(
-    log: ManifestLog, versions: Versions, run_id: str, version: int, acknowledged: Mapping[TaskKey, PartitionEntry]
+    log: ManifestLog, versions: QueryVersions, run_id: str, version: int, acknowledged: Mapping[TaskKey, PartitionEntry]
 ) -> StoredChanges:
     """Return the changes of a version: those that were ``acknowledged``, or else those in storage.
 
-    If the run ``run_id`` has no changes of the version, an earlier run has: Spark had committed its batch before this run
-    began, perhaps with another number of partitions. Changes of two runs never make one version: each run may have seen
-    other rows.
+    If the run ``run_id`` has no changes of the version, an earlier run has: Spark had committed its batch before this
+    run began, perhaps with another number of partitions. Changes of two runs never make one version: each run may have
+    seen other rows.
     """
     found = dict(acknowledged)
     runs = {
@@ -60,7 +60,7 @@ def stored_changes(
 
 
 def _stored_changelog(
-    log: ManifestLog, versions: Versions, layout: Layout, partition: int, version: int, run_id: str
+    log: ManifestLog, versions: QueryVersions, layout: Layout, partition: int, version: int, run_id: str
 ) -> PartitionEntry | None:
     base = versions.head_in(layout, partition, version - 1)
     for path, size in reversed(log.storage.list(f"{layout.directory(partition)}/")):
@@ -79,7 +79,9 @@ def incomplete_message(batch_id: int, missing: list[TaskKey], total: int) -> str
     return (
         f"Spark committed batch {batch_id}, but {len(missing)} of {total} state partitions never ran in it "
         f"({named_tasks(missing)}): "
-        "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it consume all "
-        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location, and start "
+        "most likely a foreachBatch function consumed only a part of its DataFrame (head, limit, take). Make it "
+        "consume all "
+        f"of it in every batch, delete commits/{batch_id} and offsets/{batch_id + 1} in the checkpoint location, and "
+        "start "
         "the query again: it repeats the batch from the state before it."
     )

@@ -48,7 +48,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         files = [*sizes, *storage.unfinished("operators")]
         found = retention.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
-        # Which files belong to that snapshot is not known. It will be known when the snapshot is no longer kept.
+        # As long as that snapshot is kept, nobody can tell which files belong to it.
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
         found = []
     removed = [path for path in found if not path.startswith(in_use)] + manifests

@@ -12,7 +12,7 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.query.versions import changes_of
+from coordinator_actor.query.query_versions import changes_in
 
 NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
 
@@ -20,9 +20,10 @@ NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
 class RunningBatch:
     """The batch that is under way. Every micro-batch is a checkpoint of all operators.
 
-    ``highest_opened`` is the highest batch id that a host has opened, -1 before the first. ``pending`` is the checkpoint that
-    is being acknowledged, ``prepared`` the last one whose manifest was written, until its version is completed.
-    ``prepare(version, checkpoint id, changes)`` writes the manifest. The lock of the run guards everything here.
+    ``highest_opened`` is the highest batch id that a host has opened, -1 before the first. ``pending`` is the
+    checkpoint that is being acknowledged, ``prepared`` the last one whose manifest was written, until its version is
+    completed. ``prepare(version, checkpoint id, changes)`` writes the manifest. The lock of the run guards everything
+    here.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class RunningBatch:
     ) -> bool:
         """Take the changes of partitions. The last missing ones write the manifest. Return whether it is written.
 
-        Changes of a prepared version, by repeated attempts, make another manifest with a higher id. ``durations`` are in
-        seconds.
+        Changes of a prepared version, by repeated attempts, make another manifest with a higher id. ``durations`` are
+        in seconds.
         """
         batch = self.pending
         if batch is None or batch.is_discarded or batch.properties["version"] != version:
@@ -104,7 +105,7 @@ class RunningBatch:
             manifest.id,
             manifest.created_ms / 1000,
             0.0,
-            dict(changes_of(manifest)),
+            dict(changes_in(manifest)),
             properties={"version": manifest.version},
         )
 
@@ -119,7 +120,10 @@ class RunningBatch:
             self.pending = None
 
     def slow_warning(self, now: float, seconds: float) -> str | None:
-        """Return the warning about a batch that has taken longer than ``seconds``; None if there is none, or no new one."""
+        """Return the warning about a batch that has taken longer than ``seconds``.
+
+        None if there is no such batch, or if its warning was returned before.
+        """
         batch = self.pending
         if batch is None or now - batch.started <= seconds or self._warned_of == batch.id:
             return None

@@ -1,4 +1,4 @@
-"""In what a savepoint and the program that is to go on from it differ: every difference, with both sides named."""
+"""Lists the differences between a savepoint and the program that is to go on from it, with both sides named."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, Sav
 def differences(
     metadata: SavepointMetadata, operators: Sequence[OperatorSpec | str], *, allow_non_restored_state: bool
 ) -> list[str]:
-    """What keeps the program from going on, one line each.
+    """Return what keeps the program from going on, one line per difference.
 
-    Names only choose operators of the savepoint; declarations are the whole program, which must then have a
-    place for all state unless ``allow_non_restored_state``.
+    Names in ``operators`` only choose operators of the savepoint. Declarations are the whole program, which must then
+    have a place for all state unless ``allow_non_restored_state``.
     """
     held = {operator.name: operator for operator in metadata.operators}
     found: list[str] = []

@@ -1,7 +1,7 @@
-"""Writing a savepoint: one partition's rows as Parquet, and Spark's own files.
+"""Writes the files of a savepoint: the rows of one partition as Parquet, and copies of Spark's own files.
 
-Exports run beside the stream, in the processes that own the state. So they take one batch at a time,
-say after each how long it took, and let the caller sleep.
+Exports run beside the stream, in the processes that own the state. So an export takes one batch at a time, reports
+after each batch how long it took, and lets the caller sleep.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from coordinator_actor.savepoints.savepoint_format import KEY_GROUP_COLUMN, colu
 
 ROW_GROUP_ROWS = 100_000
 ROW_GROUP_BYTES = 32 << 20
-"""Of keys and values as they are stored: a row group of long rows has fewer of them."""
+"""The bytes of keys and values as they are stored: a row group of long rows has fewer rows."""
 SPARK_DIRECTORY = "spark"
 _COPY_ATTEMPTS = 20
 _COPY_THREADS = 8
@@ -55,13 +55,13 @@ def export_partition(
 ) -> ExportedFile:
     """Write the pairs of key groups ``first_group`` to ``last_group``, both included, as one Parquet file.
 
-    ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by ``backends.encoding.keys`` and
-    ``backends.encoding.values``, whichever schema of the history it was), ascending by key over all of them, as
-    ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory) and then uploaded.
-    ``throttle`` is called after each batch with the seconds that it took, and may sleep.
+    ``variable`` is the column family. ``batches`` have ``key`` and ``value`` (binary, encoded by
+    ``backends.encoding.keys`` and ``backends.encoding.values``, by any schema of the history), ascending by key over
+    all batches, as ``PartitionState.scan`` gives them. The file is made in ``scratch`` (any local directory) and then
+    uploaded. ``throttle`` is called after each batch with the seconds that the batch took, and may sleep.
 
-    The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt
-    has uploaded is either the same, and stays, or was cut short by its death, and is replaced.
+    The same pairs give the same bytes, however they come in batches. So a file that an earlier attempt has uploaded is
+    either the same, and stays, or was cut short when that attempt died, and is replaced.
 
     Raises ``SchemaMismatchError`` if the pairs are not of ``schema``, ``SavepointError`` if they are not in order or of
     other key groups, ``StoreClosedError`` if ``is_cancelled``, ``StorageError``.
@@ -88,9 +88,10 @@ def export_partition(
 
 
 def file_schema(schema: StateSchema) -> pa.Schema:
-    """The Arrow schema of a file: key group, key columns, value columns; all but the first may be null, at every depth.
+    """Return the Arrow schema of a file: key group, key columns, value columns.
 
-    What may not be null is said by the ``StateSchema`` in the metadata; Parquet would refuse rows whose struct is null.
+    All but the first may be null, at every depth: Parquet would refuse rows whose struct is null. The ``StateSchema``
+    in the metadata says which columns may not be null.
     """
     keys, values = column_names(schema)
     fields = [pa.field(KEY_GROUP_COLUMN, pa.int32(), nullable=False)]
@@ -104,7 +105,7 @@ def _readable(schema: pa.Schema) -> pa.Schema:
 
 
 class _Writer:
-    """Turns pairs into rows and cuts them into row groups by their number and bytes alone."""
+    """Turns pairs into rows, and cuts them into row groups by the number and the bytes of the rows alone."""
 
     def __init__(self, local: Path, schema: StateSchema, first_group: int, last_group: int, name: str) -> None:
         self.rows = 0
@@ -133,7 +134,7 @@ class _Writer:
             self._parquet.close()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take pairs, and write the row groups that they fill."""
+        """Take pairs, and write the row groups that are full."""
         keys, values = as_binary("keys", batch.column(0)), as_binary("values", batch.column(1))
         groups = self._checked_groups(keys)
         sizes = np.diff(binary_content(keys)[1]) + np.diff(binary_content(values)[1])
@@ -146,7 +147,7 @@ class _Writer:
         rows = pa.RecordBatch.from_arrays(columns, schema=self._schema)
         at, taken = 0, 0
         while at < len(keys):
-            # The row with which the group has its bytes is the last one in it.
+            # The row that fills the bytes of the group is the last row in it.
             by_bytes = int(np.searchsorted(ends, taken + ROW_GROUP_BYTES - self._pending_bytes)) + 1
             end = min(len(keys), at + ROW_GROUP_ROWS - self._pending_rows, by_bytes)
             self._pending.append(rows.slice(at, end - at))
@@ -174,13 +175,14 @@ class _Writer:
         first, last = self._groups
         if groups[0] < first or groups[-1] > last:
             raise SavepointError(
-                f"Keys of the groups {groups[0]} to {groups[-1]} came for {self._name}, which is to have {first} to {last}."
+                f"Keys of the groups {groups[0]} to {groups[-1]} came for {self._name}, which is to have {first} to "
+                f"{last}."
             )
         return groups
 
     def _flush(self) -> None:
         if self._pending_rows:
-            # In one piece, so that not even the pages tell how the rows came.
+            # In one piece, so that not even the pages depend on how the rows came in batches.
             table = pa.Table.from_batches(self._pending, self._schema).combine_chunks()
             self._parquet.write_table(table, row_group_size=self._pending_rows)
         self._pending, self._pending_rows, self._pending_bytes = [], 0, 0
@@ -199,7 +201,7 @@ def _upload(storage: CheckpointStorage, path: str, local: Path) -> FileRef:
 
 
 def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
-    """Whether the storage has a file with that very content."""
+    """Return whether the storage has a file with exactly that content."""
     try:
         storage.read_to_file(ref, copy)
     except (MissingFileError, DamagedFileError):
@@ -212,14 +214,14 @@ def _holds(storage: CheckpointStorage, ref: FileRef, copy: Path) -> bool:
 def copy_spark_files(
     spark_storage: CheckpointStorage, savepoint_storage: CheckpointStorage, batch_id: int
 ) -> list[FileRef]:
-    """Copy what Spark needs to go on behind batch ``batch_id``; returns the copies.
+    """Copy what Spark needs to go on behind batch ``batch_id``. Return the copies.
 
-    Those are ``offsets`` and ``commits`` of that batch and the one before it, and all of ``sources``. Sources may be ahead of
-    the batch: Spark reads from them only what lies behind its offsets. They are appended to and compacted
-    meanwhile; whenever a file vanishes, all are listed again. Hadoop's hidden checksums are left behind: they are
-    optional, and Spark's storage makes its own.
+    These are ``offsets`` and ``commits`` of that batch, ``offsets`` of the batch before it, and all of ``sources``.
+    Sources may be ahead of the batch: Spark reads from them only what lies behind its offsets. Spark appends to and
+    compacts sources meanwhile. Whenever a file vanishes, all are listed again. Hadoop's hidden checksums are not
+    copied: they are optional, and Spark's storage makes its own.
 
-    Raises ``SavepointError`` if the batch is not committed, or the sources do not come to rest; ``StorageError``.
+    Raises ``SavepointError`` if the batch is not committed, or if the sources keep changing; ``StorageError``.
     """
     copied = [_copy(spark_storage, savepoint_storage, path) for path in _logged(spark_storage, batch_id)]
     return copied + _copy_sources(spark_storage, savepoint_storage)
@@ -230,7 +232,8 @@ def _logged(storage: CheckpointStorage, batch_id: int) -> list[str]:
     absent = [path for path in needed if not storage.exists(path)]
     if absent:
         raise SavepointError(
-            f"No savepoint can be taken behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not exist "
+            f"No savepoint can be taken behind batch {batch_id} of {storage.location}: {', '.join(absent)} does not "
+            "exist "
             "there. Only a batch that Spark has committed, and keeps the offsets of, can be gone on from."
         )
     # Spark does not read it to go on, and a user may have removed it.
@@ -247,18 +250,20 @@ def _copy_sources(spark: CheckpointStorage, savepoint: CheckpointStorage) -> lis
             copies = pool.map(lambda path: _copy_if_there(spark, savepoint, path), new)
             copied.update({path: copy for path, copy in zip(new, copies, strict=True) if copy is not None})
             now = _visible(spark)
-            # A listing takes its time: what was removed during it may have been replaced by what it did not show.
+            # A listing takes time. A file removed meanwhile may have been replaced by a file that the listing does not
+            # show.
             if all(path in copied for path in listed) and set(listed) <= set(now):
                 return [copied[path] for path in listed]
             listed = now
     raise SavepointError(
-        f"The files in {spark.full_location('sources')} changed {_COPY_ATTEMPTS} times while they were copied; take the "
+        f"The files in {spark.full_location('sources')} changed {_COPY_ATTEMPTS} times while they were copied; take "
+        "the "
         "savepoint again when less is going on."
     )
 
 
 def _visible(storage: CheckpointStorage) -> list[str]:
-    """Spark's files of the sources, without those that Hadoop takes for hidden."""
+    """Return the files of the sources, without those that Hadoop takes for hidden."""
     return [path for path, _ in storage.list("sources") if not path.rpartition("/")[2].startswith(".")]
 
 

@@ -1,4 +1,4 @@
-"""Making a version of one partition out of nothing but its pairs: for restored savepoints and initial states."""
+"""Makes a version of one partition from nothing but its pairs: for restored savepoints and initial states."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def build_partition(
     scratch: Path | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[PartitionEntry, int]:
-    """Write the version ``meta.version`` of a partition: a changelog without changes, its head, and a snapshot.
+    """Write the version ``meta.version`` of a partition: a changelog without changes as its head, and a snapshot.
 
-    ``pairs`` come by column family, each batch sorted; of a key that comes several times the last counts, and a null value
-    removes it; ``is_distinct`` if none does. ``meta.base`` must be no changelog: nobody may take this one for changes to the empty version 0.
-    ``scratch`` is a local directory for the time being. Also returns how many pairs there are. Raises ``StorageError``.
+    ``pairs`` come by column family, each batch sorted. If a key comes several times, the last pair counts, and a null
+    value removes the key; ``is_distinct`` says that no key comes twice. ``meta.base`` must name no changelog: nobody
+    may take this changelog for changes to the empty version 0. ``scratch`` is a local directory for temporary files.
+    Also returns the number of pairs. Raises ``StorageError``.
     """
     backend = backend_of(conf)
     path = changelog_path(meta.operator, meta.num_partitions, meta.partition, STORE, meta.version, uuid.uuid4().hex)

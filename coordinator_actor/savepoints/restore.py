@@ -1,14 +1,14 @@
-"""Restoring a savepoint: a new checkpoint location from which a query goes on exactly behind it.
+"""Restores a savepoint to a new checkpoint location, from which a query goes on exactly behind the savepoint.
 
-Everything is checked before anything is written. Then come, in this order: ``query.json`` with the id of
-the new query, the snapshots of all partitions, the manifest, Spark's ``sources``, ``offsets`` and
-``commits``, and Spark's ``metadata`` with that id. Until the last of these is there, Spark takes an id of its
-own for the query, and the coordinator refuses it because ``query.json`` names another: a restore that
-dies half-way never leaves a checkpoint that starts with less than all of the state. (Without ``offsets`` and
-``commits`` but with a manifest it would be refused as well: Spark would begin with batch 0.)
+Everything is checked before anything is written. Then these are written, in this order: ``query.json`` with the id of
+the new query, the snapshots of all partitions, the manifest, Spark's ``sources``, ``offsets`` and ``commits``, and
+Spark's ``metadata`` with that id. Before ``metadata`` exists, Spark gives the query an id of its own, and the
+coordinator refuses the query because ``query.json`` names another id. So a restore that dies half-way never leaves a
+checkpoint that starts with only a part of the state. (With a manifest but without ``offsets`` and ``commits`` the query
+would be refused as well: Spark would begin with batch 0.)
 
-Each partition is built by its backend's own engine in a scratch directory, from the row groups that have
-some of its key groups, and uploaded as the snapshot that its first version begins with.
+Each partition is built by its backend's own engine in a scratch directory, from the row groups that have some of its
+key groups. It is uploaded as the snapshot that its first version begins with.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from backends.exceptions import DamagedFileError, FileExistsInStorageError, Inva
 from backends.formats.changelog import ChangelogMeta
 from backends.formats.manifest import Manifest, OperatorEntry, PartitionEntry
 from backends.formats.sealed import seal
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
@@ -49,21 +49,15 @@ from coordinator_actor.messages import ExportedFile, OperatorSpec
 from coordinator_actor.savepoints.differences import differences
 from coordinator_actor.savepoints.export import SPARK_DIRECTORY, file_schema
 from coordinator_actor.savepoints.partition_builder import STORE, build_partition
-from coordinator_actor.savepoints.savepoint_format import (
-    OpenStorage,
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    check_files,
-    read_metadata,
-)
+from coordinator_actor.savepoints.savepoint_catalog import check_files, read_metadata
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 log = logging.getLogger(__name__)
 _SPARKS_OWN = ("offsets", "commits", "sources", "state", "statestore")
 
 
 class RestoredOperator(Struct, frozen=True):
-    """One operator as it was restored."""
+    """One restored operator."""
 
     name: str
     num_partitions: int
@@ -72,10 +66,10 @@ class RestoredOperator(Struct, frozen=True):
 
 
 class RestoredSavepoint(Struct, frozen=True):
-    """A new checkpoint location.
+    """The new checkpoint location that a savepoint was restored to.
 
-    ``version`` is that of its state; the query begins with the batch of this number. ``batch_id`` is the last
-    batch that is in the state as far as Spark knows: None if a new query starts with the state (``state_only``).
+    ``version`` is the version of its state; the query begins with the batch of this number. ``batch_id`` is the last
+    batch that Spark takes as committed; None if a new query starts with the state (``state_only``).
     """
 
     checkpoint_location: str
@@ -87,7 +81,7 @@ class RestoredSavepoint(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Target:
-    """What becomes of one operator. ``conf.provider`` is what the manifest and the program call its backend."""
+    """What one operator is restored as. ``conf.provider`` is the name of its backend in manifest and program."""
 
     operator: SavepointOperator
     num_partitions: int
@@ -112,22 +106,22 @@ def restore_savepoint(
     new_query_id: Callable[[], str] = lambda: str(uuid.uuid4()),
     open_storage: OpenStorage = CheckpointStorage.open,
 ) -> RestoredSavepoint:
-    """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there goes on behind it.
+    """Make the new ``checkpoint_location`` from the savepoint at ``path``. A query started there goes on behind it.
 
-    ``num_partitions`` (for all operators, or by name) and ``backend`` are by default what ``operators`` declare,
-    else what the savepoint was taken with. ``operators`` are names, which choose what is restored, or the program's
-    declarations, which must agree with the savepoint; ``allow_non_restored_state`` then drops operators that the program
-    does not have. With ``state_only`` the query is a new one that starts with batch 0 and with this
-    state: its version 0. Both ways the query has a new id.
+    ``num_partitions`` (for all operators, or by name) and ``backend`` are by default those that ``operators`` declare,
+    else those of the savepoint. ``operators`` are names, which choose what is restored, or the program's declarations,
+    which must agree with the savepoint; ``allow_non_restored_state`` then drops operators that the program does not
+    have. With ``state_only`` the query is a new one that starts with batch 0 and with this state as its version 0. In
+    both cases the query has a new id.
 
     ``state_location`` is the base directory of ``spark.statestore.location``, if the session has that. ``threads``
-    partitions are built at once, in ``scratch`` (by default the system's temporary directory), which takes them
-    while they are built, and what is read of a savepoint that is not on a local disk. ``progress`` is told
-    of each step, from several threads. ``clock`` gives seconds since 1970.
+    partitions are built at once, in ``scratch`` (by default the system's temporary directory). ``scratch`` holds these
+    partitions, and the files of a savepoint that is not on a local disk. ``progress`` is told of each step, from
+    several threads. ``clock`` gives seconds since 1970.
 
     Raises, before anything is written: ``SavepointError`` (no savepoint, or a target that is in use),
-    ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing
-    or damaged, ``InvalidStateStoreArgument``; later ``StorageError``. The directory is then to be removed.
+    ``SavepointMismatchError`` with all differences, ``DamagedFileError`` naming every file that is missing or damaged,
+    ``InvalidStateStoreArgument``. Raises later ``StorageError``; the directory is then to be removed.
     """
     options = dict(storage_options or {})
     savepoint = open_storage(path, options)
@@ -167,7 +161,7 @@ def restore_savepoint(
     )
 
 
-# -- what is to be done, and may it be ---------------------------------------------------------
+# -- checks before anything is written ---------------------------------------------------------
 
 
 def _targets(
@@ -190,7 +184,8 @@ def _targets(
         ]
     if found:
         raise SavepointMismatchError(
-            f"The savepoint of query {metadata.query_name or metadata.query_id} (checkpoint {metadata.checkpoint_id}) does not "
+            f"The savepoint of query {metadata.query_name or metadata.query_id} (checkpoint {metadata.checkpoint_id}) "
+            "does not "
             "fit the program:\n" + "\n".join(f"- {line}" for line in found)
         )
     targets = []
@@ -201,19 +196,20 @@ def _targets(
         n = given if given is not None else spec.num_partitions if spec else operator.num_partitions
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= metadata.key_groups:
             raise InvalidStateStoreArgument(
-                f"num_partitions={n!r} for operator {operator.name!r} must be an int from 1 to {metadata.key_groups}, the number "
+                f"num_partitions={n!r} for operator {operator.name!r} must be an int from 1 to {metadata.key_groups}, "
+                "the number "
                 "of key groups, which is fixed for the life of the state."
             )
         conf = StateStoreConf(
             provider=backend or (spec.backend if spec else operator.backend), storage_options=dict(options)
         )
-        backend_of(conf)  # that there is one is checked before anything is written
+        backend_of(conf)  # raises before anything is written if there is no such backend
         targets.append(_Target(operator, n, conf))
     return targets
 
 
 def _check_place(savepoint: CheckpointStorage, checkpoint: CheckpointStorage, state: CheckpointStorage) -> None:
-    """Raise ``SavepointError`` unless the target is new, and is not in the savepoint."""
+    """Raise ``SavepointError`` unless the target is new, and outside of the savepoint."""
     source, target = _canonical(savepoint), _canonical(checkpoint)
     if target == source or target.startswith(f"{source}/"):
         raise SavepointError(
@@ -224,7 +220,8 @@ def _check_place(savepoint: CheckpointStorage, checkpoint: CheckpointStorage, st
     if held or state.list():
         raise SavepointError(
             f"A savepoint is restored to a new checkpoint location, but in {checkpoint.location} there is "
-            f"{', '.join(held) or state.location} already. Choose another, or remove it if it was left by a restore that failed."
+            f"{', '.join(held) or state.location} already. Choose another, or remove it if it was left by a restore "
+            "that failed."
         )
 
 
@@ -259,7 +256,7 @@ class _Restore:
         self._failed = threading.Event()
 
     def write_state(self, targets: Sequence[_Target], threads: int, now_ms: int) -> dict[str, int]:
-        """Write all below ``statestore/``, the manifest last; returns the number of rows per operator."""
+        """Write everything below ``statestore/``, the manifest last. Return the number of rows per operator."""
         try:
             self._state.put_new("query.json", seal(QueryFile(self._query_id, self._metadata.key_groups)))
         except FileExistsInStorageError as error:
@@ -285,7 +282,8 @@ class _Restore:
             exported = sum(variable.rows for variable in target.operator.variables)
             if rows[target.operator.name] != exported:
                 raise DamagedFileError(
-                    f"Operator {target.operator.name!r} has {exported} rows in the savepoint, but {rows[target.operator.name]} "
+                    f"Operator {target.operator.name!r} has {exported} rows in the savepoint, but "
+                    f"{rows[target.operator.name]} "
                     "were found in its files: their key groups are not those that the metadata file says."
                 )
         self._write_manifest(logs, targets, entries, now_ms)
@@ -321,11 +319,11 @@ class _Restore:
         )
 
     def _build(self, target: _Target, partition: int) -> tuple[PartitionEntry, int]:
-        """One partition: a changelog without changes, which is its head, and a snapshot. Also how many rows it has."""
+        """Build one partition: a changelog without changes as its head, and a snapshot. Also return its row count."""
         name, n, conf = target.operator.name, target.num_partitions, target.conf
         first, end = partition_range(partition, n, self._metadata.key_groups)
         attempt = f"savepoint-{self._metadata.checkpoint_id}"
-        # What it builds on is no version here: nobody may take it for the first changes to the empty version 0.
+        # Its base is no version here: nobody may take the changelog for the first changes to the empty version 0.
         base = f"savepoint/{self._metadata.query_id}/{self._metadata.checkpoint_id}"
         meta = ChangelogMeta(self._run_id, name, partition, n, self.version, attempt, base, STORE)
         variables = target.operator.variables
@@ -344,7 +342,10 @@ class _Restore:
         return entry, rows
 
     def _pairs(self, variable: SavepointVariable, first: int, end: int) -> Iterator[SortedPairs]:
-        """The stored pairs of key groups from ``first`` (included) to ``end`` (not included), in order, a row group at a time."""
+        """Yield the stored pairs of key groups ``first`` (included) to ``end`` (not included), a row group at a time.
+
+        They come in the order of keys.
+        """
         schema = StateSchema.from_json(variable.schema)
         for file in variable.files:
             if file.first_group < end and first <= file.last_group:
@@ -368,7 +369,7 @@ def _read(path: Path, file: ExportedFile, schema: StateSchema, first: int, end: 
 
 
 def _encode(batch: pa.RecordBatch, schema: StateSchema, first: int, end: int) -> SortedPairs:
-    """The rows of key groups from ``first`` (included) to ``end`` (not included), as they are stored."""
+    """Return the rows of key groups ``first`` (included) to ``end`` (not included), as they are stored."""
     groups = np.asarray(batch.column(0))
     begin, stop = np.searchsorted(groups, [first, end]).tolist()
     part = batch.slice(begin, stop - begin)
@@ -381,7 +382,7 @@ def _encode(batch: pa.RecordBatch, schema: StateSchema, first: int, end: int) ->
 def _columns(columns: list[pa.Array], names: list[str], n: int) -> pa.RecordBatch:
     if columns:
         return pa.RecordBatch.from_arrays(columns, names=names)
-    # Rows without columns are rows all the same.
+    # Rows without columns count as rows, too.
     return pa.RecordBatch.from_struct_array(pa.array([{}] * n, pa.struct([])))
 
 
@@ -391,7 +392,7 @@ def _columns(columns: list[pa.Array], names: list[str], n: int) -> pa.RecordBatc
 def _write_spark(
     checkpoint: CheckpointStorage, query_id: str, files: Sequence[FileRef], local: Mapping[str, Path]
 ) -> None:
-    """Write Spark's own files, ``metadata`` last: with it the checkpoint is one."""
+    """Write Spark's own files, ``metadata`` last: only with that file the directory is a checkpoint."""
     order = ("sources", "offsets", "commits")
     paths = {ref.path.removeprefix(f"{SPARK_DIRECTORY}/"): local[ref.path] for ref in files}
     for target in sorted(paths, key=lambda p: (order.index(p.partition("/")[0]), p)):

@@ -1,8 +1,8 @@
-"""The savepoints of one run: which hosts export what, Spark's own files, the metadata at the end.
+"""The savepoints of one run: orders to hosts, the copy of Spark's own files, and the metadata at the end.
 
-The stream runs on meanwhile. A savepoint is of one completed version, which retention leaves alone until it is done. With
-``stop`` the tasks of the next batch are held, so that no sink sees a batch behind the savepoint; they are let go if it
-fails. A savepoint does not outlive its coordinator: who asked for it asks again.
+The stream goes on meanwhile. A savepoint is of one completed version, and retention keeps this version until the
+savepoint is done. With ``stop`` the tasks of the next batch are held, so that no sink sees a batch behind the
+savepoint; they go on if the savepoint fails. A savepoint does not outlive its coordinator: the user asks again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StorageError
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.checkpoints.acknowledgements import AcknowledgeCheckpoint, DeclineCheckpoint
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
@@ -26,26 +26,21 @@ from coordinator_actor.messages import OperatorSpec, Refused, SavepointExported,
 from coordinator_actor.query.assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.export import copy_spark_files
+from coordinator_actor.savepoints.savepoint_catalog import write_metadata
 from coordinator_actor.savepoints.savepoint_coordinator import SavepointCoordinator
-from coordinator_actor.savepoints.savepoint_format import (
-    OpenStorage,
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    write_metadata,
-)
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 log = logging.getLogger(__name__)
 
 SPARKS_FILES: TaskKey = ("Spark's own files", 0)
-"""Copied by the coordinator: one more task that every savepoint waits for."""
+"""The files that the coordinator copies: one more task that every savepoint waits for."""
 
 InBackground = Callable[[Callable[[], None]], None]
 
 
 @dataclass
 class _Savepoint:
-    """One that has been asked for. ``version`` is what it is of; it has ``begun`` when that is completed.
+    """A savepoint that was asked for, of ``version``. It has ``begun`` when that version is completed.
 
     With ``stop`` the query is held behind that version.
     """
@@ -57,7 +52,7 @@ class _Savepoint:
 
 
 def status_of(request: Future[str]) -> SavepointStatus:
-    """How a request for a savepoint stands."""
+    """Return the status of a requested savepoint."""
     if not request.done():
         return SavepointStatus(known=True)
     error = request.exception()
@@ -68,9 +63,10 @@ def status_of(request: Future[str]) -> SavepointStatus:
 
 
 class RunSavepoints:
-    """The savepoints of one run. The run's lock is held in every call but ``exported`` and ``shutdown``.
+    """The savepoints of one run.
 
-    ``requests`` are the paths to come, by request id.
+    The lock of the run guards everything here. It must be held in every call but ``pending``, ``exported`` and
+    ``shutdown``. ``requests`` are the future paths, by request id.
     """
 
     def __init__(
@@ -100,7 +96,7 @@ class RunSavepoints:
         )
 
     def trigger(self, request_id: str, base: str, *, stop: bool) -> None:
-        """Begin a savepoint below the directory ``base``; the same request a second time begins no other.
+        """Begin a savepoint below the directory ``base``. The same request a second time begins nothing.
 
         Raises ``InvalidRequestError`` if no batch is committed yet.
         """
@@ -111,14 +107,15 @@ class RunSavepoints:
         if stop:
             if self._stopping is not None:
                 raise InvalidRequestError(f"Run {run.run_id} is being stopped with a savepoint already.")
-            # A batch that has begun may have been seen by the sink: the savepoint is of the version behind it.
+            # The sink may have seen a batch that has begun: the savepoint is of the version behind that batch.
             begun = run.commits.last_begun()
             version = max(run.versions.completed, run.batch.highest_opened + 1, 0 if begun is None else begun + 1)
             if run.held_from is not None and run.held_from > run.batch.highest_opened:
-                version = run.held_from  # an earlier coordinator has let nothing behind it begin
+                version = run.held_from  # an earlier coordinator has let no batch behind this version begin
         if version == 0:
             raise InvalidRequestError(
-                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait for one."
+                f"No batch of query {run.registration.query_id} is committed yet, so there is no state to save; wait "
+                "for one."
             )
         if stop:
             run.hold(version)
@@ -129,7 +126,7 @@ class RunSavepoints:
         self.settle()
 
     def pending(self) -> list[int]:
-        """The ids of the savepoints that are being made. Needs no lock."""
+        """Return the ids of the savepoints that are being made. Needs no lock."""
         return list(self.coordinator.get_pending_checkpoints())
 
     def _trigger(self, pending: PendingCheckpoint) -> None:
@@ -146,7 +143,7 @@ class RunSavepoints:
         self.on_completed()
 
     def on_completed(self) -> None:
-        """A version is completed: what has waited for it begins."""
+        """Begin the savepoints that have waited for a version that is completed now."""
         for checkpoint_id, held in list(self._held.items()):
             if not held.begun and held.version <= self._run.versions.completed:
                 held.begun = True
@@ -154,12 +151,12 @@ class RunSavepoints:
                 self._in_background(lambda c=checkpoint_id, h=held: self._copy_spark_files(c, h))  # type: ignore[misc]
 
     def _copy_spark_files(self, checkpoint_id: int, held: _Savepoint) -> None:
-        """Without the run's lock: it takes its time."""
+        """Copy Spark's files. Runs without the lock of the run, since it takes time."""
         registration = self._run.registration
         try:
             spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
             files = copy_spark_files(spark, self._storage(held.location), held.version - 1)
-        except Exception as error:  # whatever it is, the savepoint fails of it
+        except Exception as error:  # any error makes the savepoint fail
             log.warning("Spark's files were not copied for savepoint %d", checkpoint_id, exc_info=True)
             reason = f"Spark's own files were not copied: {type(error).__name__}: {error}"
             self.coordinator.receive_decline_message(
@@ -173,7 +170,10 @@ class RunSavepoints:
         self.coordinator.receive_acknowledge_message(message)
 
     def exported(self, message: SavepointExported) -> None:
-        """A partition has been exported, or cannot be. Without the run's lock: the last one writes the metadata."""
+        """Take note that a host has exported a partition, or cannot.
+
+        Without the lock of the run: the last partition writes the metadata.
+        """
         task = (message.operator, message.partition)
         if message.failure is not None:
             self.coordinator.receive_decline_message(
@@ -184,7 +184,7 @@ class RunSavepoints:
         self._acknowledge(message.checkpoint_id, task, message.files, size, message.duration)
 
     def orders_for(self, host_id: str, assignment: Assignment) -> Iterator[SavepointOrder]:
-        """What a host has yet to export."""
+        """Yield what a host has yet to export."""
         run = self._run
         pending = self.coordinator.get_pending_checkpoints()
         for checkpoint_id, held in list(self._held.items()):
@@ -226,7 +226,7 @@ class RunSavepoints:
         return self._open_storage(location, self._run.registration.storage_options)
 
     def settle(self) -> None:
-        """Give up what has taken too long, and let go of what is no longer needed."""
+        """Give up overdue savepoints, and let go of the versions and holds that are no longer needed."""
         self.coordinator.expire()
         pending = self.coordinator.get_pending_checkpoints()
         for checkpoint_id in [c for c in self._held if c not in pending]:
@@ -236,7 +236,10 @@ class RunSavepoints:
             self._let_go()
 
     def _let_go(self) -> None:
-        """The savepoint has failed that the run was to be stopped with. First that is written down, for a later coordinator."""
+        """Let the run go on, since the savepoint has failed that the run was to be stopped with.
+
+        The failure is written first, for a later coordinator.
+        """
         if self._stopping_id is not None:
             try:
                 self._run.manifests.savepoints.release(self._stopping_id)
@@ -249,19 +252,19 @@ class RunSavepoints:
         self._run.release()
 
     def shutdown(self, why: str) -> None:
-        """The run is over: what is pending fails."""
+        """Make all pending savepoints fail: the run is over."""
         log.debug("The savepoints of run %s end: %s", self._run.run_id, why)
         self.coordinator.shutdown()
 
 
 def variables_of(schema: str) -> dict[str, str]:
-    """The column families that a savepoint has of an operator of that schema, and their schemas with all history."""
+    """Return the column families that a savepoint has of an operator, with their schemas and all history."""
     variables = OperatorSchema.from_json(schema).variables
     return {name: s.to_json() for v in variables if not v.deleted for name, s in v.families.items()}
 
 
 def _savepoint_operator(spec: OperatorSpec, files: Mapping[TaskKey, Any]) -> SavepointOperator:
-    """An operator as it was exported: all rows are of the newest schema."""
+    """Return an operator as it was exported: all rows are of the newest schema."""
     schema, partitions = OperatorSchema.from_json(spec.schema).compacted(), range(spec.num_partitions)
     variables = tuple(
         SavepointVariable(name, s.to_json(), tuple(files[(spec.name, p)][name] for p in partitions))

@@ -1,8 +1,8 @@
 """Makes the savepoints that users ask for (Flink: ``SavepointCoordinator``).
 
 A savepoint coordinator stands beside the checkpoint coordinator of a run and shares its id counter: micro-batches and
-savepoints neither wait for each other nor end each other. Nor do two savepoints (as in Flink since 1.2): each belongs to the
-user who asked for it.
+savepoints neither wait for each other nor end each other. Nor do two savepoints (as in Flink since 1.2): each belongs
+to the user who asked for it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ERRORS: dict[CancelReason, type[CoordinatorError]] = {
 class SavepointCoordinator(CheckpointCoordinator):
     """The savepoints of one job. Safe to use from many threads.
 
-    ``store`` writes a savepoint that all tasks have acknowledged, and returns its path. It is called once per savepoint,
-    without any lock held. If it raises, the savepoint has failed. ``trigger``, ``timeout`` and ``clock`` are those of a
-    ``CheckpointCoordinator``.
+    ``store`` writes a savepoint that all tasks have acknowledged, and returns its path. It is called once per
+    savepoint, without any lock held. If it raises, the savepoint has failed. ``trigger``, ``timeout`` and ``clock`` are
+    those of a ``CheckpointCoordinator``.
 
     ``_futures_lock`` guards the futures and paths. It is never held together with the lock of the base class.
     """
@@ -58,8 +58,8 @@ class SavepointCoordinator(CheckpointCoordinator):
             job_id, tasks, id_counter=id_counter, trigger=trigger, timeout=timeout, clock=clock, subsume=False
         )
         self._write = store
-        # A future moves from ``_futures`` to ``_storing`` when the completion claims it. Until then the user may cancel it.
-        # Each future is claimed once: by its completion, or by the failure of its savepoint.
+        # A future moves from ``_futures`` to ``_storing`` when the completion claims it. Until then the user may cancel
+        # it. Each future is claimed once: by its completion, or by the failure of its savepoint.
         self._futures: dict[int, Future[str]] = {}
         self._storing: dict[int, Future[str]] = {}
         self._paths: dict[int, str] = {}
@@ -71,8 +71,8 @@ class SavepointCoordinator(CheckpointCoordinator):
         """Begin a savepoint. The result of the future is its path. ``properties`` are handed through to ``store``.
 
         The future fails with ``SavepointExpiredError``, ``SavepointDeclinedError``,
-        ``CheckpointCoordinatorShutdownError``, or ``SavepointFailedError`` whose cause is the error. Cancelling the future
-        before ``store`` is called gives the savepoint up.
+        ``CheckpointCoordinatorShutdownError``, or ``SavepointFailedError`` whose cause is the error. Cancelling the
+        future before ``store`` is called gives the savepoint up.
         """
         future: Future[str] = Future()
         checkpoint_id = self.id_counter.get_and_increment()

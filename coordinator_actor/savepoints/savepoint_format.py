@@ -1,25 +1,20 @@
-"""Savepoints: one completed version of a whole query, in a form that does not depend on how it was kept.
+"""The format of savepoints: one completed version of a whole query, independent of backends and partitions.
 
-After Flink's canonical savepoints: typed columns instead of a backend's own files, so that a savepoint
-can be restored to any number of partitions and any backend, and read by anything that reads Parquet.
+After Flink's canonical savepoints: typed columns instead of a backend's own files. So a savepoint can be restored to
+any number of partitions and any backend, and read by every program that reads Parquet.
 
     <savepoint>/operators/<operator>/<family>/key-groups-<first>-<last>.parquet     ``last`` is included
     <savepoint>/spark/offsets/, commits/, sources/                                  Spark's own files
     <savepoint>/_metadata.json                                                      written last
 
-``_metadata.json`` makes it a savepoint and names the files that count. There are files for every column
-family of a state variable that is not deleted. A Parquet file has the key group, the key's columns and the
-value's columns as the newest schema has them, sorted by stored key (see ``column_names``).
+``_metadata.json`` makes the directory a savepoint, and names the files that count. There are files for every column
+family of a state variable that is not deleted. A Parquet file has the key group, the key's columns and the value's
+columns as the newest schema has them, sorted by stored key (see ``column_names``).
 """
 
 from __future__ import annotations
 
-import os
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -27,29 +22,25 @@ from backends.encoding.column_names import RESERVED_PREFIX, distinct_names
 from backends.encoding.key_groups import check_num_groups
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
-from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, StateStoreError
-from backends.formats.sealed import seal, unseal
+from backends.exceptions import InvalidStateStoreArgument, StateStoreError
 from backends.ids import check_name
-from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.exceptions import SavepointError
 from coordinator_actor.messages import ExportedFile
-
-OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 
 FORMAT_VERSION = 1
 METADATA_FILE = "_metadata.json"
 DEFAULT_VARIABLE = "default"
 """The column family of an operator's own rows, if it has some."""
 KEY_GROUP_COLUMN = f"{RESERVED_PREFIX}key_group"
-"""The first column of every file, int32. No user's column can have such a name."""
+"""The first column of every file, int32. No column of a user can have such a name."""
 _DIGITS = 5
 
 
 class SavepointVariable(Struct, frozen=True):
-    """One column family of an operator, by name; ``schema`` is the JSON of its ``StateSchema``.
+    """One column family of an operator, by name. ``schema`` is the JSON of its ``StateSchema``.
 
-    ``files`` ascend and have every key group in exactly one of them.
+    ``files`` ascend. Every key group is in exactly one of them.
     """
 
     name: str
@@ -58,15 +49,15 @@ class SavepointVariable(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Return the number of rows."""
         return sum(file.rows for file in self.files)
 
 
 class SavepointOperator(Struct, frozen=True):
-    """One operator as it was: backend and number of partitions are what a restore takes if nothing else is asked for.
+    """One operator. A restore takes its backend and number of partitions if nothing else is asked for.
 
-    ``operator_schema`` is the JSON of its ``OperatorSchema``; older releases, which had no other operators than those with
-    rows of their own, did not write it.
+    ``operator_schema`` is the JSON of its ``OperatorSchema``. Older releases, whose operators all had rows of their
+    own, did not write it.
     """
 
     name: str
@@ -78,16 +69,18 @@ class SavepointOperator(Struct, frozen=True):
 
     @property
     def schema(self) -> OperatorSchema:
-        """Its state variables and what they are made of."""
+        """Return the state variables of the operator with their schemas."""
         if self.operator_schema is not None:
             return OperatorSchema.from_json(self.operator_schema)
         return OperatorSchema.from_json(next(v.schema for v in self.variables if v.name == DEFAULT_VARIABLE))
 
 
 class SavepointMetadata(Struct, frozen=True):
-    """``_metadata.json``. ``batch_id`` is the batch that Spark committed last, ``version`` the state behind it (one more).
+    """The content of ``_metadata.json``.
 
-    ``created_ms`` is in ms since 1970, ``checkpoint_location`` where the query ran. ``spark_files`` lie below ``spark/``.
+    ``batch_id`` is the batch that Spark committed last, ``version`` the state behind that batch (one more).
+    ``created_ms`` is in ms since 1970. ``checkpoint_location`` is where the query ran. ``spark_files`` lie below
+    ``spark/``.
     """
 
     checkpoint_id: int
@@ -103,7 +96,7 @@ class SavepointMetadata(Struct, frozen=True):
     format_version: int = FORMAT_VERSION
 
     def files(self) -> list[FileRef]:
-        """Every file that makes it up, but for the metadata file itself."""
+        """Return every file of the savepoint, without the metadata file itself."""
         return [*(f.ref for o in self.operators for v in o.variables for f in v.files), *self.spark_files]
 
 
@@ -116,41 +109,35 @@ class SavepointInfo(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Rows of all operators."""
+        """Return the number of rows of all operators."""
         operators = self.metadata.operators if self.metadata else ()
         return sum(variable.rows for operator in operators for variable in operator.variables)
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         return sum(file.size for file in self.metadata.files()) if self.metadata else 0
 
 
-class _Version(Struct, frozen=True):
-    """All that must be understood of any release's metadata."""
-
-    format_version: int
-
-
 def column_names(schema: StateSchema) -> tuple[list[str], list[str]]:
-    """The names of a file's key and value columns, which follow the key group in this order.
+    """Return the names of a file's key and value columns, which follow the key group in this order.
 
-    They are the schema's own. A value column named as a key column, or as one before it, gets ``__value`` appended until
-    it is the only one; upper and lower case count as equal, as they do in SQL.
+    These are the names of the schema. A value column with the name of a key column, or of a value column before it,
+    gets ``__value`` appended until the name is unique. Upper and lower case count as equal, as they do in SQL.
     """
     keys = list(schema.key.names)
     return keys, distinct_names(schema.value.names, taken=keys)
 
 
 def file_path(operator: str, variable: str, first_group: int, last_group: int) -> str:
-    """Where the rows of key groups ``first_group`` to ``last_group`` (both included) lie below the savepoint."""
+    """Return the path of the rows of key groups ``first_group`` to ``last_group``, both included."""
     check_name("an operator", operator)
     check_name("a state variable", variable)
     return f"operators/{operator}/{variable}/key-groups-{first_group:0{_DIGITS}d}-{last_group:0{_DIGITS}d}.parquet"
 
 
 def check_metadata(metadata: SavepointMetadata) -> None:
-    """Raise ``SavepointError`` unless the metadata fits together: nothing missing, nothing twice."""
+    """Raise ``SavepointError`` unless the metadata is consistent: nothing missing, nothing twice."""
     problems: list[str] = []
     if metadata.batch_id < 0 or metadata.version != metadata.batch_id + 1:
         problems.append(f"version {metadata.version} is not that behind batch {metadata.batch_id}")
@@ -177,7 +164,10 @@ def _operator_problems(operator: SavepointOperator, key_groups: int) -> Iterable
     if operator.operator_schema is not None:
         yield from _schema_problems(operator, names)
     elif len(set(names)) != len(names) or DEFAULT_VARIABLE not in names:
-        yield f"operator {operator.name!r} has the variables {names}: {DEFAULT_VARIABLE!r} and others, each once, are needed"
+        yield (
+            f"operator {operator.name!r} has the variables {names}: {DEFAULT_VARIABLE!r} and others, each once, are "
+            "needed"
+        )
     for variable in operator.variables:
         what = f"variable {variable.name!r} of operator {operator.name!r}"
         try:
@@ -206,170 +196,3 @@ def _schema_problems(operator: SavepointOperator, names: Sequence[str]) -> Itera
     for variable in operator.variables:
         if variable.name in families and variable.schema != families[variable.name].to_json():
             yield f"variable {variable.name!r} of operator {operator.name!r} has another schema than the operator says"
-
-
-def write_metadata(storage: CheckpointStorage, metadata: SavepointMetadata) -> FileRef:
-    """Make a savepoint of what has been written: the last step. ``storage`` is that of the savepoint.
-
-    Raises ``SavepointError`` if files are missing or the metadata does not fit together,
-    ``FileExistsInStorageError`` if there is a savepoint already.
-    """
-    check_metadata(metadata)
-    there = dict(storage.list())
-    absent = [file.path for file in metadata.files() if there.get(file.path) != file.size]
-    if absent:
-        raise SavepointError(
-            f"{len(absent)} files of the savepoint at {storage.location} are missing or not of the size they were written "
-            f"with: {_some(absent)}. Somebody else has written there or removed them; take another savepoint."
-        )
-    return storage.put_new(METADATA_FILE, seal(metadata))
-
-
-def read_metadata(storage: CheckpointStorage) -> SavepointMetadata:
-    """The metadata of the savepoint that ``storage`` is at.
-
-    Raises ``SavepointError`` if there is none, or a newer release wrote it; ``DamagedFileError``.
-    """
-    try:
-        data = storage.get(METADATA_FILE)
-    except MissingFileError as error:
-        raise SavepointError(
-            f"{storage.location} is no savepoint: there is no {METADATA_FILE} in it. It is not the directory of a savepoint "
-            "(<base>/savepoint-<query>-<checkpoint>), or of one that was never finished, or was deleted in part; remove "
-            "such a directory by hand."
-        ) from error
-    name = storage.full_location(METADATA_FILE)
-    found = unseal(data, _Version, name).format_version
-    if found != FORMAT_VERSION:
-        raise SavepointError(
-            f"{name} has the format {found}; this release reads {FORMAT_VERSION}. Use the newer release."
-        )
-    metadata = unseal(data, SavepointMetadata, name)
-    check_metadata(metadata)
-    return metadata
-
-
-def describe_savepoint(
-    path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
-) -> SavepointInfo:
-    """What is in a savepoint, from its metadata alone; raises ``SavepointError`` or ``DamagedFileError``."""
-    storage = open_storage(path, storage_options or {})
-    return SavepointInfo(storage.location, read_metadata(storage))
-
-
-def list_savepoints(
-    base_path: str,
-    storage_options: Mapping[str, str] | None = None,
-    *,
-    open_storage: OpenStorage = CheckpointStorage.open,
-) -> list[SavepointInfo]:
-    """The savepoints directly below a directory, the oldest first; unfinished ones are none.
-
-    One with a damaged metadata file is listed with its ``damage``, so that it hides no other.
-    """
-    storage = open_storage(base_path, storage_options or {})
-    found: list[SavepointInfo] = []
-    for path, _ in storage.list():
-        name, slash, file = path.partition("/")
-        if not slash or file != METADATA_FILE:
-            continue
-        one = open_storage(f"{storage.location.rstrip('/')}/{name}", storage_options or {})
-        try:
-            found.append(SavepointInfo(one.location, read_metadata(one)))
-        except (DamagedFileError, SavepointError) as error:
-            found.append(SavepointInfo(one.location, None, str(error)))
-    return sorted(found, key=lambda info: (info.metadata.created_ms if info.metadata else -1, info.path))
-
-
-def delete_savepoint(
-    path: str, storage_options: Mapping[str, str] | None = None, *, open_storage: OpenStorage = CheckpointStorage.open
-) -> None:
-    """Remove a savepoint: first its metadata file, so that a half-deleted one is no savepoint, then the rest.
-
-    What does not belong to it stays. Raises ``SavepointError`` for a path that is no savepoint.
-    """
-    storage = open_storage(path, storage_options or {})
-    read_metadata(storage)
-    storage.delete(METADATA_FILE)
-    for directory in ("operators", "spark"):
-        for file in (*(f for f, _ in storage.list(directory)), *storage.unfinished(directory)):
-            storage.delete(file)
-    if storage.is_local:
-        _remove_empty(Path(storage.location))
-
-
-def _remove_empty(root: Path) -> None:
-    """Remove the directories that are left, which a local disk keeps; not those in which something lies."""
-    for name in ("operators", "spark"):
-        for directory, _, _ in os.walk(root / name, topdown=False):
-            if not any(Path(directory).iterdir()):
-                Path(directory).rmdir()
-    if root.is_dir() and not any(root.iterdir()):
-        root.rmdir()
-
-
-def verify_savepoint(
-    path: str,
-    storage_options: Mapping[str, str] | None = None,
-    *,
-    threads: int = 2,
-    open_storage: OpenStorage = CheckpointStorage.open,
-) -> SavepointInfo:
-    """Read all of a savepoint and compare it with what was written.
-
-    Raises ``SavepointError`` or ``DamagedFileError``, which names every file that is missing or damaged.
-    """
-    storage = open_storage(path, storage_options or {})
-    metadata = read_metadata(storage)
-    with TemporaryDirectory(prefix="statestore-savepoint-") as scratch:
-        check_files(storage, metadata.files(), Path(scratch), keep=False, threads=threads)
-    return SavepointInfo(storage.location, metadata)
-
-
-def check_files(
-    storage: CheckpointStorage, files: Sequence[FileRef], scratch: Path, *, keep: bool, threads: int
-) -> dict[str, Path]:
-    """Local copies of files, proven to be what was written: by path, the files themselves where the storage is local.
-
-    Others are fetched into ``scratch``, where they stay if ``keep``. Raises ``DamagedFileError`` naming every
-    file that is missing or damaged, ``StorageError``.
-    """
-
-    def check(ref: FileRef) -> Path | str:
-        try:
-            if storage.is_local:
-                return _checked(storage, ref)
-            copy = scratch / uuid.uuid4().hex
-            storage.read_to_file(ref, copy)
-            if not keep:
-                copy.unlink()
-            return copy
-        except (MissingFileError, DamagedFileError) as error:
-            return str(error)
-
-    with ThreadPoolExecutor(threads, thread_name_prefix="statestore-savepoint") as pool:
-        found = list(pool.map(check, files))
-    damage = [problem for problem in found if isinstance(problem, str)]
-    if damage:
-        raise DamagedFileError(
-            f"{len(damage)} of {len(files)} files of the savepoint at {storage.location} are missing or damaged:\n"
-            + "\n".join(damage)
-        )
-    return {ref.path: path for ref, path in zip(files, found, strict=True) if isinstance(path, Path)}
-
-
-def _checked(storage: CheckpointStorage, ref: FileRef) -> Path:
-    """A file of a local storage, where it lies."""
-    path = Path(storage.full_location(ref.path))
-    if not path.is_file():
-        raise MissingFileError(f"{path} ({ref.size} bytes) does not exist.")
-    size, digest = path.stat().st_size, file_digest(path)
-    if (size, digest) != (ref.size, ref.digest):
-        raise DamagedFileError(
-            f"{path} is damaged: {size} bytes with digest {digest}, written were {ref.size} bytes with digest {ref.digest}."
-        )
-    return path
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,1 +1,4 @@
-"""HTTP over a query client: the application that ``deploy/state_api.py`` runs on Ray Serve. Knows no Ray itself."""
+"""HTTP over a query client: the application that ``deploy/state_api.py`` runs on Ray Serve.
+
+It does not import Ray itself.
+"""

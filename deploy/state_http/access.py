@@ -1,4 +1,4 @@
-"""No token, no answer: what stands before every route."""
+"""The check before every route: a valid token, a body of limited size, and a limited number of requests at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADERS = [
 
 
 class Gate:
-    """ASGI middleware: lets requests with a valid token pass, of limited size, and so many at once."""
+    """ASGI middleware that passes on requests with a valid token, of limited size, and a limited number at once."""
 
     def __init__(self, app: App, verifier: TokenVerifier, limits: HttpLimits) -> None:
         self._app = app
@@ -38,12 +38,12 @@ class Gate:
         self._requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Answer one connection; see ASGI."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # A WebSocket that is not accepted; there are none here.
+            # A WebSocket is not accepted: no route has one.
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
@@ -74,7 +74,7 @@ class Gate:
             body = None if is_large else await asyncio.wait_for(_body(receive, most), seconds)
         except asyncio.TimeoutError:
             detail = f"The body did not come within {seconds:g} s, the limit of a request."
-            # Whatever comes of it later is not read as another request.
+            # The rest of the body, if it comes later, must not be read as another request.
             close = {"Connection": "close"}
             await _answer(problems.problem(408, detail, "RequestLimitError"), scope, receive, send, close)
             return
@@ -85,7 +85,7 @@ class Gate:
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def replay() -> Message:
-            # Behind the body comes no more than that the caller has left.
+            # After the body only one more message comes: that the caller has left.
             return next(messages, None) or await receive()
 
         async def send_with_headers(message: Message) -> None:
@@ -97,7 +97,7 @@ class Gate:
 
 
 async def _body(receive: Receive, most: int) -> bytes | None:
-    """The body of a request; None if it is larger."""
+    """Return the body of a request; None if it has more than ``most`` bytes."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -121,12 +121,12 @@ async def _answer(
 
 def _header(scope: Scope, name: bytes) -> str:
     found = [value for key, value in scope.get("headers", ()) if key.lower() == name]
-    # Of several there is no telling which one counts.
+    # With several headers of the name it is not clear which one counts.
     return found[0].decode("latin-1") if len(found) == 1 else ""
 
 
 def token_of(authorization: str) -> str:
-    """The token of an ``Authorization`` header: of ``Bearer``, or the password of ``Basic``; empty if there is none.
+    """Return the token of an ``Authorization`` header: that of ``Bearer``, or the password of ``Basic``; else "".
 
     Raises ``AccessDeniedError`` for a header that is neither.
     """

@@ -28,14 +28,15 @@ PAGE_POLICY = (
     "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
 )
 DESCRIPTION = """
-The state of running streams, read only. Every answer is of one version of all partitions: the last completed checkpoint, unless
-`isolation` or `version` say otherwise.
+The state of running streams, read only. Every answer is of one version of all partitions: the last completed
+checkpoint, unless `isolation` or `version` say otherwise.
 
-**Access.** Every request needs a token, as `Authorization: Bearer <token>` or as the password of HTTP Basic with any user name;
-`statestore token issue` makes one.
+**Access.** Every request needs a token, as `Authorization: Bearer <token>` or as the password of HTTP Basic with any
+user name; `statestore token issue` makes one.
 
-**Values.** Integers beyond ±(2^53 - 1) and decimals are strings, timestamps and dates ISO 8601 strings, binary is base64,
-NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Maps whose keys are not strings are arrays of `{"key": ..., "value": ...}`.
+**Values.** Integers beyond ±(2^53 - 1) and decimals are strings, timestamps and dates ISO 8601 strings, binary is
+base64, NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Maps whose keys are not strings are arrays of
+`{"key": ..., "value": ...}`.
 
 **Errors** are `application/problem+json`; `error` names the kind as the Python client does.
 """
@@ -58,8 +59,8 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 _STREAMS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The rows, one JSON object in each line, or an Arrow IPC stream, as `Accept` says. If something goes wrong "
-        'later, the last line is `{"problem": ...}` and the connection is cut before the body\'s end.',
+        "description": "The rows, one JSON object in each line, or an Arrow IPC stream, as `Accept` says. If an error "
+        'comes later, the last line is `{"problem": ...}` and the connection is cut before the body\'s end.',
         "content": {LINES: {"schema": {"type": "string"}}, ARROW: {"schema": {"type": "string", "format": "binary"}}},
         "headers": {
             VERSION_HEADER: {"description": "The version that all rows are of.", "schema": {"type": "integer"}}
@@ -74,10 +75,10 @@ def create_app(
     limits: HttpLimits | None = None,
     lifespan: Callable[[], Any] | None = None,
 ) -> FastAPI:
-    """The application.
+    """Return the application.
 
-    ``connect`` gives the client that it asks, when that is needed first; ``verifier`` says whom it answers; ``lifespan`` is an asynchronous
-    context manager that is open as long as the application runs.
+    ``connect`` makes the query client, when a request needs it first; ``verifier`` checks the tokens of requests;
+    ``lifespan`` makes an asynchronous context manager that is open as long as the application runs.
     """
     limits = limits or HttpLimits()
     service = StateService(connect, limits)
@@ -130,9 +131,10 @@ def create_app(
         "/v1/operators/{operator}/keys/{key:path}",
         response_model=models.KeyAnswer,
         summary="What one key has",
-        description="A key of one column is all of the path behind `keys/`, percent-encoded. Of several columns it is their values in order with "
-        "commas between; a value with a comma or double quote in it stands in double quotes, as in CSV. Values of the key's types are written as "
-        "in JSON, without quotes; for what does not fit into a path (null, empty path segments, structs) there is `lookup`.",
+        description="A key of one column is all of the path behind `keys/`, percent-encoded. A key of several columns "
+        "is their values in order with commas between; a value with a comma or double quote in it stands in double "
+        "quotes, as in CSV. Values are written as in JSON, without quotes; for values that do not fit into a path "
+        "(null, empty path segments, structs) there is `lookup`.",
         dependencies=schemes,
     )
     async def get(
@@ -192,7 +194,7 @@ def _wants_arrow(request: Request) -> bool:
 
 
 def _describe_problems(app: FastAPI) -> None:
-    """Have the OpenAPI description know ``Problem``, which no route returns by itself, and not FastAPI's own error, which none returns."""
+    """Describe ``Problem`` in OpenAPI, and leave out FastAPI's own error, which no route returns."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whose token is good: what a replica of the HTTP application knows of the coordinator's tokens."""
+"""Token check of the HTTP application: which tokens the coordinator has issued and revoked."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from spark_bridge.queryable.server.token_verifier import ClusterTokens, Grant
 log = logging.getLogger(__name__)
 
 REVOCATION_SECONDS = 2.0
-"""How often a replica asks which tokens have been revoked."""
+"""Seconds after which a replica asks again which tokens have been revoked."""
 STALE_SECONDS = 60.0
-"""A replica that has not been told for so long answers no read-only token any more."""
+"""A replica that has had no answer for so many seconds accepts read-only tokens no more."""
 
 
 class CoordinatorTokens:
-    """Verifies callers' tokens (``access.TokenVerifier``), and learns from the coordinator which ones have been revoked.
+    """Verifies callers' tokens (a ``TokenVerifier``), and asks the coordinator which tokens have been revoked.
 
     ``call`` calls a method of the coordinator by name, and blocks meanwhile.
     """
@@ -34,7 +34,10 @@ class CoordinatorTokens:
         self._told_at = 0.0
 
     def verify(self, token: str) -> Grant:
-        """See ``TokenVerifier``. Raises ``HostUnavailableError`` as long as the coordinator has not been reached."""
+        """Verify a token; see ``TokenVerifier``.
+
+        Raises ``HostUnavailableError`` as long as the coordinator has not been reached.
+        """
         if self._verifier is None:
             if not token:
                 raise AccessDeniedError("No token was given, and without one nothing is answered.")
@@ -44,7 +47,7 @@ class CoordinatorTokens:
         return self._verifier.verify(token)
 
     def ask(self) -> None:
-        """Ask the coordinator once."""
+        """Ask the coordinator once for its tokens."""
         secret: str = self._call("token")
         self._revoked = frozenset(token.id for token in self._call("list_tokens") if token.revoked is not None)
         self._told_at = self._clock()
@@ -55,7 +58,7 @@ class CoordinatorTokens:
 
     @asynccontextmanager
     async def kept_up(self) -> AsyncIterator[None]:
-        """Go on asking."""
+        """Ask again every ``REVOCATION_SECONDS`` while the context is open."""
         asking = asyncio.create_task(self._keep_asking())
         try:
             yield
@@ -66,6 +69,6 @@ class CoordinatorTokens:
         while True:
             try:
                 await asyncio.to_thread(self.ask)
-            except Exception as error:  # noqa: BLE001 - the coordinator is being restarted, or there is none yet; verify() says so
+            except Exception as error:  # noqa: BLE001 - the coordinator may be restarting; ``verify`` says so
                 log.warning("The coordinator could not be asked for revoked tokens: %s", error)
             await asyncio.sleep(REVOCATION_SECONDS)

@@ -1,4 +1,4 @@
-"""What one caller of the HTTP application may ask for at most."""
+"""The limits of the HTTP application: how much a request may ask for, and how many requests run at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 class HttpLimits(BaseModel):
     """Limits of one replica.
 
-    Beyond them requests are answered 413 (too large), 429 (too many) or 408 (too slow), or end with 504 (too long).
+    A request beyond a limit is answered 413 (too large), 429 (too many), 408 (body too slow) or 504 (answer takes too
+    long).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

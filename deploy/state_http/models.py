@@ -1,4 +1,4 @@
-"""What requests and answers are made of, for checks and for the OpenAPI description."""
+"""The bodies of requests and answers, by which requests are checked and the OpenAPI description is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Isolation(str, Enum):
 
 
 class Problem(BaseModel):
-    """An error (RFC 9457). ``error`` is the name of the Python client's error of the kind."""
+    """An error (RFC 9457). ``error`` is the name of the same error in the Python client."""
 
     type: str = "about:blank"
     title: str
@@ -57,7 +57,7 @@ class OperatorList(BaseModel):
 
 
 class OperatorDescription(BaseModel):
-    """One operator: its columns, who has its partitions, and how its hosts have answered."""
+    """One operator: its columns, the owners of its partitions, and how its hosts have answered requests."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,7 +69,11 @@ class OperatorDescription(BaseModel):
 
 
 class KeyAnswer(BaseModel):
-    """What one key has: an object of columns, or an array (list states, windows, timers), or an object or pairs (map states)."""
+    """The state of one key.
+
+    ``value`` is an object of columns; an array for list states, windows and timers; an object or an array of pairs for
+    map states.
+    """
 
     operator: str
     key: Any
@@ -84,7 +88,7 @@ Version = Annotated[int | None, Field(ge=0, description="A version that is still
 
 
 class LookupRequest(BaseModel):
-    """Many keys at once. A key is a value, or an array of the key columns' values, or an object of them."""
+    """Many keys at once. A key is a value, or an array or an object of the key columns' values."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -102,14 +106,14 @@ class LookupRequest(BaseModel):
 
 
 class LookupAnswer(BaseModel):
-    """One row per key asked, in that order: the columns of the key, then of its value, which are null where it has none."""
+    """One row per key asked for, in that order: the key's columns, then its value's, null where there is none."""
 
     operator: str
     rows: list[dict[str, Any]]
 
 
 class Condition(BaseModel):
-    """A condition on one column; rows must meet all of a scan."""
+    """A condition on one column; a row must meet all conditions of a scan."""
 
     model_config = ConfigDict(extra="forbid")
 

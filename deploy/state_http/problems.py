@@ -45,22 +45,25 @@ STATUS: list[tuple[type[SparkBridgeError], int]] = [
     (RequestError, 400),
     (TooManyRequestsError, 429),
     (QueryTimeoutError, 504),
-    # The application's own token was refused: nothing that the caller can change.
+    # The hosts refused the application's own token: the caller cannot change that.
     (AccessDeniedError, 503),
     (HostUnavailableError, 503),
     (ConnectionClosedError, 503),
     (UnknownLocationError, 503),
 ]
-"""The first class that fits decides."""
+"""By error class, the HTTP status; the first class that fits decides."""
 INTERNAL = "The application failed; its log says why."
 
 
 class MissingKeyError(QueryableStateError):
-    """A key has nothing: 404 over HTTP."""
+    """The state has nothing for a key: 404 over HTTP."""
 
 
 def problem(status: int, detail: str, error: str | None = None, **more: Any) -> dict[str, Any]:
-    """The body of an error. ``error`` is the name of the Python client's error, by which programs can tell them apart."""
+    """Return the body of an error.
+
+    ``error`` names the Python client's error class, so that programs can tell errors apart.
+    """
     named = {} if error is None else {"error": error}
     return {
         "type": "about:blank",
@@ -73,7 +76,7 @@ def problem(status: int, detail: str, error: str | None = None, **more: Any) -> 
 
 
 def problem_of(error: Exception) -> dict[str, Any]:
-    """The body for an error of the client; of others only that there was one."""
+    """Return the body for an error of the client; of an unexpected error the body tells nothing, and the log has it."""
     if isinstance(error, MissingKeyError):
         return problem(404, str(error), "MissingKey")
     for kind, status in STATUS:
@@ -84,13 +87,13 @@ def problem_of(error: Exception) -> dict[str, Any]:
 
 
 def response(body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """An answer with such a body."""
+    """Return an HTTP response with the body of an error."""
     retry = {"Retry-After": str(RETRY_SECONDS)} if body["status"] in (429, 503) else {}
     return Response(encoded(body), body["status"], {**retry, **(headers or {})}, MEDIA_TYPE)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have the application answer every error so."""
+    """Have the application answer every error as ``application/problem+json``."""
 
     async def of_client(_: Request, error: Exception) -> Response:
         return response(problem_of(error))

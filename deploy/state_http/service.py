@@ -1,4 +1,4 @@
-"""What the routes do, on an asynchronous query client."""
+"""The work of the routes, on an asynchronous query client."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from spark_bridge.exceptions import (
 )
 
 SHAPE_SECONDS = 30.0
-"""How long the key columns of an operator are taken for known."""
+"""For so many seconds the key columns of an operator are not asked for again."""
 PIECE_ROWS = 4096
-"""So many rows are made into JSON at once: what is sent as one piece."""
+"""So many rows are made into JSON at once, and sent as one piece."""
 
 
 class AsyncStateRows(Protocol):
@@ -37,26 +37,26 @@ class AsyncStateRows(Protocol):
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns."""
+        """Return the columns."""
 
     @property
     def version(self) -> int:
-        """The version that all rows are of."""
+        """Return the version that all rows are of."""
 
     def __aiter__(self) -> AsyncIterator[pa.RecordBatch]: ...
 
     def aclose(self) -> Coroutine[Any, Any, None]:
-        """End it; the hosts stop."""
+        """End the scan, at the hosts too."""
 
 
 class AsyncStateClient(Protocol):
-    """What is needed of ``AsyncQueryableStateClient``."""
+    """The methods of ``AsyncQueryableStateClient`` that the routes need."""
 
     async def operators(self) -> list[dict[str, Any]]:
-        """The operators of all running queries."""
+        """Return the operators of all running queries."""
 
     async def describe(self, operator: str, query: str | None = None) -> dict[str, Any]:
-        """One operator."""
+        """Describe one operator."""
 
     async def get(
         self,
@@ -70,7 +70,7 @@ class AsyncStateClient(Protocol):
         version: int | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """What one key has, or None."""
+        """Return the state of one key, or None."""
 
     async def get_many(
         self,
@@ -84,7 +84,7 @@ class AsyncStateClient(Protocol):
         version: int | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """A table with a row per key."""
+        """Return a table with a row per key."""
 
     def scan(
         self,
@@ -102,7 +102,7 @@ class AsyncStateClient(Protocol):
         version: int | None = None,
         timeout: float | None = None,
     ) -> Awaitable[AsyncStateRows]:
-        """The rows of a state variable, once they have begun."""
+        """Return the rows of a state variable, once the first have come."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,18 @@ class KeyShape:
 
     @cached_property
     def plain(self) -> pa.Schema:
-        """The columns without the window; the window alone if it is all of the key."""
+        """Return the columns without the window; the window alone if the key has no other column."""
         names = [n for n in self.schema.names if n != self.window]
         return pa.schema([self.schema.field(n) for n in names or self.schema.names])
 
     def of_text(self, text: str) -> Any:
-        """The key of a path. Raises ``UnknownKeyOrNamespaceError``."""
+        """Return the key of a path. Raises ``UnknownKeyOrNamespaceError``."""
         if self.schema.names == [self.window]:
             return values.window_of(text)
         return values.key_of_text(text, self.plain)
 
     def of_json(self, keys: Sequence[Any]) -> list[Any]:
-        """The keys of a lookup: all with the window, or all without. Raises ``UnknownKeyOrNamespaceError``."""
+        """Return the keys of a lookup: all with the window, or all without. Raises ``UnknownKeyOrNamespaceError``."""
         first = keys[0] if keys else None
         size = len(first) if isinstance(first, list | dict) else 1
         schema = self.schema if size == len(self.schema) else self.plain
@@ -133,7 +133,7 @@ class KeyShape:
 
 
 class StateService:
-    """One per replica."""
+    """Answers the routes of one replica."""
 
     def __init__(self, connect: Callable[[], Awaitable[AsyncStateClient]], limits: HttpLimits) -> None:
         self.limits = limits
@@ -144,9 +144,9 @@ class StateService:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def client(self) -> AsyncStateClient:
-        """The client, which is made when it is needed first: a cluster without a stream yet is no reason not to start."""
+        """Return the client, made when it is needed first: the application can start before any stream."""
         if self._connecting is None or (self._connecting.done() and self._connecting.exception() is not None):
-            # All who come meanwhile wait for the same attempt.
+            # All requests that come meanwhile wait for the same attempt.
             self._connecting = asyncio.ensure_future(self._connect())
         return await asyncio.shield(self._connecting)
 
@@ -191,7 +191,8 @@ class StateService:
         )
         if found.nbytes > self.limits.max_lookup_bytes:
             raise RequestLimitError(
-                f"What these {len(keys)} keys have is {found.nbytes} bytes; {self.limits.max_lookup_bytes} are the limit. Ask for fewer."
+                f"What these {len(keys)} keys have is {found.nbytes} bytes; {self.limits.max_lookup_bytes} are the "
+                "limit. Ask for fewer."
             )
         return found
 
@@ -206,18 +207,21 @@ class StateService:
             self._scans -= 1
 
     async def scan(self, operator: str, request: ScanRequest, *, as_arrow: bool) -> tuple[int, AsyncIterator[bytes]]:
-        """See the route: the version, and the body in pieces. Whoever does not read it to its end must close it."""
+        """Return the version, and the body in pieces; see the route.
+
+        A caller that stops early must close the iterator.
+        """
         most = self.limits.max_rows
         if request.limit is not None and request.limit > most:
             raise RequestLimitError(f"limit={request.limit} is more than the {most} rows that a scan may give.")
         pieces = self._scan(operator, request, as_arrow)
-        # Up to the first rows, so that what is wrong is still told by the status.
+        # Up to the first rows, so that an error still decides the status.
         version = await pieces.__anext__()
         assert isinstance(version, int)
         return version, pieces  # type: ignore[return-value]
 
     async def _scan(self, operator: str, request: ScanRequest, as_arrow: bool) -> AsyncIterator[int | bytes]:
-        """The version, and then the pieces of the body."""
+        """Give the version, and then the pieces of the body."""
         deadline = time.monotonic() + self.limits.scan_seconds
         async with self._scanning():
             client = await self.client()
@@ -232,7 +236,7 @@ class StateService:
                 prefix=bounds[0],
                 start=bounds[1],
                 end=bounds[2],
-                # One more than is allowed, to know whether there are.
+                # One row more than is allowed, to know whether there are more.
                 limit=self.limits.max_rows + 1 if request.limit is None else request.limit,
                 columns=request.columns,
                 where=[_condition(c.column, c.comparison, c.value) for c in request.where],
@@ -248,7 +252,7 @@ class StateService:
                     async for piece in self._pieces(rows, body, deadline):
                         yield piece
                 except Exception as error:
-                    # The status has been sent: the connection is cut, and lines say why before.
+                    # The status has been sent. So the connection is cut, and before that the last line says why.
                     yield body.problem(error)
                     raise
                 yield body.end()
@@ -256,7 +260,7 @@ class StateService:
                 await self._close(rows)
 
     async def _close(self, rows: AsyncStateRows) -> None:
-        """End a scan, even for a caller that has left: its own task is cancelled, and cannot wait for anything."""
+        """End a scan, even for a caller that has left: that caller's task is cancelled and cannot wait for the end."""
         closing = asyncio.ensure_future(rows.aclose())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -271,24 +275,24 @@ class StateService:
             except StopAsyncIteration:
                 return
             except QueryTimeoutError:
-                raise  # the client's own, which Python takes for a TimeoutError too
+                raise  # the client's own error is a TimeoutError, too
             except asyncio.TimeoutError as error:
                 raise QueryTimeoutError(
-                    f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {given} rows were sent. Ask for "
-                    "fewer by where, start and end."
+                    f"The scan was not done after {self.limits.scan_seconds:.0f} s, which is the limit; {given} rows "
+                    "were sent. Ask for fewer by where, start and end."
                 ) from error
             for at in range(0, batch.num_rows, PIECE_ROWS):
                 part = batch.slice(at, PIECE_ROWS)
                 given += part.num_rows
                 if given > self.limits.max_rows:
                     raise RequestLimitError(
-                        f"There are more than the {self.limits.max_rows} rows that a scan may give; ask for fewer by where, start and "
-                        "end, or say limit."
+                        f"There are more than the {self.limits.max_rows} rows that a scan may give; ask for fewer by "
+                        "where, start and end, or say limit."
                     )
                 yield await asyncio.to_thread(body.rows, part)
 
     async def _shape(self, operator: str, query: str | None, state: str | None) -> KeyShape:
-        """The key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
+        """Return the key columns of an operator. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
         asked = (operator, query, state)
         known = self._shapes.get(asked)
         if known is not None and time.monotonic() < known[0]:
@@ -304,7 +308,7 @@ class StateService:
 
 
 def _variable(operators: list[dict[str, Any]], operator: str, query: str | None, state: str | None) -> dict[str, Any]:
-    """What is said of a state variable."""
+    """Return the description of a state variable. Raises ``UnknownOperatorError`` and ``UnknownKvStateIdError``."""
     for found in operators:
         if found["operator"] == operator and query in (None, found["query_name"], found["query_id"], found["run_id"]):
             for variable in found["state"]:
@@ -328,31 +332,31 @@ def _condition(column: str, comparison: str, value: Any) -> tuple[Any, ...]:
 
 
 class _Body(Protocol):
-    """How rows are written."""
+    """Writes rows as the body of an answer."""
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Some rows."""
+        """Return the bytes of some rows."""
 
     def end(self) -> bytes:
-        """What is behind the last."""
+        """Return the bytes after the last row."""
 
     def problem(self, error: Exception) -> bytes:
-        """What is there in place of the rest."""
+        """Return the bytes in place of the rows that an error prevents."""
 
 
 class _LinesBody:
     """A JSON object in each line."""
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Some rows."""
+        """Return the lines of some rows."""
         return values.lines(batch)
 
     def end(self) -> bytes:
-        """Nothing."""
+        """Return nothing."""
         return b""
 
     def problem(self, error: Exception) -> bytes:
-        """A line with what went wrong."""
+        """Return a line with the error."""
         return values.encoded({"problem": problem_of(error)}) + b"\n"
 
 
@@ -364,17 +368,17 @@ class _ArrowBody:
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._written, "w"), schema)
 
     def rows(self, batch: pa.RecordBatch) -> bytes:
-        """Some rows, the schema before the first."""
+        """Return the bytes of some rows; before the first rows the schema."""
         self._writer.write_batch(batch)
         return self._taken()
 
     def end(self) -> bytes:
-        """The marker of the end."""
+        """Return the marker of the end."""
         self._writer.close()
         return self._taken()
 
     def problem(self, error: Exception) -> bytes:
-        """Nothing: the stream lacks its end."""
+        """Return nothing: the stream lacks its end, which readers notice."""
         return b""
 
     def _taken(self) -> bytes:
@@ -385,6 +389,6 @@ class _ArrowBody:
 
 
 def arrow_stream(table: pa.Table) -> bytes:
-    """A table as an Arrow IPC stream."""
+    """Return a table as an Arrow IPC stream."""
     body = _ArrowBody(table.schema)
     return b"".join([*(body.rows(batch) for batch in table.to_batches()), body.end()])

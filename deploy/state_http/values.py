@@ -1,4 +1,4 @@
-"""Values as JSON has them, both ways.
+"""Values of the state as JSON, in answers and in requests.
 
 | state | JSON |
 | --- | --- |
@@ -11,7 +11,7 @@
 | structs | objects |
 | maps | objects if all keys are strings, else arrays of {"key": ..., "value": ...} |
 
-What is asked for may also have any number, and true and false, as a string.
+In a request any number, and true and false, may also be a string.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def to_json(value: Any) -> Any:
-    """A value such as clients return it, of Python types that JSON has."""
+    """Return a value that a client has returned, made of Python types that JSON has."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -75,7 +75,7 @@ def to_json(value: Any) -> Any:
 
 
 def duration_text(duration: dt.timedelta) -> str:
-    """A duration in ISO 8601, exact to the microsecond."""
+    """Return a duration in ISO 8601, exact to the microsecond."""
     sign, much = ("-", -duration) if duration.days < 0 else ("", duration)
     hours, rest = divmod(much.seconds, 3600)
     minutes, seconds = divmod(rest, 60)
@@ -87,7 +87,10 @@ def duration_text(duration: dt.timedelta) -> str:
 
 
 def duration_of(text: str) -> dt.timedelta:
-    """A duration of ISO 8601 in days, hours, minutes and seconds. Raises ``ValueError`` and ``OverflowError``."""
+    """Return the duration of an ISO 8601 text in days, hours, minutes and seconds.
+
+    Raises ``ValueError`` and ``OverflowError``.
+    """
     found = _DURATION.fullmatch(text)
     if found is None or text.endswith(("P", "T")):
         raise ValueError("A duration is written as P1DT2H3M4.5S.")
@@ -106,19 +109,19 @@ def _map(items: Any) -> list[dict[str, Any]]:
 
 
 def rows_to_json(batch: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
-    """Rows as objects."""
+    """Return rows as objects."""
     columns = [_column(column) for column in batch.columns]
     names = batch.schema.names
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def lines(batch: pa.RecordBatch) -> bytes:
-    """Rows as JSON, one in each line."""
+    """Return rows as JSON, one in each line."""
     return b"".join(_encode(row) + b"\n" for row in rows_to_json(batch))
 
 
 def encoded(value: Any) -> bytes:
-    """The bytes of what ``to_json`` has made."""
+    """Return the JSON bytes of an object that ``to_json`` has made."""
     return _encode(value)
 
 
@@ -128,7 +131,7 @@ def _column(column: pa.Array | pa.ChunkedArray) -> list[Any]:
 
 
 def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:
-    """Whether all values of a column are in JSON what they are in Python: looked at once, not value by value."""
+    """Return whether all values of a column are the same in JSON and in Python, without looking at each value."""
     kind = column.type
     if pa.types.is_boolean(kind) or pa.types.is_string(kind):
         return True
@@ -146,7 +149,10 @@ def _is_plain(column: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def from_json(value: Any, kind: pa.DataType, what: str) -> Any:
-    """A value of an Arrow type, as clients take it. Raises ``UnknownKeyOrNamespaceError``, which says ``what`` it was to be."""
+    """Return a JSON value as a client takes it for an Arrow type.
+
+    Raises ``UnknownKeyOrNamespaceError``, whose message names ``what``.
+    """
     if value is None:
         return None
     try:
@@ -193,7 +199,7 @@ def _from_json(value: Any, kind: pa.DataType) -> Any:
 
 
 def _of(value: Any, *kinds: type) -> Any:
-    """The value, if it is of one of these types exactly (JSON's true is no number)."""
+    """Return the value, if it is exactly of one of these types (JSON's true is no number)."""
     if type(value) not in kinds:
         raise ValueError(f"It should be {' or '.join(_NAMES[k] for k in kinds)}.")
     return value
@@ -210,7 +216,7 @@ _NAMES = {
 
 
 def time_of(text: str) -> dt.datetime:
-    """A time in ISO 8601; without a zone it is UTC. Raises ``ValueError``."""
+    """Return the time of an ISO 8601 text; without a zone it is UTC. Raises ``ValueError``."""
     made = dt.datetime.fromisoformat(text[:-1] + "+00:00" if text.endswith(("Z", "z")) else text)
     return _in_utc(made)
 
@@ -220,7 +226,10 @@ def _in_utc(time: dt.datetime) -> dt.datetime:
 
 
 def window_of(text: str) -> Any:
-    """A window of a query parameter: its start, or start and end with a slash between. Raises ``UnknownKeyOrNamespaceError``."""
+    """Return the window of a query parameter: its start, or start and end with a slash between.
+
+    Raises ``UnknownKeyOrNamespaceError``.
+    """
     try:
         times = [time_of(part) for part in text.split("/")]
     except (ValueError, OverflowError) as error:
@@ -236,10 +245,10 @@ def window_of(text: str) -> Any:
 
 
 def key_of_text(text: str, schema: pa.Schema) -> Any:
-    """The key that a path has. A key of one column is all of ``text``; of several it is their values with commas between.
+    """Return the key of a path: all of ``text`` for a key of one column, else the columns' values with commas between.
 
-    A value with a comma or a double quote in it stands in double quotes, and its own double quotes are written twice (as in CSV).
-    Raises ``UnknownKeyOrNamespaceError``.
+    A value with a comma or a double quote in it stands in double quotes, and its own double quotes are written twice
+    (as in CSV). Raises ``UnknownKeyOrNamespaceError``.
     """
     if len(schema) == 1:
         return _key([text], schema)
@@ -247,8 +256,8 @@ def key_of_text(text: str, schema: pa.Schema) -> Any:
     if len(parts) != len(schema):
         wanted = ",".join(schema.names)
         raise UnknownKeyOrNamespaceError(
-            f"The key {text!r} has {len(parts)} parts, the key columns are {len(schema)}: {wanted}. A part with a comma in it stands in "
-            "double quotes."
+            f"The key {text!r} has {len(parts)} parts, the key columns are {len(schema)}: {wanted}. A part with a "
+            "comma in it stands in double quotes."
         )
     return _key(parts, schema)
 
@@ -281,7 +290,10 @@ def _comma_separated(text: str) -> Iterator[str]:
 
 
 def key_of_json(value: Any, schema: pa.Schema) -> Any:
-    """A key of a lookup: a value for one column; for several an array of values, or an object. Raises ``UnknownKeyOrNamespaceError``."""
+    """Return a key of a lookup: a value for one column; for several columns an array of values, or an object.
+
+    Raises ``UnknownKeyOrNamespaceError``.
+    """
     if isinstance(value, dict) and set(value) == set(schema.names):
         return _key([value[name] for name in schema.names], schema)
     if len(schema) == 1 and not (
@@ -295,14 +307,17 @@ def key_of_json(value: Any, schema: pa.Schema) -> Any:
 
 
 def bound_of_json(value: Any, schema: pa.Schema, what: str) -> Any:
-    """A bound of a scan: the first columns of a key as an array, or the first alone. Raises ``UnknownKeyOrNamespaceError``."""
+    """Return a bound of a scan: the first columns of a key as an array, or the first column alone.
+
+    Raises ``UnknownKeyOrNamespaceError``.
+    """
     if value is None:
         return None
     parts = value if isinstance(value, list) else [value]
     if len(parts) > len(schema):
         raise UnknownKeyOrNamespaceError(f"{what} has {len(parts)} values, the key {len(schema)} columns.")
     made = [from_json(v, f.type, f"{what}, key column {f.name!r}") for v, f in zip(parts, schema, strict=False)]
-    # Plain text is the beginning of a text, an array of it the whole of a column.
+    # Plain text is the beginning of a text; an array of a text is the whole value of a column.
     return made[0] if isinstance(value, str) and pa.types.is_string(schema.types[0]) else tuple(made)
 
 

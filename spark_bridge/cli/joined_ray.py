@@ -1,4 +1,4 @@
-"""Joining a Ray cluster for the moment that a command of ``statestore`` takes."""
+"""Joining a Ray cluster for the time of one ``statestore`` command."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from spark_bridge.exceptions import EnvironmentProblemError
 
 @contextmanager
 def joined_ray(address: str | None, namespace: str) -> Iterator[None]:
-    """Within it, this process is in the Ray cluster at ``address`` (None: the one that is on record).
+    """Join the Ray cluster at ``address`` (None: the one that this machine has on record), and leave it at the end.
 
-    Raises EnvironmentProblemError if no Ray cluster answers.
+    Raises ``EnvironmentProblemError`` if no Ray cluster answers.
     """
     import ray
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
 
@@ -24,7 +25,7 @@ app = typer.Typer(
 
 
 class Backend(str, Enum):
-    """The backends that come along."""
+    """The backends that belong to this project."""
 
     rocksdb = "rocksdb"
     file = "file"
@@ -82,7 +83,7 @@ def status(
     address: Annotated[
         str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
     ] = None,
-    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = "statestore",
+    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = NAMESPACE,
 ) -> None:
     """Show the coordinator, the queries and the hosts of a Ray cluster, and what they hold."""
     from spark_bridge.cli.status import gather, render
@@ -93,13 +94,13 @@ def status(
     except EnvironmentProblemError as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
-    # a pipe has no width: leave the lines whole
+    # A pipe has no width, so lines must not be folded.
     console = Console() if Console().is_terminal else Console(width=PIPE_WIDTH)
     console.print(render(coordinator, hosts))
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the program: the entry point of the console script."""
     app()
 
 

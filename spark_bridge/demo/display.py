@@ -1,4 +1,4 @@
-"""What the user sees: one live picture on a terminal, plain lines anywhere else."""
+"""The demo's display: one live picture on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spark_bridge.demo.events import Batch, Event, HostKilled, Lookup, Progress, Started, Verified
+from spark_bridge.demo.events import BatchCommitted, Event, HostKilled, LookupAnswered, Progress, Started, Verified
 
 LOOKUPS_SHOWN = 6
 SECONDS_BETWEEN_LOOKUP_LINES = 2.0
@@ -33,7 +33,7 @@ class Display(Protocol):
 
 
 def choose_display(console: Console, batches: int) -> Display:
-    """The live picture where it can be drawn, else lines."""
+    """Return the live picture where it can be drawn, else lines."""
     return LiveDisplay(console, batches) if console.is_terminal else LineDisplay(console, batches)
 
 
@@ -54,10 +54,10 @@ class LineDisplay:
         return None
 
     def show(self, event: Event) -> None:
-        """Print the event, unless it is one lookup too many."""
-        if isinstance(event, Batch):
+        """Print the event, but of lookups only one every two seconds."""
+        if isinstance(event, BatchCommitted):
             self._line(describe_batch(event, self._batches))
-        elif isinstance(event, Lookup):
+        elif isinstance(event, LookupAnswered):
             if time.monotonic() >= self._next_lookup:
                 self._next_lookup = time.monotonic() + SECONDS_BETWEEN_LOOKUP_LINES
                 self._line("  lookup " + describe_lookup(event))
@@ -76,9 +76,9 @@ class LiveDisplay:
     def __init__(self, console: Console, batches: int) -> None:
         self._console = console
         self._batches = batches
-        self._batch: Batch | None = None
+        self._batch: BatchCommitted | None = None
         self._step = "starting"
-        self._lookups: deque[Lookup] = deque(maxlen=LOOKUPS_SHOWN)
+        self._lookups: deque[LookupAnswered] = deque(maxlen=LOOKUPS_SHOWN)
         self._live = Live(self._picture(), console=console, refresh_per_second=8, transient=False)
 
     def __enter__(self) -> LiveDisplay:
@@ -91,10 +91,10 @@ class LiveDisplay:
         self._live.stop()
 
     def show(self, event: Event) -> None:
-        """Draw the picture anew; what must stay in sight is printed above it."""
-        if isinstance(event, Batch):
+        """Draw the picture anew; lines that must stay in sight are printed above it."""
+        if isinstance(event, BatchCommitted):
             self._batch = event
-        elif isinstance(event, Lookup):
+        elif isinstance(event, LookupAnswered):
             self._lookups.appendleft(event)
         elif isinstance(event, Progress):
             self._step = event.text
@@ -115,8 +115,8 @@ class LiveDisplay:
         return Group(ProgressBar(total=self._batches, completed=done, width=60), figures, lookups)
 
 
-def describe_batch(batch: Batch, batches: int) -> str:
-    """The figures of one batch, as far as they are known."""
+def describe_batch(batch: BatchCommitted, batches: int) -> str:
+    """Return the figures of one batch, as far as they are known."""
     parts = [f"batch {batch.number}/{batches}", f"{batch.rows:,} rows"]
     parts.append(f"{batch.rows_per_second:,.0f} rows/s")
     if batch.touched_keys is not None:
@@ -131,13 +131,13 @@ def describe_batch(batch: Batch, batches: int) -> str:
     return " | ".join(parts)
 
 
-def describe_lookup(lookup: Lookup) -> str:
-    """One lookup as a line."""
+def describe_lookup(lookup: LookupAnswered) -> str:
+    """Return one lookup as a line."""
     return f"{lookup.key}: {lookup.answer or 'not seen yet'} ({lookup.milliseconds:.1f} ms)"
 
 
 def describe(event: Event) -> str | None:
-    """The line for every other event; None where there is nothing to say."""
+    """Return the line for any other event; None for an event without a line."""
     if isinstance(event, Progress):
         return f"{event.text} ..."
     if isinstance(event, Started) and event.done:

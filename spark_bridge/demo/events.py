@@ -1,4 +1,4 @@
-"""What the demo's processes tell each other: options down as one JSON argument, events up as JSON lines."""
+"""The messages between the demo's processes: options to children as one JSON argument, events back as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backends.decoders import json_decoder
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What the stream process is to do. ``directory`` holds the flights and Spark's checkpoint."""
+    """The options of the stream process. ``directory`` holds the flights and Spark's checkpoint."""
 
     events_fd: int
     directory: str
@@ -24,7 +24,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class LookupOptions(msgspec.Struct, frozen=True):
-    """How the lookup process finds the cluster, and how long it rests between two lookups."""
+    """The options of the lookup process: where the cluster is, and how long to rest between two lookups."""
 
     events_fd: int
     ray_address: str
@@ -32,21 +32,21 @@ class LookupOptions(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A step on the way to the first batch, in words."""
+    """A step before the first batch, in words."""
 
     text: str
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The query runs. ``done`` batches were committed by earlier runs; ``target`` is the goal of this one."""
+    """The query runs. Earlier runs have committed ``done`` batches; this run ends after batch ``target``."""
 
     ray_address: str
     done: int
     target: int
 
 
-class Batch(msgspec.Struct, frozen=True, tag=True):
-    """One committed micro-batch. ``state_ms`` is the time of the task that spent longest on state work."""
+class BatchCommitted(msgspec.Struct, frozen=True, tag=True):
+    """One committed micro-batch. ``state_ms`` is the time of the task that worked longest on state."""
 
     number: int
     rows: int
@@ -65,8 +65,8 @@ class HostKilled(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Lookup(msgspec.Struct, frozen=True, tag=True):
-    """One answer of a query client: what it says about ``key`` (None: not in the state yet)."""
+class LookupAnswered(msgspec.Struct, frozen=True, tag=True):
+    """One answer of a query client: the figures of ``key`` in words (None: not in the state yet)."""
 
     key: str
     answer: str | None
@@ -83,31 +83,31 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The child gives up."""
+    """A child has failed, and ends."""
 
     message: str
 
 
-Event = Progress | Started | Batch | HostKilled | Lookup | Verified | Failed
-"""Everything that a child may say."""
+Event = Progress | Started | BatchCommitted | HostKilled | LookupAnswered | Verified | Failed
+"""Every message that a child may send."""
 
 
 def decode_event(line: bytes) -> Event:
-    """One line of a child's pipe. Raises msgspec.DecodeError for anything else."""
+    """Return the event in one line of a child's pipe. Raises ``msgspec.DecodeError`` for any other line."""
     event: Event = json_decoder(Event).decode(line)
     return event
 
 
 class EventPipe:
-    """The writing end of a child's pipe; usable from several threads."""
+    """The writing end of a child's pipe. Thread-safe."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
-        os.set_inheritable(fd, False)  # or the end of the pipe would never be seen while a grandchild lives
+        os.set_inheritable(fd, False)  # else the parent would not see the pipe's end while a grandchild lives
 
     def send(self, event: Event) -> None:
-        """Write one event as a line. Raises BrokenPipeError when the parent is gone."""
+        """Write one event as a line. Raises ``BrokenPipeError`` when the parent is gone."""
         line = msgspec.json.encode(event) + b"\n"
         with self._lock:
             while line:

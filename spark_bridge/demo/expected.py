@@ -1,4 +1,4 @@
-"""What the stream's state must be, computed by pandas alone, and the comparison with what it is."""
+"""The state that the stream must end with, computed by pandas alone, and the comparison with the stream's state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATE_SCHEMA = pa.schema(
 
 
 def expected_state(flights: pd.DataFrame) -> pa.Table:
-    """The figures per aircraft over ``flights``: a row per tailnum (null too) of ``STATE_SCHEMA``."""
+    """Return the figures per aircraft over ``flights``: a row of ``STATE_SCHEMA`` per tailnum, null included."""
     grouped = flights.groupby(KEY, dropna=False)
     state = pd.DataFrame(
         {
@@ -35,16 +35,16 @@ def expected_state(flights: pd.DataFrame) -> pa.Table:
             "last_departure": grouped["departure"].max(),
         }
     )
-    # of the flights that leave at the last moment, the greatest destination counts
+    # Of several flights at the last departure time, the greatest destination counts.
     newest = flights[flights["departure"] == grouped["departure"].transform("max")]
     state["last_dest"] = newest.groupby(KEY, dropna=False)["dest"].max()
     return pa.Table.from_pandas(state.reset_index(), schema=STATE_SCHEMA, preserve_index=False)
 
 
 def first_difference(expected: pa.Table, actual: pa.Table) -> str | None:
-    """The first place where ``actual`` is not ``expected`` (same keys in the same order), or None.
+    """Return the first difference of ``actual`` from ``expected`` (same keys in the same order) in words, or None.
 
-    Floats may differ by 1e-9 relative, since a sum depends on the order of its terms; all else must be equal.
+    Floats may differ by 1e-9 relative, since a sum depends on the order of its terms; all other values must be equal.
     """
     if actual.num_rows != expected.num_rows:
         return f"{actual.num_rows} rows came back for {expected.num_rows} keys"
@@ -61,7 +61,7 @@ def first_difference(expected: pa.Table, actual: pa.Table) -> str | None:
 
 
 def same_value(want: Any, got: Any) -> bool:
-    """Equality, within the relative tolerance for floats; null equals null only."""
+    """Return whether two values are equal: floats within the relative tolerance; null equals null only."""
     if want is None or got is None:
         return want is got
     if isinstance(want, float):

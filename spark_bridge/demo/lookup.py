@@ -15,21 +15,21 @@ import pandas as pd
 import ray
 
 from backends.decoders import json_decoder
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient
-from spark_bridge.demo.events import EventPipe, Failed, Lookup, LookupOptions
+from spark_bridge.demo.events import EventPipe, Failed, LookupAnswered, LookupOptions
 from spark_bridge.demo.expected import KEY
 from spark_bridge.demo.flights import OPERATOR, find_flights_csv
 from spark_bridge.demo.processes import end_with_parent
-from spark_bridge.host_actor.session_options import NAMESPACE
 
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 120.0
-"""The demo kills a host, and a slow machine takes long to start another."""
+"""The demo kills a host, and a slow machine takes long to start another host."""
 
 
 def look_up(options: LookupOptions, events: EventPipe) -> None:
-    """Ask for one aircraft after the other, until this process is ended."""
+    """Look up one random aircraft after the other, until this process is ended."""
     aircraft = pd.read_csv(find_flights_csv(), usecols=[KEY])[KEY].dropna().unique().tolist()
     ray.init(address=options.ray_address, namespace=NAMESPACE, log_to_driver=False)
     try:
@@ -38,14 +38,14 @@ def look_up(options: LookupOptions, events: EventPipe) -> None:
                 key = random.choice(aircraft)
                 started = time.perf_counter()
                 value = client.get(OPERATOR, key)
-                events.send(Lookup(key, describe_value(value), (time.perf_counter() - started) * 1e3))
+                events.send(LookupAnswered(key, describe_value(value), (time.perf_counter() - started) * 1e3))
                 time.sleep(options.pause_s)
     finally:
         ray.shutdown()
 
 
 def describe_value(value: dict[str, Any] | None) -> str | None:
-    """An aircraft's figures in words; None if the state has none."""
+    """Return an aircraft's figures in words; None if the state has none."""
     if value is None:
         return None
     words = [f"{value['flights']} flights"]
@@ -58,7 +58,7 @@ def describe_value(value: dict[str, Any] | None) -> str | None:
 
 
 def main() -> None:
-    """Look up as the options on the command line say; exit 1 after telling what is wrong."""
+    """Look up as the options on the command line say; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = json_decoder(LookupOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)

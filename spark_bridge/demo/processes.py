@@ -1,7 +1,7 @@
-"""Child processes that leave nothing behind, whatever they started and however they end.
+"""Child processes that leave no process behind, however they end.
 
-Ray and Spark start processes in groups of their own, so that a kill of the child's group would miss them.
-Every descendant inherits a mark in its environment instead, by which it is found.
+Ray and Spark start processes in groups of their own, so a kill of the child's group would miss them. Every descendant
+inherits a mark in its environment instead, by which it is found.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from spark_bridge.demo.events import Event, decode_event
 
 MARK = "STATESTORE_DEMO_MARK"
 Ended = tuple[str, int]
-"""A child's name and exit code, queued behind its last event."""
+"""A child's name and exit code, queued after its last event."""
 
 
 class Children:
-    """The demo's child processes: starts them, gathers their events, and ends all that descends from them."""
+    """The demo's child processes: starts them, gathers their events, and ends them and all their descendants."""
 
     def __init__(self, log_path: Path, environment: dict[str, str]) -> None:
         self.messages: queue.Queue[Event | Ended] = queue.Queue()
@@ -51,7 +51,7 @@ class Children:
                     stderr=log_file,
                     pass_fds=[write_fd],
                     env=self._environment,
-                    start_new_session=True,  # Ctrl-C is for us, who end the children in order
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which ends the children in order
                 )
         finally:
             os.close(write_fd)
@@ -65,7 +65,7 @@ class Children:
         self.messages.put((name, process.wait()))
 
     def stop(self, name: str, patience_s: float) -> None:
-        """Ask one child to end (SIGTERM), wait for it, and kill it when it does not."""
+        """Ask one child to end (SIGTERM), wait for it, and kill it if it does not end."""
         process = self._processes.get(name)
         if process is None or process.poll() is not None:
             return
@@ -77,11 +77,11 @@ class Children:
             process.wait()
 
     def close(self, patience_s: float = 20.0) -> None:
-        """End all children, the last started first, then every process that carries the mark."""
+        """End all children, the last one first, then every process that carries the mark."""
         for name in reversed(self._processes):
             self.stop(name, patience_s)
         deadline = time.monotonic() + 10.0
-        grace_until = time.monotonic() + 2.0  # Ray's own processes are about to end when their driver has
+        grace_until = time.monotonic() + 2.0  # Ray's own processes end soon after their driver
         looks_without_one = 0
         while looks_without_one < 2:  # one look may miss a process: /proc shows no environment for a moment after exec
             marked = marked_processes(self._mark)
@@ -95,19 +95,19 @@ class Children:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """All living processes of this user, except this one, whose environment carries ``mark``."""
+    """Return all living processes of this user, except this one, whose environment carries ``mark``."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # ended meanwhile, or another user's: not ours
+            continue  # it has ended meanwhile, or is another user's
     return found
 
 
 def kill(process: psutil.Process) -> None:
-    """SIGKILL, unless it has ended meanwhile."""
+    """Send SIGKILL, unless the process has ended meanwhile."""
     try:
         process.kill()
     except psutil.NoSuchProcess:
@@ -115,14 +115,14 @@ def kill(process: psutil.Process) -> None:
 
 
 def end_with_parent() -> None:
-    """In a child: SIGTERM and the end of standard input (of our parent) end us through SystemExit."""
+    """End this child process by ``SystemExit`` on SIGTERM, and when its parent ends (at the end of standard input)."""
 
     def leave(_signum: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: do not disturb the clean-up
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not disturb the clean-up
         raise SystemExit(128 + signal.SIGTERM)
 
     def watch() -> None:
-        # not through sys.stdin, whose lock this thread would still hold when the interpreter shuts down
+        # Not through sys.stdin: this thread would still hold its lock when the interpreter shuts down.
         while os.read(0, 1024):
             continue
         os.kill(os.getpid(), signal.SIGTERM)

@@ -23,10 +23,11 @@ from pyspark.sql.streaming import StreamingQuery
 
 from backends import StateStoreConf
 from backends.decoders import json_decoder
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge import QueryableStateClient, aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
 from spark_bridge.demo.events import (
-    Batch,
+    BatchCommitted,
     Event,
     EventPipe,
     Failed,
@@ -46,9 +47,9 @@ from spark_bridge.demo.flights import (
     retract_files,
 )
 from spark_bridge.demo.processes import end_with_parent
-from spark_bridge.host_actor.session_options import NAMESPACE
 from spark_bridge.session.current import current_cluster
 from spark_bridge.session.java import ensure_java
+from spark_bridge.session.ray_cluster import system_config
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +75,13 @@ class FlightStream:
         self._seen: set[str | None] = set()
 
     def run(self) -> None:
-        """Everything; raises DemoError when the state is not what it must be."""
+        """Run the query over the flights and check its state. Raises ``DemoError`` if the state is wrong."""
         self._send(Progress("loading the flights"))
         flights = load_flights()
         batches = self._options.batches
         files, checkpoint = self._directory / "flights", self._directory / "checkpoint"
         done = highest_batch(checkpoint / "commits") + 1
-        # A batch that was planned but not committed is the next one to run, so the target is never below it.
+        # A batch that was planned but not committed is the next to run, so the target is never lower.
         target = min(batches, done + (self._options.stop_after or batches))
         retract_files(files, batches, keep=target)
         release_files(flights, files, batches, target)
@@ -145,7 +146,7 @@ class FlightStream:
 
     @staticmethod
     def _keys_in_state(flights: pd.DataFrame) -> list[str | None]:
-        """The aircraft that earlier runs have left in the state."""
+        """Return the aircraft that earlier runs have left in the state."""
         candidates = [None, *flights[KEY].dropna().unique().tolist()]
         with QueryableStateClient.connect() as client:
             answer: pa.Table = client.get_many(OPERATOR, candidates)
@@ -153,7 +154,7 @@ class FlightStream:
         return [key for key, count in zip(candidates, counts, strict=True) if count is not None]
 
     def _sink(self, changed: DataFrame, batch_id: int) -> None:
-        """Count the aircraft that the batch changed, in the place of a real sink."""
+        """Count the aircraft that the batch changed, in place of a real sink."""
         keys = [row[0] for row in changed.select(KEY).collect()]
         self._touched[batch_id] = len(keys)
         self._seen.update(keys)
@@ -185,7 +186,7 @@ class FlightStream:
 
     def _describe(self, progress: Any) -> Event:
         batch_id = progress["batchId"]
-        return Batch(
+        return BatchCommitted(
             number=batch_id + 1,
             rows=progress["numInputRows"],
             rows_per_second=progress["processedRowsPerSecond"],
@@ -202,7 +203,7 @@ class FlightStream:
         self._send(HostKilled(pid, number))
 
     def _verify(self, streamed: pd.DataFrame, all_flights: pd.DataFrame) -> None:
-        """Compare the whole state with pandas. Raises DemoError with the first difference."""
+        """Compare the whole state with pandas. Raises ``DemoError`` naming the first difference."""
         expected = expected_state(streamed)
         known = expected.column(KEY).to_pylist()
         unseen = sorted(set(all_flights[KEY].dropna()) - set(known)) + UNKNOWN_KEYS
@@ -221,7 +222,7 @@ class FlightStream:
 
 
 def start_ray(directory: Path) -> str:
-    """A Ray of our own whose files are below ``directory``; returns its address."""
+    """Start a Ray cluster for this demo alone, with its files below ``directory``; return its address."""
     directory.mkdir(parents=True)
     context = ray.init(
         address="local",
@@ -231,20 +232,20 @@ def start_ray(directory: Path) -> str:
         log_to_driver=False,
         namespace=NAMESPACE,
         _temp_dir=str(directory),
-        _system_config={"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))},  # noqa: SIM112 - Ray's name
+        _system_config=system_config(),
     )
     return str(context.address_info["gcs_address"])
 
 
 def highest_batch(log_directory: Path) -> int:
-    """The highest batch id in one of Spark's logs (``offsets``, ``commits``); -1 if there is none."""
+    """Return the highest batch id in one of Spark's logs (``offsets``, ``commits``); -1 if there is none."""
     if not log_directory.is_dir():
         return -1
     return max((int(p.name) for p in log_directory.iterdir() if p.name.isdigit()), default=-1)
 
 
 def wait_until_completed(version: int) -> None:
-    """Wait until the hosts have applied ``version``: they hear of Spark's commit a moment after it."""
+    """Wait until the hosts have applied ``version``: they hear of Spark's commit a moment later."""
     cluster = current_cluster()
     deadline = time.monotonic() + COMPLETION_TIMEOUT_S
     while True:
@@ -263,7 +264,7 @@ def wait_until_completed(version: int) -> None:
 
 
 def state_milliseconds(version: int) -> float | None:
-    """The longest time that a task spent on state work for ``version``; None if the hosts do not say."""
+    """Return the longest time, in ms, that a task worked on state for ``version``; None if the hosts do not say."""
     times = []
     try:
         descriptions = current_cluster().describe_hosts()
@@ -279,7 +280,7 @@ def state_milliseconds(version: int) -> float | None:
 
 
 def main() -> None:
-    """Run the stream as the options on the command line say; exit 1 after telling what is wrong."""
+    """Run the stream as the options on the command line say; report an error to the parent and exit with 1."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = json_decoder(StreamOptions).decode(sys.argv[1])
     events = EventPipe(options.events_fd)

@@ -1,1 +1,1 @@
-"""The logic of a host: the partitions that it owns, their versions, commits and savepoint exports. No Ray."""
+"""The logic of a host, without Ray: grants, loading, commits, versions, reads, maintenance, savepoint exports."""

@@ -1,7 +1,7 @@
-"""Acknowledgements of tasks that commit at the same time, sent together.
+"""Acknowledgements of tasks that commit at the same time, sent to the coordinator in one message.
 
-Whoever comes while a message is under way waits, and one of those who wait then sends for all. So the
-messages follow the hosts in number, not the partitions, and a single one is not held up.
+A thread that comes while a message is under way waits; then one of the waiting threads sends for all. So the number of
+messages follows the number of hosts, not of partitions, and a single acknowledgement is sent at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.transport.error_codec import rebuilt_error
 
 Send = Callable[[str, tuple[Acknowledge, ...]], Sequence[Acknowledged | Refused]]
-"""Sends messages of one run to the coordinator; an answer for each."""
+"""Sends messages of one run to the coordinator, and returns an answer for each."""
 
 
 @dataclass(eq=False)
@@ -25,7 +25,10 @@ class _Waiting:
 
 
 class Acknowledgements:
-    """One per host; used by many threads at once."""
+    """Collects the acknowledgements of one host.
+
+    Thread-safe: ``_changed`` guards both tables, and is free during a message.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -34,7 +37,10 @@ class Acknowledgements:
         self._changed = threading.Condition()
 
     def acknowledge(self, message: Acknowledge) -> Acknowledged:
-        """Send a message, perhaps with others; raises what the coordinator refuses it with."""
+        """Send a message, perhaps together with others.
+
+        Raises the error with which the coordinator refuses the message.
+        """
         run_id, own = message.run_id, _Waiting(message)
         with self._changed:
             self._waiting.setdefault(run_id, []).append(own)
@@ -50,7 +56,7 @@ class Acknowledgements:
                 answers = self._send(run_id, tuple(w.message for w in together))
                 if len(answers) != len(together):
                     raise ValueError(f"{len(together)} acknowledgements of run {run_id} got {len(answers)} answers")
-            except BaseException as error:  # noqa: BLE001 - all of them wait for it
+            except BaseException as error:  # noqa: BLE001 - all waiting threads must hear of it
                 answers = [error] * len(together)
             with self._changed:
                 for waiting, answer in zip(together, answers, strict=True):

@@ -1,7 +1,8 @@
-"""Which versions of each run are completed, as a host has been told: before anything of them is applied.
+"""Which versions of each run are completed, as the coordinator has told this host: before any partition applies them.
 
-The partitions of a host apply a version one after the other, and one with a commit under way later still. What is noted here
-lets all of them be read at one version meanwhile: each from its base and accepted changes, or from what it keeps of the past.
+The partitions of a host apply a version one after the other, and a partition with a commit under way later still. The
+versions noted here let readers read all partitions at one version meanwhile: each from its base and accepted changes,
+or from the older versions that it keeps.
 """
 
 from __future__ import annotations
@@ -14,43 +15,51 @@ from dataclasses import dataclass, field
 from coordinator_actor.messages import Completed
 
 KEPT_VERSIONS = 4
-"""Of so many versions of a run the heads are known: of those that partitions may have in memory."""
+"""The heads of so many versions of a run are known: as many versions as partitions may have in memory."""
 KEPT_RUNS = 1000
+"""Versions of so many runs are known."""
 Heads = Mapping[str, Mapping[int, str]]
-"""By operator and partition, the changelog that made a version."""
+"""By operator and partition, the path of the changelog that made a version."""
 
 
 @dataclass(frozen=True)
 class CompletedVersion:
-    """A completed version of a run, with the heads of this host's partitions as far as it was told them. Never changes."""
+    """A completed version of a run, with those heads of this host's partitions that the host was told.
+
+    Never changes.
+    """
 
     version: int
     heads: Heads = field(default_factory=dict)
 
     def head(self, operator: str, partition: int) -> str | None:
-        """What made the version of a partition; None if that is not known, or it is the empty version 0."""
+        """Return the changelog that made the version of a partition; None if it is not known, and for version 0."""
         of_operator = self.heads.get(operator)
         return None if of_operator is None else of_operator.get(partition)
 
 
 class CompletedVersions:
-    """Thread-safe; ``newest`` takes no lock."""
+    """The completed versions of all runs that this host knows of.
+
+    Thread-safe. ``_changed`` guards the table; ``newest`` and ``at`` read it without a lock, so an entry is replaced by
+    one assignment and never taken out and put back.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[str, tuple[CompletedVersion, ...]] = {}
         self._changed = threading.Condition()
 
     def newest(self, run_id: str) -> CompletedVersion | None:
-        """The last completed version of a run that this host knows of."""
+        """Return the last completed version of a run that this host knows of; None if it knows none."""
         held = self._runs.get(run_id)
         return None if held is None else held[-1]
 
     def at(self, run_id: str, version: int) -> CompletedVersion | None:
-        """One of the last versions; None if it is none of them."""
+        """Return one of the last ``KEPT_VERSIONS`` versions of a run; None if ``version`` is none of them."""
         return next((c for c in self._runs.get(run_id, ()) if c.version == version), None)
 
     def note(self, completed: Completed) -> CompletedVersion:
-        """Take in what was said, which may be old or known; returns the newest version."""
+        """Take in what the coordinator has said, which may be old or known; return the newest version of the run."""
         with self._changed:
             held = {c.version: c for c in self._runs.get(completed.run_id, ())}
             known = held.get(completed.version)
@@ -67,18 +76,21 @@ class CompletedVersions:
             return kept[-1]
 
     def runs(self) -> list[str]:
-        """The ids of the runs of which anything is known."""
+        """Return the ids of the runs of which a version is known."""
         with self._changed:
             return list(self._runs)
 
     def forget(self, run_id: str) -> None:
-        """The run is over. Whoever waits for it looks again."""
+        """Forget a run that is over, and wake the threads that wait for a version of it."""
         with self._changed:
             self._runs.pop(run_id, None)
             self._changed.notify_all()
 
     def wait(self, run_id: str, version: int, seconds: float) -> CompletedVersion | None:
-        """The newest version once it is ``version`` or later, else what there is when the time is over or the run forgotten."""
+        """Wait until the newest version of a run is ``version`` or later, and return it.
+
+        After ``seconds``, or when the run is forgotten, return the newest version that is known, None if there is none.
+        """
         deadline = time.monotonic() + seconds
         with self._changed:
             was_known = run_id in self._runs

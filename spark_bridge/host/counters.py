@@ -6,7 +6,10 @@ import threading
 
 
 class Counters:
-    """Counts since the host started. Thread-safe: the lock is held for one addition and nothing else is locked meanwhile."""
+    """Counts since the host started.
+
+    Thread-safe: the lock is held for one addition and nothing else is locked meanwhile.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from spark_bridge.host.registration import HostRegistration
 from spark_bridge.transport.protocol import TaskIdentity
 
 GRANT_SECONDS = 1.0
-"""For so long the tasks of a batch go by what the coordinator said to the first of them: owners may have moved since."""
+"""For so long the tasks of a batch go by the coordinator's answer to the first of them: owners may have moved since."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class HeldPartitions:
             for i in self.instances.values():
                 held[i.registration.run_id] = min(i.state.version, held.get(i.registration.run_id, i.state.version))
             for run_id, version in held.items():
-                # A partition is loaded at a version that the coordinator has named; the others must hear of that version too.
+                # A partition is loaded at a version that the coordinator has named; the others must hear of it too.
                 noted = self._completed.newest(run_id)
                 held[run_id] = version if noted is None else min(version, noted.version)
             return held

@@ -15,6 +15,7 @@ from pathlib import Path
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
+from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.messages import (
     Acknowledged,
     HostInfo,
@@ -27,7 +28,7 @@ from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.maintenance import Maintenance
-from spark_bridge.host.partition_files import OpenStorage, PartitionFiles
+from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.partition_loading import PartitionLoading
 from spark_bridge.host.reads import PartitionReads
 from spark_bridge.host.registration import HostRegistration
@@ -44,14 +45,14 @@ REVOKED_SECONDS = 60.0
 class Host:
     """Loads, commits and answers for the partitions that the coordinator assigns to it.
 
-    ``info`` names this incarnation; ``local_dir`` is the directory of this host, made when needed, where an incarnation that
-    was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
+    ``info`` names this incarnation; ``local_dir`` is the directory of this host, made when needed, where an incarnation
+    that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
 
     The parts, each with its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
-    ``task_commits``, ``reads``, ``completed`` and ``version_requests`` (which versions are completed), ``maintenance`` and
-    ``exports`` (savepoints). Locks are taken in the order: the loading lock of a partition (``PartitionLoading``), its commit
-    lock (``Instance``), the lock of the tables (``HeldPartitions``), and last the locks that ``Grants``, ``VersionRequests``,
-    ``CompletedVersions`` and ``Counters`` hold for their own tables.
+    ``task_commits``, ``reads``, ``completed`` and ``version_requests`` (which versions are completed), ``maintenance``
+    and ``exports`` (savepoints). Locks are taken in the order: the loading lock of a partition (``PartitionLoading``),
+    its commit lock (``Instance``), the lock of the tables (``HeldPartitions``), and last the locks that ``Grants``,
+    ``VersionRequests``, ``CompletedVersions`` and ``Counters`` hold for their own tables.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class Host:
     def open(self, task: TaskIdentity) -> OpenReply:
         """Open the store of a task's partition at version = batch id, or return the address of the host that owns it.
 
-        Raises ``PartitionMismatchError`` if the task opens the partition a second time, and what the coordinator raises.
+        Raises ``PartitionMismatchError`` if the task opens the partition a second time, and what the coordinator
+        raises.
         """
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
@@ -152,7 +154,7 @@ class Host:
 
     @property
     def revoked_tokens(self) -> frozenset[str] | None:
-        """Return the ids of read-only tokens that count no more; None if the coordinator has not said so yet, or for long."""
+        """Return the ids of revoked read-only tokens; None if the coordinator has not named them yet, or for long."""
         return self._revoked_tokens if self._clock() < self._revoked_until else None
 
     # -- life ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import Acknowledge, OperatorFigures, OperatorSpec, QueryRegistration
 
 REMEMBERED_COMMITS = 4
-"""A host reports the figures of so many commits of a partition: progress is often asked for when the next batch has begun."""
+"""A host keeps the figures of so many commits: progress is often asked for when the next batch has begun."""
 InstanceKey = tuple[str, str, int]
 """Query id, operator, partition."""
 RunKey = tuple[str, str, int]
@@ -24,16 +24,16 @@ class KeyWindows(Protocol):
     """Follows which windows the keys of a partition's rows have."""
 
     def add(self, base: str | None, head: str, changes: Changes) -> None:
-        """Take in the changes that lead from the version with the head ``base`` to the version with the head ``head``."""
+        """Take in the changes that lead from the version with head ``base`` to the version with head ``head``."""
 
 
 @dataclass
 class Instance:
     """One loaded partition.
 
-    ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards ``epoch``,
-    ``snapshot_version``, ``rescaled_at`` and changes of ``acknowledged``. The lock of ``HeldPartitions`` guards
-    ``invocations``, ``invocations_of`` and ``commits``.
+    ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards
+    ``epoch``, ``snapshot_version``, ``rescaled_at`` and changes of ``acknowledged``. The lock of ``HeldPartitions``
+    guards ``invocations``, ``invocations_of`` and ``commits``.
     """
 
     registration: QueryRegistration
@@ -53,7 +53,7 @@ class Instance:
     snapshot_version: int = 0
     """The version of the newest snapshot in storage."""
     rescaled_at: int | None = None
-    """The version at which the partition was made from files of another layout; None once it has a snapshot of its own."""
+    """The version at which the partition was made from files of another layout; None once it has a snapshot."""
     key_windows: KeyWindows | None = None
 
     @property
@@ -75,7 +75,10 @@ class Instance:
         return f"StateStoreId[operator={self.operator}, partition={self.partition}]"
 
     def size(self) -> dict[str, int]:
-        """Return the number of keys and the bytes in memory. Raises ``StoreClosedError`` while the partition is unloaded."""
+        """Return the number of keys and the bytes in memory.
+
+        Raises ``StoreClosedError`` while the partition is unloaded.
+        """
         figures = self.state.metrics()
         return {"keys": figures.num_keys, "memory_bytes": figures.memory_bytes}
 

@@ -1,4 +1,4 @@
-"""What a host does from time to time: unload partitions that are another's by now, and upload the snapshots that are due."""
+"""The maintenance of a host: unload partitions that are another host's by now, and upload snapshots that are due."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ class Maintenance:
                 self._loading.unload(instance)
 
     def upload_snapshot(self, instance: Instance) -> None:
-        """Upload a snapshot of a partition's version and report it; log what fails, and leave it to the next maintenance."""
+        """Upload a snapshot of a partition's version and report it.
+
+        A failure is logged; the next maintenance tries again.
+        """
         registration, coordinator = self._registration, self._registration.coordinator
         run_id, operator, partition = instance.run_key
         try:
@@ -101,7 +104,7 @@ class Maintenance:
             self._counters.add("snapshots")
         except StoreClosedError:
             log.debug("%s was unloaded while a snapshot of it was taken", instance)
-        except Exception:  # whatever it is, it must not be lost in a thread, and the next round tries again
+        except Exception:  # no error may be lost in a thread, and the next round tries again
             log.warning("Error managing %s; no snapshot was taken", instance, exc_info=True)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace as with_changes
 from pathlib import Path
 
@@ -11,10 +11,9 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState, open_partition
-from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
-OpenStorage = Callable[[str, Mapping[str, str]], CheckpointStorage]
 """Opens the durable files of a query, from their location and the options of their storage."""
 
 
@@ -61,7 +60,8 @@ class PartitionFiles:
     def open_copy(self, registration: QueryRegistration, directory: str, backend: str, local: Path) -> PartitionState:
         """Open an empty state in ``local``, into which versions of the partition in ``directory`` can be loaded.
 
-        The copy keeps one version and does not count its keys: to count, replaying would look up every key that it writes.
+        The copy keeps one version and does not count its keys: to count, replaying would look up every key that it
+        writes.
         """
         storage = self.open_storage(registration.state_location, registration.storage_options)
         conf = with_changes(self._conf, provider=backend, track_total_number_of_rows=False, max_versions_in_memory=0)

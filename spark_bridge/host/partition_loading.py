@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 class PartitionLoading:
     """Brings partitions to the versions that are granted or completed, and lets them go. Thread-safe.
 
-    A partition's loading lock is held by the thread that loads or unloads the partition. Locks are taken in this order: the
-    loading lock, the instance's ``commit_lock``, the lock of ``HeldPartitions``, which guards the tables here as well.
+    A partition's loading lock is held by the thread that loads or unloads the partition. Locks are taken in this order:
+    the loading lock, the instance's ``commit_lock``, the lock of ``HeldPartitions``, which guards the tables here as
+    well.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class PartitionLoading:
         """Unload a partition of another run of the query: it makes room for the run of the grant, which is newer."""
         if grant.epoch < instance.epoch:
             raise RetiredRunError(
-                f"Run {grant.registration.run_id} has been replaced by run {instance.registration.run_id}; only the newer "
-                "one may go on."
+                f"Run {grant.registration.run_id} has been replaced by run {instance.registration.run_id}; "
+                "only the newer one may go on."
             )
         retired = instance.registration.run_id
         with self._held.lock:

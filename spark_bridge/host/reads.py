@@ -1,4 +1,4 @@
-"""Reading a host's partitions: the bulk reads of tasks, and the loading that queries need (``spark_bridge.queryable.reads``)."""
+"""Reading a host's partitions: bulk reads for tasks, and loading for queries (``spark_bridge.queryable.reads``)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PartitionReads:
         return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
-        """Give the pairs (``key``, ``value``) of ranges of keys, one range after the other; raise as ``get_many`` does."""
+        """Give the pairs (``key``, ``value``) of ranges of keys, one range after the other. Raises as ``get_many``."""
         run_id, operator, partition, version = command.run_id, command.operator, command.partition, command.version
         instance = self._held.instance(run_id, operator, partition)
         if instance is None or instance.state.version != version:
@@ -99,10 +99,10 @@ class PartitionReads:
     # -- queries -------------------------------------------------------------------------------
 
     def load(self, run_id: str, operator: str, partition: int, *, again: bool = False) -> Instance:
-        """Note the last completed version of a partition as the coordinator knows it now, and load it if it is not loaded.
+        """Note the last completed version of a partition, as the coordinator knows it now, and return it loaded.
 
-        ``again``: even if it is loaded, for it does not have that version. Raises ``NotOwnerError`` if the partition is another
-        host's, and what the coordinator raises.
+        ``again``: even if it is loaded, for it does not have that version. Raises ``NotOwnerError`` if the partition is
+        another host's, and what the coordinator raises.
         """
         grant = self._grants.for_read(run_id, operator, partition)
         if not self._registration.owns(grant.owner):

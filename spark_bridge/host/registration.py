@@ -31,7 +31,10 @@ class HostRegistration:
         self.coordinator.register_host(self.info, self._held.report())
 
     def register_apart(self) -> None:
-        """Register in a thread of its own and wait 1 s for it: one query's storage may hang, and the lease must be renewed meanwhile."""
+        """Register in a thread of its own, and wait 1 s for it.
+
+        One query's storage may hang while the coordinator restores it, and the lease must be renewed meanwhile.
+        """
         if self._registering is None or not self._registering.is_alive():
             self._registering = threading.Thread(target=self._register_again, name="statestore-register", daemon=True)
             self._registering.start()

@@ -1,10 +1,11 @@
 """A host's part in savepoints: exporting its partitions while the stream goes on.
 
-One partition after the other, and mostly asleep: the stream's batches may take at most 1.3 times as long meanwhile. Only a query
-that is held until the savepoint is done, to be stopped with it, has no batches that could be slowed down.
+The host exports one partition after the other, and sleeps for most of the time: the stream's batches may take at most
+1.3 times as long meanwhile. A query that stops with the savepoint is held until then and has no batches to slow down,
+so its export does not sleep.
 
-All partitions of an order are pinned at its version when it comes, for the stream soon leaves that version behind, and reading
-one back from storage costs much more than exporting it.
+All partitions of an order are pinned at the savepoint's version when the order comes. The stream soon leaves that
+version behind, and reading a partition back from storage costs much more than exporting it.
 """
 
 from __future__ import annotations
@@ -37,13 +38,15 @@ Key = tuple[str, int, str, int]
 """Run id, checkpoint id, operator, partition."""
 
 SHARE_OF_A_CORE = 0.25
+"""The part of the time that an export works; it sleeps for the rest."""
 
 
 class SavepointExports:
-    """What a host exports, and has exported.
+    """The exports of one host: those that are under way and those that are done.
 
-    ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, None if it does not;
-    ``read_back`` one that it does not hold, and returns also what removes it afterwards.
+    ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
+    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, and returns also the
+    function that removes it afterwards. ``_lock`` guards the table of exports; one thread exports.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class SavepointExports:
         self._lock = threading.Lock()
 
     def take(self, order: SavepointOrder) -> None:
-        """Begin what is new in an order, and report again what is done: the answer may have been lost."""
+        """Begin the new exports of an order, and report again those that are done: the answer may have been lost."""
         for operator, partitions in order.partitions.items():
             for partition in partitions:
                 key = (order.run_id, order.checkpoint_id, operator, partition)
@@ -86,7 +89,7 @@ class SavepointExports:
     def _pinned(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
         try:
             return self._held(order, operator, partition)
-        except Exception:  # the export tries it again, and says what is wrong
+        except Exception:  # the export tries again, and says what is wrong
             log.warning("Partition %d of %s is not held for its export", partition, operator, exc_info=True)
             return None
 
@@ -101,12 +104,12 @@ class SavepointExports:
         try:
             files = self._files(order, operator, partition, pinned)
         except StoreClosedError:
-            # It was unloaded, and whoever owns it now is told to export it; or the savepoint was given up.
+            # The partition was unloaded, and its new owner is told to export it; or the savepoint was given up.
             log.info("Partition %d of %s was not exported", partition, operator)
             with self._lock:
                 self._states.pop(key, None)
             return
-        except Exception as error:  # whatever it is, the savepoint fails of it
+        except Exception as error:  # any error makes the savepoint fail
             log.warning("Partition %d of %s was not exported", partition, operator, exc_info=True)
             message = msgspec.structs.replace(message, failure=f"{type(error).__name__}: {error}")
         else:
@@ -154,7 +157,7 @@ class SavepointExports:
             close()
 
     def give_up_others(self, pending: Mapping[str, Collection[int]]) -> None:
-        """Only these savepoints are still being made: checkpoint ids by run."""
+        """Give up all exports but those of ``pending``: by run id, the checkpoint ids of unfinished savepoints."""
         with self._lock:
             self._states = {k: m for k, m in self._states.items() if k[1] in pending.get(k[0], ())}
 
@@ -162,11 +165,11 @@ class SavepointExports:
         return self._closed.is_set() or key not in self._states
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up the exports that are under way."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _nothing() -> None:
-    """Where there is nothing to remove."""
+    """Remove nothing: the host goes on holding the partition."""

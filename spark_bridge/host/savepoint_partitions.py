@@ -42,7 +42,7 @@ class SavepointPartitions:
             return None
 
     def read_back(self, order: SavepointOrder, operator: str, partition: int) -> tuple[Scans, Callable[[], None]]:
-        """Return a copy of a partition from storage at the savepoint's version, and the function that removes the copy."""
+        """Return a copy of a partition from storage at the savepoint's version, and what removes the copy."""
         spec = spec_of(order.registration, operator)
         lineage = self._registration.coordinator.lineage(order.run_id, operator, partition, order.version)
         local = self._files.savepoints / uuid.uuid4().hex

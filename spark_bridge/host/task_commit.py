@@ -1,8 +1,8 @@
-"""What happens in a host when a task commits: a durable changelog, then the coordinator's word, then the accepted version.
+"""What happens when a task commits: first a durable changelog, then the coordinator's answer, then an accepted version.
 
 A task sends its changes to the owner of its partition (``spark_bridge.task.task_store``), whose Flight server calls
-``TaskCommits.commit``. The coordinator accepts or refuses (``coordinator_actor.coordinator``: ``acknowledge_many``). An accepted
-version is completed, for readers to see, when Spark has committed the batch (``PartitionLoading.complete``).
+``TaskCommits.commit``. The coordinator accepts or refuses (``coordinator_actor.coordinator``: ``acknowledge_many``). An
+accepted version is completed, for readers to see, when Spark has committed the batch (``PartitionLoading.complete``).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class TaskCommits:
     ) -> Acknowledged:
         """Make a task's changes durable and acknowledge them; return when the coordinator has accepted.
 
-        ``timings`` are the task's milliseconds by step. The changelog is durable before the coordinator hears of it, so that no
-        manifest names a file that is not there. If the coordinator refuses, nothing has changed. Raises ``NotOwnerError`` if the
-        partition is not open here at the task's batch, and what the coordinator refuses with.
+        ``timings`` are the task's milliseconds by step. The changelog is durable before the coordinator hears of it, so
+        that no manifest names a file that is not there. If the coordinator refuses, nothing has changed. Raises
+        ``NotOwnerError`` if the partition is not open here at the task's batch, and what the coordinator refuses with.
         """
         info = self._registration.info
         instance = self._held.instance(task.run_id, task.operator, task.partition)

@@ -1,4 +1,4 @@
-"""Asking the coordinator which version of a run is completed: one question for all threads that wait (request coalescing)."""
+"""Asking the coordinator for a run's completed version: one question for all threads that wait (request coalescing)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_bridge.host.registration import HostRegistration
 ASK_SECONDS = 0.02
 """So long after one question for the completed version the next one is asked, however many readers wait for it."""
 UNKNOWN_SECONDS = 0.5
-"""For so long a host believes that there is no such run: any client may name any run, and the coordinator has more to do."""
+"""For so long a host believes that there is no such run: any client may name any run, and each question costs."""
 IDLE_RUN_SECONDS = 60.0
 """For so long a host without partitions of a run remembers what the coordinator has said of the run last."""
 MOST_ASKED = 1000
@@ -26,8 +26,8 @@ MOST_ASKED = 1000
 class _Asking:
     """The questions for one run. The thread that holds ``lock`` asks for all that wait.
 
-    ``at`` is when the last question was asked, ``answered`` when the last question that has been answered was asked; both
-    are times of ``time.monotonic``. ``refusal``: the coordinator said that there is no such run.
+    ``at`` is when the last question was asked, ``answered`` when the last question that has been answered was asked;
+    both are times of ``time.monotonic``. ``refusal``: the coordinator said that there is no such run.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -43,7 +43,10 @@ class _Asking:
 
 
 class VersionRequests:
-    """Thread-safe. ``_lock`` guards the table of runs alone; the lock of a run is held while the coordinator is asked."""
+    """Thread-safe.
+
+    ``_lock`` guards the table of runs alone; the lock of a run is held while the coordinator is asked.
+    """
 
     def __init__(self, registration: HostRegistration, held: HeldPartitions, completed: CompletedVersions) -> None:
         self._registration = registration
@@ -53,7 +56,7 @@ class VersionRequests:
         self._asking: BoundedDict[str, _Asking] = BoundedDict(MOST_ASKED)
 
     def completed_version(self, run_id: str, at_least: int, seconds: float) -> CompletedVersion | None:
-        """Return the last completed version of a run that this host knows of; if it is lower than ``at_least``, ask first.
+        """Return the last completed version of a run that this host knows of; ask first if that is below ``at_least``.
 
         Asks again until ``seconds`` are over, and then returns what is known, None if nothing is. Raises what the
         coordinator raises, as ``RetiredRunError`` if the run is over.

@@ -1,6 +1,6 @@
 """``StateStoreHost``, the Ray actor around a ``Host``: its process, its two servers, its heartbeat.
 
-A host takes no CPU slot from RayDP's executors. It belongs to the driver that made it and ends with it.
+A host takes no CPU slot from RayDP's executors. It belongs to the driver that started it, and ends with that driver.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 LOCATE_SECONDS = 5.0
-"""How long the proxy waits for the coordinator: what it knows of owners goes on serving meanwhile."""
+"""How long the proxy waits for the coordinator, in seconds: it answers from the owners that it knows meanwhile."""
 SWITCH_SECONDS = 0.0005
-"""How long a thread keeps the interpreter while others wait: a lookup must not wait for ten commits that compute."""
+"""How long a thread keeps the interpreter while others wait, in seconds: a lookup must not wait for ten commits."""
 
 
 class StateStoreHost:
@@ -61,7 +61,7 @@ class StateStoreHost:
         self._coordinator = RayCoordinatorPort(namespace, options.coordinator_name, options.recovery_timeout)
         self._node_ip = ray.util.get_node_ip_address()
         self._stopping = threading.Event()
-        # The first one is due at once: it brings what tokens have been revoked.
+        # The first heartbeat is due at once: its answer names the tokens that have been revoked.
         self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
         self._server = HostFlightServer(self._get_host, self._node_ip, token, self._call_coordinator, tls=tls)
         self._locator = RayCoordinatorPort(
@@ -90,7 +90,7 @@ class StateStoreHost:
         self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)
         self._publish_requests = request_metrics(self._queries.statistics, namespace, host_id)
-        # Before anybody is told of the address.
+        # Before the coordinator, and so any client, hears of the address.
         self._queries.start()
         self._host.register()
         self._write_host_file(token)
@@ -131,7 +131,7 @@ class StateStoreHost:
             except Exception:  # the thread must go on
                 log.warning("The request statistics of %s were not published", self._host.info.host_id, exc_info=True)
             if self._until_heartbeat() > 0:
-                continue  # the driver has just caused one
+                continue  # ``on_progress`` has just sent one
             try:
                 self._beat()
             except Exception:  # the thread must go on
@@ -145,31 +145,31 @@ class StateStoreHost:
                 log.exception("Maintenance of %s failed", self._host.info.host_id)
 
     def on_progress(self) -> None:
-        """A version is completed, as the driver has seen; saves waiting for the next heartbeat."""
+        """Send a heartbeat now: the driver has seen that a version is completed, and the answer will name it."""
         self._beat()
 
     def _until_heartbeat(self) -> float:
         return self._last_heartbeat + HEARTBEAT_SECONDS - time.monotonic()
 
     def _beat(self) -> None:
-        # Before, and whether it succeeds or not: one that fails must not be tried again at once.
+        # Before the call, and whether the call succeeds or not: a heartbeat that fails must not be tried again at once.
         self._last_heartbeat = time.monotonic()
         self._host.heartbeat()
 
     def address(self) -> str:
-        """The Flight address of this incarnation."""
+        """Return the Flight address of this incarnation."""
         return self._host.info.address
 
     def query_address(self) -> str:
-        """Where this incarnation answers query clients: ``ip:port``."""
+        """Return where this incarnation answers query clients: ``ip:port``."""
         return self._host.info.query_address
 
     def pid(self) -> int:
-        """The process id of this incarnation."""
+        """Return the process id of this incarnation."""
         return os.getpid()
 
     def describe(self) -> dict[str, object]:
-        """What this host is and holds, and how it has answered queries."""
+        """Return what this host is and holds, and how it has answered queries, as JSON types."""
         return {
             **self._host.describe(),
             "pid": os.getpid(),
@@ -179,7 +179,7 @@ class StateStoreHost:
         }
 
     def stop(self) -> None:
-        """Unload everything and remove the local files; the actor is of no use afterwards."""
+        """Unload everything and remove the local files; the actor answers nothing useful afterwards."""
         self._stopping.set()
         self._locator.close()
         self._queries.shutdown()
@@ -202,7 +202,7 @@ def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:
 
 
 def quiet_logging() -> None:
-    """Our own log lines go to the actor's log file from INFO on."""
+    """Log to the actor's log file: this project's packages from INFO on, all others from WARNING on."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("backends", "coordinator_actor", "spark_bridge"):
         logging.getLogger(name).setLevel(logging.INFO)

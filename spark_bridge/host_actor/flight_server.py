@@ -1,7 +1,7 @@
-"""The Arrow Flight server around a ``Host``: the data plane of tasks and query clients.
+"""The Arrow Flight server around a ``Host``: tasks open, read and commit their partitions here.
 
-It only translates. No token, no answer; what arrives is checked by msgspec and Arrow, and never
-unpickled (DESIGN, rule 9).
+The server only translates. A call without the cluster's token gets no answer. msgspec and Arrow check what arrives;
+nothing that arrives is unpickled, for unpickling runs code that the sender chooses.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=VALUES_SCHEMA)
 
 
 class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Refuses every call that does not carry the cluster's token: who may call at all may commit."""
+    """Refuses every call that does not carry the cluster's token: a caller that may call at all may commit."""
 
     def __init__(self, token: str) -> None:
         super().__init__()
@@ -70,9 +70,10 @@ def _refused(token: str) -> str:
 
 
 class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
-    """Serves one host at ``address``, ``grpc://<ip>:<port>``, with ``tls`` ``grpc+tls://``; ``port`` 0 takes a free one.
+    """Serves one host at ``address``: ``grpc://<ip>:<port>``, or ``grpc+tls://<ip>:<port>`` with ``tls``.
 
-    ``call_coordinator(method, args)`` passes on a task's message to the coordinator. Raises ``TlsError``.
+    ``port`` 0 takes a free port. ``call_coordinator(method, args)`` passes on a task's message to the coordinator.
+    Raises ``TlsError``.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         self._call_coordinator = call_coordinator
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """``open``, ``locate``, ``coordinator`` and ``describe``; JSON in, JSON out."""
+        """Answer ``open``, ``locate``, ``coordinator`` or ``describe``; JSON in, JSON out."""
         body = action.body.to_pybytes()
         with translated_errors():
             host = self._host()
@@ -114,7 +115,10 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             return iter([ENCODE(answer)])
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Bulk get: batches of keys in, a batch of values for each, in the same order. Scan: ranges in, pairs out."""
+        """Answer a bulk get or a scan.
+
+        Bulk get: batches of keys in, for each a batch of values in the same order out. Scan: ranges in, pairs out.
+        """
         with translated_errors():
             command = decoded(descriptor.command, GetCommand | OpenAndGetCommand | ScanCommand)
             host = self._host()
@@ -131,7 +135,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 check_schema(chunk.data.schema, KEYS_SCHEMA)
                 opened = None
                 if isinstance(command, OpenAndGetCommand):
-                    # Not before the keys have come: a client that is refused is not in the midst of sending them.
+                    # Only when the keys have come: a client that is refused must not be still sending them.
                     task = command.task
                     opened = host.open(task)
                     if opened.redirect is not None:
@@ -155,7 +159,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     writer.write_with_metadata(batch, ENCODE(opened))
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Commit: one stream of changes in, the coordinator's acknowledgement out."""
+        """Commit a task: one stream of changes in, the coordinator's acknowledgement out."""
         with translated_errors():
             command = decoded(descriptor.command, CommitCommand)
             check_schema(reader.schema, COMMIT_SCHEMA)
@@ -168,11 +172,11 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     family = DEFAULT_FAMILY if metadata is None else metadata.decode(errors="replace")
                     received.setdefault(check_name("a column family", family), []).append(chunk.data)
             if not is_complete:
-                # Flight ends the stream of a client that was killed as it ends one that is complete.
+                # Flight ends the stream of a client that was killed in the same way as a complete stream.
                 task = command.task
                 raise RequestError(
-                    f"The changes of partition {task.partition} of operator {task.operator!r} (attempt {task.attempt}) broke off; "
-                    "nothing is committed."
+                    f"The changes of partition {task.partition} of operator {task.operator!r} (attempt {task.attempt}) "
+                    "broke off; nothing is committed."
                 )
             changes = Changes({family: changes_of(batches) for family, batches in received.items()})
             answer = self._host().commit(command.task, changes, command.timings, command.figures)
@@ -180,21 +184,26 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
 
 
 def decoded(said: bytes, kind: Any) -> Any:
-    """A command of type ``kind``. Raises ``RequestError`` if it is none."""
+    """Return the command of type ``kind`` that came as JSON. Raises ``RequestError`` if it is malformed."""
     try:
         return json_decoder(kind).decode(said)
-    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, as those of UTF-8 are
+    except (ValueError, RecursionError) as error:  # msgspec's and UTF-8's errors are ValueErrors
         raise RequestError(f"The request was malformed: {error}") from error
 
 
 def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:
-    """The ranges of a scan."""
+    """Return the ranges of a scan from a batch of ``RANGES_SCHEMA``. Raises ``RequestError`` for another schema."""
     check_schema(batch.schema, RANGES_SCHEMA)
-    return list(zip(to_bytes_list(batch.column(0)), to_bytes_list(batch.column(1)), strict=True))  # type: ignore[arg-type]
+    starts, ends = (to_bytes_list(batch.column(i)) for i in range(2))
+    return list(zip(starts, ends, strict=True))  # type: ignore[arg-type]
 
 
 def changes_of(batches: list[pa.RecordBatch]) -> SortedPairs:
-    """What was written to one column family, in the order it came: of a key that came several times the last counts."""
+    """Return the changes of one column family from its batches, in the order in which they came.
+
+    Of a key that came several times the last change counts. Raises ``StateTooLargeError`` for more than 2 GiB,
+    ``RequestError`` for null keys.
+    """
     if not batches:
         return SortedPairs.empty()
     if len(batches) == 1:
@@ -213,13 +222,13 @@ def changes_of(batches: list[pa.RecordBatch]) -> SortedPairs:
 
 
 def check_schema(given: pa.Schema, expected: pa.Schema) -> None:
-    """Refuse a stream of other columns than expected."""
+    """Raise ``RequestError`` if a stream has other columns than expected."""
     if given.names != expected.names or given.types != expected.types:
         raise RequestError(f"Expected a stream of {expected}, got {given}.".replace("\n", ", "))
 
 
 class translated_errors:
-    """Our errors become Flight errors that carry class name and message; anything else is logged and named."""
+    """Raises every error as a Flight error that carries class name and message, and logs errors that are not ours."""
 
     def __enter__(self) -> None:
         return None

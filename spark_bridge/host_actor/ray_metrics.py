@@ -1,4 +1,4 @@
-"""Request statistics as Ray metrics, where Ray's dashboard and Prometheus find them."""
+"""Request statistics as Ray metrics, which Ray's dashboard and Prometheus read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _TAGS = ("namespace", "host", "operator", "verb")
 
 
 def request_metrics(statistics: RequestStatistics, namespace: str, host: str) -> Callable[[], None]:
-    """A function that publishes what has come since it was last called; for a host's heartbeat thread.
+    """Return a function that publishes the requests since its last call; for a host's heartbeat thread.
 
-    ``statestore_requests_total`` and ``statestore_request_failures_total`` count; ``statestore_request_latency_ms`` has the latencies
-    of the requests since the last call by ``quantile`` (0.5, 0.9, 0.99, and 1 for the slowest), and 0 when none have come.
+    ``statestore_requests_total`` and ``statestore_request_failures_total`` count. ``statestore_request_latency_ms`` has
+    the latencies of the requests since the last call by ``quantile`` (0.5, 0.9, 0.99, and 1 for the slowest), and 0
+    when there were none.
     """
     requests = Counter("statestore_requests_total", "Queries of state that were answered", _TAGS)
     failures = Counter("statestore_request_failures_total", "Queries of state that failed", _TAGS)

@@ -6,13 +6,12 @@ import uuid
 from dataclasses import dataclass, field
 
 from backends.conf import StateStoreConf
-from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
-NAMESPACE = "statestore"
-COORDINATOR_NAME = "StateStoreCoordinator"
 DEFAULT_RECOVERY_TIMEOUT = 60.0
+"""For so many seconds a task waits for a new owner of its partition."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The Spark session on Ray: start and attach, the streaming query listener, settings, savepoints."""
+"""The Spark session on Ray: start and end, the streaming query listener, progress, settings, savepoints."""

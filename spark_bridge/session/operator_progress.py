@@ -1,6 +1,6 @@
-"""What the operators of a query did in their last batch: Spark's ``StateOperatorProgress``, for ours.
+"""The progress of a query's operators in their last batch: the counterpart of Spark's ``StateOperatorProgress``.
 
-Spark takes these operators for stateless, so that its own progress has nothing to say of their state.
+Spark takes these operators for stateless, so its own progress says nothing of their state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ POLL_SECONDS = 0.05
 class StateOperatorProgress:
     """One operator in one batch, over all its partitions; the names are those of Spark's JSON, in snake case.
 
-    ``num_rows_total`` counts the pairs of all column families behind the batch, ``memory_used_bytes`` what the hosts hold
-    of them in memory. ``commit_time_ms`` is the sum over the partitions, ``num_state_store_instances`` how many
-    partitions told of the batch: less than ``num_shuffle_partitions`` if a host was lost since.
+    ``num_rows_total`` counts the pairs of all column families after the batch; ``memory_used_bytes`` is the memory that
+    the hosts use for them. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts the
+    partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since.
     """
 
     operator_name: str
@@ -48,15 +48,15 @@ class StateOperatorProgress:
     custom_metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON and for tables."""
+        """Return all figures by name, for JSON and for tables."""
         return asdict(self)
 
 
 class StateOperatorListener(Protocol):
-    """Is told of every batch that Spark has committed, as Spark's ``onQueryProgress`` is."""
+    """Hears of every batch that Spark has committed, as Spark's ``onQueryProgress`` does."""
 
     def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
-        """A batch is committed: what each operator did in it. An error that is raised here is logged."""
+        """Take the progress of each operator in a batch that is committed. An error that is raised here is logged."""
 
 
 _listeners: list[StateOperatorListener] = []
@@ -64,46 +64,46 @@ _lock = threading.Lock()
 
 
 def add_state_operator_listener(listener: StateOperatorListener) -> None:
-    """Have a listener told of every batch of every query of this driver."""
+    """Have a listener called for every batch of every query of this driver."""
     with _lock:
         _listeners.append(listener)
 
 
 def remove_state_operator_listener(listener: StateOperatorListener) -> None:
-    """Tell a listener no more; it is no error if it was not told."""
+    """Call a listener no more; it is no error if it was never added."""
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)
 
 
 def has_listeners() -> bool:
-    """Whether anybody wants to be told."""
+    """Return whether there is a listener."""
     with _lock:
         return bool(_listeners)
 
 
 def tell_listeners(run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
-    """Tell all listeners of a batch."""
+    """Call all listeners for a batch."""
     with _lock:
         listeners = list(_listeners)
     for listener in listeners:
         try:
             listener.on_state_operator_progress(run_id, progress)
-        except Exception:  # one listener's fault is not the others'
+        except Exception:  # the other listeners must be called all the same
             log.exception("A state operator listener failed at run %s", run_id)
 
 
 def state_operator_progress(query: StreamingQuery) -> list[StateOperatorProgress]:
-    """What each stateful operator of a running query did in the last batch that Spark has committed; [] before the first.
+    """Return the progress of each stateful operator in the last batch that Spark has committed; [] before the first.
 
-    Raises ``HostUnavailableError`` if the hosts do not come to tell of it within some seconds.
+    Raises ``HostUnavailableError`` if the hosts do not report that batch within ``WAIT_SECONDS``.
     """
     last = query.lastProgress
     return progress_of(current_cluster(), str(query.runId), -1 if last is None else int(last["batchId"]))
 
 
 def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[StateOperatorProgress]:
-    """See ``state_operator_progress``; of a batch that is not before ``batch_id``."""
+    """Return the progress of a run's operators in batch ``batch_id`` or later; see ``state_operator_progress``."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         run = next((q for q in cluster.coordinator.describe()["queries"] if q["run_id"] == run_id), None)
@@ -121,7 +121,7 @@ def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[
 
 
 def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[str, Any]]) -> StateOperatorProgress:
-    # A partition that has moved may still be held by its last host as well: the one that has made the version counts.
+    # A partition that has moved may still be held by its last host as well: the host that has made the version counts.
     ordered = sorted((i for i in instances if i["operator"] == operator), key=lambda i: version in i["commits"])
     own = list({i["partition"]: i for i in ordered}.values())
     told = [i["commits"][version] for i in own if version in i["commits"]]

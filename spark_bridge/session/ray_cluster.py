@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.host_actor.session_options import NAMESPACE
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def join_or_start_ray(address: str | None, cpus: int) -> bool:
     """Join a Ray cluster or start one here; return whether one was started.
 
-    Joins the cluster that this process is in, else the one at ``address`` or ``RAY_ADDRESS``, else the one that runs on this
-    machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given.
+    Joins the cluster that this process is in, else the one at ``address`` or ``RAY_ADDRESS``, else the one that runs on
+    this machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given.
     """
     import ray
 
@@ -42,11 +42,14 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
                 "The Ray cluster at %s, which this machine remembers, does not answer; starting another",
                 running,
             )
-    # Executors and their Python workers run as they do without Ray, not with Ray's niceness of 15.
-    config = {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
     num_cpus = max(cpus, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=config, **quiet)
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=system_config(), **quiet)
     return True
+
+
+def system_config() -> dict[str, int]:
+    """Return settings for a new Ray cluster: processes run as without Ray, not with Ray's niceness of 15."""
+    return {"worker_niceness": int(os.environ.get("RAY_worker_niceness", "0"))}  # noqa: SIM112 - its name
 
 
 def _running_ray() -> str | None:

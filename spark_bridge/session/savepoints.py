@@ -1,4 +1,4 @@
-"""Savepoints for users: make one of a running query, and begin from one (Flink's savepoints)."""
+"""Savepoints for users (Flink's savepoints): make one of a running query, and start a query from one."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ from typing import TYPE_CHECKING
 from coordinator_actor.exceptions import CoordinatorError, SavepointFailedError
 from coordinator_actor.messages import OperatorSpec, SavepointStatus
 from coordinator_actor.savepoints import restore as savepoint_restore
-from coordinator_actor.savepoints import savepoint_format
+from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.restore import RestoredSavepoint
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.session.current import current_cluster, current_spark
-from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
 from spark_bridge.transport.error_codec import rebuilt_error
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
     from pyspark.sql.streaming import StreamingQuery
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 ATTEMPTS = 5
-"""How often a savepoint is begun anew because the coordinator that made it has died."""
+"""So often a savepoint is begun, if the coordinator that makes it dies."""
 
 
 def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop: bool = False) -> Future[str]:
-    """Save the state of a running query as of its last committed batch, while it runs on; the future is the savepoint's path.
+    """Save the state of a running query as of its last committed batch; return a future of the savepoint's path.
 
-    ``query``: a ``StreamingQuery``, or its name, id or run id. ``path``: the directory below which the savepoint gets one
-    of its own; without it that is ``savepoints`` beside the state. With ``stop`` the query is stopped when the savepoint
-    is done, and no sink sees a batch behind it. It is stopped as by ``StreamingQuery.stop()``: where the sink is a Python
-    ``foreachBatch`` function that waits for a job of its own, ``query.exception()`` may say that this job was cancelled.
+    The query runs on meanwhile. ``query``: a ``StreamingQuery``, or its name, id or run id. ``path``: the directory
+    below which the savepoint gets a directory of its own, by default ``savepoints`` beside the state. With ``stop`` the
+    query is stopped when the savepoint is done, and no sink sees a later batch. It is stopped as by
+    ``StreamingQuery.stop()``: where the sink is a Python ``foreachBatch`` function that waits for a job of its own,
+    ``query.exception()`` may say that this job was cancelled.
 
-    The future fails with the reason: ``UnknownQueryError``, ``InvalidRequestError`` (no batch is committed yet),
-    ``SavepointExpiredError``, ``SavepointDeclinedError``, ``SavepointFailedError``. The query goes on then, also with ``stop``.
+    The future fails with ``UnknownQueryError``, ``InvalidRequestError`` (no batch is committed yet),
+    ``SavepointExpiredError``, ``SavepointDeclinedError`` or ``SavepointFailedError``. The query goes on then, also with
+    ``stop``.
     """
     cluster = current_cluster()
     name = query if isinstance(query, str) else str(query.runId)
     running = _running(name)
     if stop and running is None:
         raise SavepointFailedError(
-            f"No query {name!r} runs in this process, so it cannot be stopped here: call trigger_savepoint(stop=True) in the "
-            "driver of the query."
+            f"No query {name!r} runs in this process, so it cannot be stopped here: call trigger_savepoint(stop=True) "
+            "in the driver of the query."
         )
     base = None if path is None else _absolute(path)
     request_id = uuid.uuid4().hex
@@ -67,7 +68,7 @@ def trigger_savepoint(query: StreamingQuery | str, path: str | None = None, stop
             made = _wait(begin, lambda: cluster.coordinator.savepoint_status(request_id))
             if stop and running is not None:
                 running.stop()
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the savepoint
+        except Exception as error:  # noqa: BLE001 - the caller gets it from the future
             future.set_exception(error)
         else:
             future.set_result(made)
@@ -103,7 +104,7 @@ def _running(name: str) -> StreamingQuery | None:
 
 
 def _absolute(path: str) -> str:
-    """Hosts and coordinator have working directories of their own."""
+    """Return a path or URL that does not depend on the working directory: hosts and coordinator have others."""
     return path if ":" in path.partition("/")[0] else str(Path(path).absolute())
 
 
@@ -119,11 +120,11 @@ def restore_savepoint(
     storage_options: Mapping[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> RestoredSavepoint:
-    """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there goes on exactly behind it.
+    """Make the new ``checkpoint_location`` from the savepoint at ``path``; a query started there goes on just after it.
 
-    With ``state_only`` a new query starts there at batch 0, with this state. Storage settings and ``spark.statestore.location``
-    are the Spark session's, where there is one. See ``coordinator_actor.savepoints.restore.restore_savepoint`` for
-    the arguments and what is raised.
+    With ``state_only`` a new query starts there at batch 0, with this state. Storage settings and
+    ``spark.statestore.location`` are the Spark session's, where there is one. See
+    ``coordinator_actor.savepoints.restore.restore_savepoint`` for the arguments and the errors.
     """
     spark = current_spark()
     return savepoint_restore.restore_savepoint(
@@ -134,42 +135,38 @@ def restore_savepoint(
         operators=operators,
         state_only=state_only,
         allow_non_restored_state=allow_non_restored_state,
-        storage_options={**_options(spark), **(storage_options or {})},
+        storage_options=_options(storage_options),
         state_location=(spark.conf.get(STATE_LOCATION_CONF, "") or None) if spark is not None else None,
         threads=os.cpu_count() or 1,
         progress=progress,
     )
 
 
-def _options(spark: SparkSession | None) -> dict[str, str]:
-    if spark is None:
-        return {}
-    return {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(HADOOP_PREFIX)}
-
-
 def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = None) -> list[SavepointInfo]:
-    """The savepoints directly below a directory, the oldest first."""
-    return savepoint_format.list_savepoints(
-        _absolute(base_path), {**_options(current_spark()), **(storage_options or {})}
-    )
+    """Return the savepoints directly below a directory, the oldest first."""
+    return savepoint_catalog.list_savepoints(_absolute(base_path), _options(storage_options))
 
 
 def describe_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> SavepointInfo:
-    """What is in a savepoint: query, version, operators with their schemas and rows. Raises ``SavepointError``."""
-    return savepoint_format.describe_savepoint(
-        _absolute(path), {**_options(current_spark()), **(storage_options or {})}
-    )
+    """Return what is in a savepoint: query, version, operators with schemas and rows. Raises ``SavepointError``."""
+    return savepoint_catalog.describe_savepoint(_absolute(path), _options(storage_options))
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:
-    """Remove a savepoint. Raises ``SavepointError`` for a path that is none."""
-    savepoint_format.delete_savepoint(_absolute(path), {**_options(current_spark()), **(storage_options or {})})
+    """Remove a savepoint. Raises ``SavepointError`` if there is none at ``path``."""
+    savepoint_catalog.delete_savepoint(_absolute(path), _options(storage_options))
+
+
+def _options(given: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the storage settings of the Spark session, if there is one, with those that were given."""
+    spark = current_spark()
+    return {**({} if spark is None else storage_settings(spark)), **(given or {})}
 
 
 def rebalance(query: str | None = None) -> dict[str, int]:
-    """Give every host its share of the partitions now, of one query or of all; returns how many have moved, by run id.
+    """Give every host its share of the partitions now, of one query or of all; return how many have moved, by run id.
 
-    Where a batch begins that happens by itself; this is for quiet streams.
+    At the start of each batch this happens by itself; call it for streams without new batches.
     """
     moved = current_cluster().coordinator.rebalance(query)
     return moved

@@ -1,21 +1,30 @@
-"""Spark settings that stateful operators need, since Spark takes such a query for stateless.
+"""Spark settings that stateful operators need, and those that the state store reads.
 
-Spark drops operators that it thinks empty and still commits the batch, so that their tasks, and
-their commits, never happen (DESIGN, section 8).
+Spark takes a query with these operators for stateless. It drops operators that it thinks empty and still commits the
+batch, so that their tasks would not run and their state would have no commit.
 """
 
 from __future__ import annotations
 
-from pyspark.sql import SparkSession
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 EMPTY_RELATION_RULE = "org.apache.spark.sql.catalyst.optimizer.PropagateEmptyRelation"
 EXCLUDED_RULES = "spark.sql.optimizer.excludedRules"
 STATELESS_AQE = "spark.sql.adaptive.streaming.stateless.enabled"
 AVAILABLE_NOW_WRAPPER = "spark.sql.streaming.triggerAvailableNowWrapper.enabled"
+MIN_BATCHES_CONF = "spark.sql.streaming.minBatchesToRetain"
+STATE_LOCATION_CONF = "spark.statestore.location"
+"""Where the state of queries is, if not in their checkpoint locations."""
+SHARED_FILES_CONF = "spark.statestore.sharedFileSystem"
+"""Set to true, it says that all machines share the directories of checkpoint and state."""
+HADOOP_PREFIX = "spark.hadoop.fs.s3a."
 
 
 def excluded_rules(current: str | None) -> str:
-    """The excluded optimizer rules with ours among them."""
+    """Return the excluded optimizer rules with ``EMPTY_RELATION_RULE`` among them."""
     rules = [r.strip() for r in (current or "").split(",") if r.strip()]
     return ",".join(rules if EMPTY_RELATION_RULE in rules else [*rules, EMPTY_RELATION_RULE])
 
@@ -23,27 +32,35 @@ def excluded_rules(current: str | None) -> str:
 def redact(spark: SparkSession, name: str) -> None:
     """Keep a local property out of Spark's event log.
 
-    Spark writes the local properties of each job into it, and redacts, of those with a name like token or secret, only the ones
-    that are in its configuration as well (``EventLoggingListener.redactProperties``).
+    Spark writes the local properties of each job into that log. It redacts properties with a name like token or secret,
+    but only those that are in its configuration as well (``EventLoggingListener.redactProperties``).
     """
     spark.sparkContext._jsc.sc().conf().set(name, "given to each job")
 
 
 def apply_settings(spark: SparkSession) -> None:
-    """Set on a live session what stateful operators need."""
+    """Set on a live session the settings that stateful operators need."""
     spark.conf.set(EXCLUDED_RULES, excluded_rules(spark.conf.get(EXCLUDED_RULES, None)))
     spark.conf.set(STATELESS_AQE, "false")
-    # Spark 4.2 makes one batch of the whole backlog for availableNow beside a rate source, which makes quiet streams tick.
+    # A rate source makes quiet streams tick. Beside it, availableNow of Spark 4.2 would make one batch of a backlog.
     spark.conf.set(AVAILABLE_NOW_WRAPPER, "true")
 
 
 def unsafe_settings(spark: SparkSession) -> str | None:
-    """Why the session's settings would lose state, or None."""
+    """Return why the session's settings would lose state, or None if they would not."""
     rules = [r.strip() for r in (spark.conf.get(EXCLUDED_RULES, "") or "").split(",")]
     if EMPTY_RELATION_RULE not in rules:
-        return f"{EXCLUDED_RULES} must contain {EMPTY_RELATION_RULE}, or Spark skips state tasks of empty inputs; it was changed after attach."
+        return (
+            f"{EXCLUDED_RULES} must contain {EMPTY_RELATION_RULE}, or Spark skips state tasks of empty inputs; it was "
+            "changed after attach."
+        )
     if str(spark.conf.get(STATELESS_AQE, "false")).lower() != "false":
         return (
             f"{STATELESS_AQE} must be false, or Spark skips state tasks of empty inputs; it was changed after attach."
         )
     return None
+
+
+def storage_settings(spark: SparkSession) -> dict[str, str]:
+    """Return the session's settings of S3, by their Spark names."""
+    return {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(HADOOP_PREFIX)}

@@ -17,17 +17,21 @@ from spark_bridge.host_actor.session_options import SessionOptions
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT = 20
+"""Seconds within which hosts must stop; they are killed then."""
 
 
 class StateCluster:
-    """Starts the hosts of one session in a Ray cluster, beside a coordinator that sessions share."""
+    """Starts the hosts of one session in a Ray cluster, and the coordinator if no other session has started it.
+
+    ``executor_ips`` are the machines on which the hosts are placed in turn.
+    """
 
     def __init__(self, options: SessionOptions, executor_ips: list[str]) -> None:
         self.options = options
         self.session_id = options.session_id
         self.conf = options.conf
         self.stopping: set[str] = set()
-        """Runs that stop with the savepoint that is being made of them."""
+        """The ids of runs that stop when the savepoint that is being made of them is done."""
         get_or_create_coordinator(options.namespace, options.coordinator_name, options.coordinator_conf)
         self.coordinator = RayCoordinatorPort(options.namespace, options.coordinator_name, options.recovery_timeout)
         self.token = self.coordinator.token()
@@ -37,11 +41,11 @@ class StateCluster:
         self.hosts = start_hosts(options, self.token, lambda i: nodes[i % len(nodes)] if nodes else None)
 
     def addresses(self) -> list[str]:
-        """The Flight addresses of the hosts that answer now; a host being restarted is left out."""
+        """Return the Flight addresses of the hosts that answer now; a host that is being restarted is left out."""
         return self._answers("address")
 
     def query_addresses(self) -> list[str]:
-        """Where these hosts answer query clients, ``ip:port``: for ``address=`` of ``QueryableStateClient.connect``."""
+        """Return where these hosts answer query clients, ``ip:port``: for ``address=`` of ``QueryableStateClient``."""
         return [address for address in self._answers("query_address") if address]
 
     def _answers(self, method: str) -> list[str]:
@@ -57,17 +61,17 @@ class StateCluster:
 
     @staticmethod
     def machines() -> list[str]:
-        """The IP addresses of the machines that are in the Ray cluster now."""
+        """Return the IP addresses of the machines that are in the Ray cluster now."""
         return sorted({str(n["NodeManagerAddress"]) for n in ray.nodes() if n["Alive"]})
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
-        """Spark has committed a batch: its version is completed, and the hosts may apply it."""
+        """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
         if self.coordinator.batch_committed(run_id, batch_id):
             for host in self.hosts:
                 host.on_progress.remote()
 
     def describe_hosts(self) -> list[dict[str, Any]]:
-        """What each host holds."""
+        """Return what each host holds."""
         described: list[dict[str, Any]] = ray.get([h.describe.remote() for h in self.hosts], timeout=30)
         return described
 
@@ -85,6 +89,6 @@ class StateCluster:
 
 
 def nodes_of(ips: list[str]) -> list[str]:
-    """Ray node ids of machines, for the nodes that are alive; the order follows ``ips``."""
+    """Return the Ray node ids of machines whose nodes are alive, in the order of ``ips``."""
     alive = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
     return [alive[ip] for ip in dict.fromkeys(ips) if ip in alive]

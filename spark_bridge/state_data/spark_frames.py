@@ -1,7 +1,8 @@
-"""State as data: DataFrames of any retained version of a query's state, and of what changed (Spark's state data source).
+"""State as data: DataFrames of any retained version of a query's state, and of its changes (Spark's state data source).
 
-A Spark partition reads one state partition, on the executor, from the checkpoint location alone: the query need not run, and
-is not touched if it does. The version is fixed when the DataFrame is made, so that every action sees the same one.
+A Spark partition reads one state partition, on the executor, from the checkpoint location alone: the query need not
+run, and is not disturbed if it runs. The version is fixed when the DataFrame is made, so that every action sees the
+same version.
 """
 
 from __future__ import annotations
@@ -16,17 +17,11 @@ import pyarrow as pa
 
 from backends.decoders import msgpack_decoder
 from backends.encoding.spark_types import to_spark_type
-from coordinator_actor.state_reader import Piece, StatePlace, StateVersions, find_state
+from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions, find_state
 from spark_bridge.session.current import current_cluster, current_spark
-from spark_bridge.session.listener import HADOOP_PREFIX, STATE_LOCATION_CONF
-from spark_bridge.state_data.state_tables import (
-    ChangesSource,
-    Source,
-    StateSource,
-    changes_source,
-    metadata_of,
-    state_source,
-)
+from spark_bridge.session.settings import STATE_LOCATION_CONF, storage_settings
+from spark_bridge.state_data.metadata import metadata_of
+from spark_bridge.state_data.state_sources import ChangesSource, Source, StateSource, changes_source, state_source
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -45,11 +40,11 @@ def read_state(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> DataFrame:
-    """The rows of a state variable at a retained version, by default the last completed one.
+    """Return the rows of a state variable at a retained version, by default the last completed one.
 
-    See ``state_tables.state_batches`` for the arguments, the columns and what is raised; a version that is removed before an
-    action has read it fails that action: make the DataFrame anew then. ``state_location`` and ``storage_options`` are by
-    default the session's. A DataFrame has as many partitions as the state has.
+    See ``state_batches`` for the arguments, the columns and the errors. If the version is removed before an action has
+    read it, that action fails: make the DataFrame anew then. ``state_location`` and ``storage_options`` are by default
+    the session's. The DataFrame has as many partitions as the state.
     """
     place = _place(spark, checkpoint_location, state_location, storage_options)
     return _data_frame(spark, state_source(place, operator, state, version, collect=not flatten, raw=state_columns))
@@ -67,9 +62,9 @@ def read_state_changes(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> DataFrame:
-    """What changed in a state variable from one version to a later one, by default the last completed one.
+    """Return the changes of a state variable from one version to a later one, by default the last completed one.
 
-    See ``state_tables.state_changes_batches`` for the arguments and columns, and ``read_state``.
+    See ``state_changes_batches`` for the arguments and columns, and ``read_state``.
     """
     place = _place(spark, checkpoint_location, state_location, storage_options)
     return _data_frame(spark, changes_source(place, operator, state, from_version, to_version, raw=state_columns))
@@ -82,7 +77,7 @@ def state_metadata(
     state_location: str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> DataFrame:
-    """Operators, state variables, their schemas, and the versions that can be read; see ``state_tables.state_metadata_table``."""
+    """Return operators, state variables, schemas, and the versions that can be read; see ``state_metadata_table``."""
     table = metadata_of(StateVersions.look(_place(spark, checkpoint_location, state_location, storage_options)))
     rows = [tuple(row.values()) for row in table.to_pylist()]
     return spark.createDataFrame(rows, spark_schema(table.schema))
@@ -94,7 +89,7 @@ def _place(
     state_location: str | None,
     storage_options: Mapping[str, str] | None,
 ) -> StatePlace:
-    of_session = {k: v for k, v in spark.sparkContext.getConf().getAll() if k.startswith(HADOOP_PREFIX)}
+    of_session = storage_settings(spark)
     if current_spark() is not None:
         of_session.update(current_cluster().conf.storage_options)
     base = state_location or spark.conf.get(STATE_LOCATION_CONF, "") or None
@@ -106,14 +101,14 @@ def _data_frame(spark: SparkSession, source: Source) -> DataFrame:
     schema = spark_schema(source.schema)
     if not pieces:
         return spark.createDataFrame([], schema)
-    # A number in every partition, which is that of its piece.
+    # Every partition has one row: the number of its piece.
     numbers = spark.range(0, len(pieces), 1, len(pieces))
     return numbers.mapInArrow(_named(_Task.of(source), f"state_of_{source.reading.operator}"), schema)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Reads pieces in a PySpark worker. They are packed: a chain of many versions names many files."""
+    """Reads pieces in a PySpark worker. The pieces are packed, for a chain of many versions names many files."""
 
     source: Source
     packed: tuple[bytes, ...]
@@ -129,7 +124,7 @@ class _Task:
                 return cls(replace(source, reading=reading), packed)
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows of the pieces whose numbers come in."""
+        """Give the rows of the pieces whose numbers come in."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from self.source.batches(msgpack_decoder(Piece).decode(zlib.decompress(self.packed[number])))
@@ -144,7 +139,7 @@ def _named(task: _Task, name: str) -> Callable[[Any], Any]:
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """The same columns as Spark's."""
+    """Return an Arrow schema as Spark's schema."""
     from pyspark.sql.types import StructType
 
     fields = [{"name": f.name, "type": to_spark_type(f.name, f.type), "nullable": True, "metadata": {}} for f in schema]

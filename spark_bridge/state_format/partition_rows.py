@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from backends.encoding.keys import encode_keys
 from backends.encoding.sorted_pairs import SortedPairs, as_binary
 from backends.partition.partition_state import PartitionState
-from coordinator_actor import state_reader
+from coordinator_actor.reading import partition_reader
 from spark_bridge.state_format.family_order import in_step, order_keys, order_of, without_order
 from spark_bridge.state_format.layouts import MAP
 from spark_bridge.state_format.stored_keys import key_groups_of
@@ -29,7 +29,7 @@ STEP_BYTES = 4 << 20
 
 def scan_partition(rows: VariableRows, state: PartitionState, partition: int) -> Iterator[pa.RecordBatch]:
     """Yield all rows of a partition that is open at one version, as batches of ``rows.output``."""
-    return partition_rows(rows, {family: state_reader.scan(state, family) for family in rows.families}, partition)
+    return partition_rows(rows, {family: partition_reader.scan(state, family) for family in rows.families}, partition)
 
 
 def partition_rows(

@@ -17,8 +17,10 @@ import pyarrow.compute as pc
 
 from backends.encoding.keys import encode_keys
 from backends.encoding.values import encode_values
-from coordinator_actor import state_reader
-from coordinator_actor.state_reader import ChangedPairs, OpenStorage, Piece, StatePlace
+from backends.storage.checkpoint_storage import OpenStorage
+from coordinator_actor.reading import partition_reader
+from coordinator_actor.reading.partition_reader import ChangedPairs
+from coordinator_actor.reading.stored_versions import Piece, StatePlace
 from spark_bridge.state_format.family_order import list_keys, order_keys, order_of
 from spark_bridge.state_format.layouts import LIST, TIMERS
 from spark_bridge.state_format.list_changes import changed_elements
@@ -77,7 +79,7 @@ class VariableChanges:
 
     def changes(self, place: StatePlace, piece: Piece, open_storage: OpenStorage) -> Iterator[pa.RecordBatch]:
         """Yield all changes of a piece: ascending by version, and within a version in the order of the stored keys."""
-        for version, families in state_reader.changes(place, piece, self.rows.families, open_storage=open_storage):
+        for version, families in partition_reader.changes(place, piece, self.rows.families, open_storage=open_storage):
             for batch in self.of_version(version, families, piece.partition):
                 for at in range(0, batch.num_rows, EMIT_ROWS):
                     yield batch.slice(at, EMIT_ROWS)

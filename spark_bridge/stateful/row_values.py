@@ -42,10 +42,6 @@ class RowCodec:
         """Return the rows as tuples; raises as ``to_columns`` does."""
         return list(zip(*self.to_columns(batch), strict=True)) if batch.num_columns else [()] * batch.num_rows
 
-    def to_rows(self, batch: pa.RecordBatch) -> list[Row]:
-        """Return the rows as ``Row``; raises as ``to_columns`` does."""
-        return list(self.iter_rows(batch))
-
     def iter_rows(self, batch: pa.RecordBatch) -> Iterator[Row]:
         """Yield the rows as ``Row``, each made when it is asked for."""
         return _rows(tuple(self.struct.names), self.to_columns(batch), batch.num_rows)

@@ -14,8 +14,8 @@ from spark_bridge.transport.tls import TlsConf
 class Endpoints:
     """Where a task may find hosts, and how long the task waits for a new owner, ``timeout`` in seconds.
 
-    ``addresses`` and ``token`` were known at the start of the query. ``host_files`` is the directory in which hosts leave their
-    addresses, on every node.
+    ``addresses`` and ``token`` were known at the start of the query. ``host_files`` is the directory in which hosts
+    leave their addresses, on every node.
     """
 
     addresses: tuple[str, ...]

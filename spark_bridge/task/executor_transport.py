@@ -1,7 +1,7 @@
 """The way of a PySpark task to the coordinator: through a state store host, without joining Ray.
 
-``StateStoreCoordinatorRef.for_executor()`` finds ``find`` through the entry point ``statestore.executor_transport``, since
-``coordinator_actor`` knows nothing of Spark.
+``StateStoreCoordinatorRef.for_executor()`` finds ``find`` through the entry point ``statestore.executor_transport``,
+since ``coordinator_actor`` knows nothing of Spark.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The rows of one task in key order, in bounded memory.
+"""External sort: the rows of one task in key order, in bounded memory.
 
-Spark gives a task its rows in no order (it refuses every sort on a stream), so the task sorts them: in memory
-while they fit, beyond that in runs on the local disk, which are merged. Rows of a key stay in the order of arrival.
+Spark gives a task its rows in no order (Spark refuses every sort on a stream), so the task sorts them: in memory while
+they fit, beyond that in sorted runs on the local disk, which are merged. The rows of a key stay in the order of
+arrival.
 """
 
 from __future__ import annotations
 
-import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_bridge.aggregates.row_groups import group_rows
-from spark_bridge.task.local_directory import local_directory
+from spark_bridge.task.local_directory import temporary_file
 
 KEY_COLUMN = "__statestore_key"
 _IPC = pa.ipc.IpcWriteOptions(compression="lz4")
@@ -26,7 +26,7 @@ _IPC = pa.ipc.IpcWriteOptions(compression="lz4")
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is held in memory while sorting, and how large a step is. Sizes in bytes.
+    """How much is held in memory while sorting, and how large a step is. Sizes are in bytes.
 
     ``fan_in`` runs are merged at once, and as many may be open on each level of merges.
     """
@@ -41,8 +41,8 @@ class Limits:
 class RowStep:
     """Rows of consecutive keys.
 
-    ``keys`` are distinct encoded keys in order; the rows of the i-th are ``offsets[i]`` to ``offsets[i + 1]``.
-    ``is_part``: it has a single key, and the next step goes on with the same key.
+    ``keys`` are distinct encoded keys in order; the rows of the i-th key are ``offsets[i]`` to ``offsets[i + 1]``.
+    ``is_part``: the step has a single key, and the next step goes on with the same key.
     """
 
     keys: pa.BinaryArray
@@ -53,7 +53,7 @@ class RowStep:
 
 @dataclass
 class _Run:
-    """Sorted rows in a file without a name: it is gone once closed, or if the process dies."""
+    """Sorted rows in a file without a name: the file is gone once it is closed, or if the process dies."""
 
     file: IO[bytes]
     reader: pa.ipc.RecordBatchStreamReader
@@ -62,7 +62,7 @@ class _Run:
     has_more: bool = True
 
     def read(self, num_bytes: int) -> None:
-        """Have at least so many bytes of rows more in memory, if there are."""
+        """Read at least so many bytes of rows more into memory, if there are so many."""
         batches = (
             [] if self.rows is None or not self.rows.num_rows else [self.rows.append_column(KEY_COLUMN, self.keys)]
         )
@@ -78,7 +78,7 @@ class _Run:
             self.keys, self.rows = both.column(KEY_COLUMN), both.drop_columns([KEY_COLUMN])
 
     def take(self, n: int) -> list[pa.RecordBatch]:
-        """Give up the first ``n`` rows, with their keys."""
+        """Remove and return the first ``n`` rows, with their keys."""
         if self.rows is None or not n:
             return []
         taken = self.rows.slice(0, n).append_column(KEY_COLUMN, self.keys.slice(0, n))
@@ -88,9 +88,9 @@ class _Run:
 
 @dataclass
 class RowSorter:
-    """Takes rows that have the columns of ``keys``, which are stored in ``num_key_groups`` key groups; gives them in steps.
+    """Takes rows that have the key columns ``keys``, and gives them in steps, sorted by key as stored keys are.
 
-    Use it in a ``with`` statement, which removes what is on disk.
+    Use it in a ``with`` statement, which removes the files.
     """
 
     keys: pa.Schema
@@ -112,7 +112,7 @@ class RowSorter:
         self._levels.clear()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take rows over."""
+        """Take rows."""
         if batch.num_rows:
             self.num_rows += batch.num_rows
             self._waiting.append(batch)
@@ -121,7 +121,7 @@ class RowSorter:
             self._spill(0, self._sorted())
 
     def steps(self) -> Iterator[RowStep]:
-        """All rows, once, in steps within the limits. Only a key that has more rows than a step is split."""
+        """Give all rows, once, in steps within the limits. Only a key that has more rows than a step is split."""
         if self._levels and self._waiting:
             self._spill(0, self._sorted())
         while len(self._runs()) > self.limits.fan_in:
@@ -131,11 +131,11 @@ class RowSorter:
             yield from _cut(step, self.limits)
 
     def _runs(self) -> list[_Run]:
-        """The runs in the order of arrival of their rows: those that were merged oftener are earlier."""
+        """Return the runs in the order of arrival of their rows: runs that were merged more often are earlier."""
         return [run for level in reversed(self._levels) for run in level]
 
     def _sorted(self) -> Iterator[RowStep]:
-        """The rows that wait in memory, as one step."""
+        """Give the rows that wait in memory, as one step."""
         if not self._waiting:
             return
         rows = _concatenated(self._waiting)
@@ -152,7 +152,7 @@ class RowSorter:
             self._merge_level(level)
 
     def _merge_level(self, level: int) -> None:
-        """Replace all runs of a level by one of the next."""
+        """Replace all runs of a level by one run of the next level."""
         runs, self._levels[level] = self._levels[level], []
         try:
             self._spill(level + 1, self._merge(runs))
@@ -161,7 +161,7 @@ class RowSorter:
                 run.file.close()
 
     def _merge(self, runs: list[_Run]) -> Iterator[RowStep]:
-        """The rows of several runs, given in the order of arrival; steps as large as memory has it."""
+        """Give the rows of several runs, which are in the order of arrival; a step is as large as the memory allows."""
         share = max(1, self.limits.memory // (4 * len(runs)))
         while True:
             for run in runs:
@@ -173,7 +173,7 @@ class RowSorter:
                 if rest:
                     yield _sorted_parts(rest)
                 return
-            # A run whose last key is the limit may have more rows of it.
+            # A run whose last key in memory is the limit may have more rows of that key.
             parts = [part for run in runs for part in run.take(_number_below(run.keys, limit))]
             if parts:
                 yield _sorted_parts(parts)
@@ -187,7 +187,7 @@ class RowSorter:
                         run.read(share)
 
     def _single_key(self, runs: list[_Run], key: bytes, share: int) -> Iterator[RowStep]:
-        """The rows of a key that has more of them than are to be held: one run after the other, in parts."""
+        """Give in parts, one run after the other, the rows of a key that has too many rows for the memory."""
         held: pa.RecordBatch | None = None
         for run in runs:
             while len(run.keys) and run.keys[0].as_py() == key:
@@ -202,7 +202,7 @@ class RowSorter:
 
 
 def sort_by_key(keys: pa.BinaryArray, rows: pa.RecordBatch) -> RowStep:
-    """Rows and their encoded keys as one step."""
+    """Return rows and their encoded keys as one step, sorted."""
     encoded = keys.dictionary_encode()
     order = pc.sort_indices(encoded.dictionary)
     ranks = np.empty(len(order), np.int64)
@@ -211,7 +211,7 @@ def sort_by_key(keys: pa.BinaryArray, rows: pa.RecordBatch) -> RowStep:
 
 
 def _ranked(keys: pa.BinaryArray, ranks: npt.NDArray[np.int64], rows: pa.RecordBatch) -> RowStep:
-    """Rows and the places of their keys among the distinct ones, which ascend, as one step."""
+    """Return rows as one step; ``ranks`` has the place of each row's key in ``keys``, which are distinct and ascend."""
     counts = np.bincount(ranks, minlength=len(keys))
     # Sorting (rank, position) as one number keeps the order of arrival, and is faster than any sort of bytes.
     order = (ranks.astype(np.uint64) << np.uint64(32)) | np.arange(len(ranks), dtype=np.uint64)
@@ -221,10 +221,10 @@ def _ranked(keys: pa.BinaryArray, ranks: npt.NDArray[np.int64], rows: pa.RecordB
 
 
 def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> Iterator[RowStep]:
-    """The steps with ``others`` (sorted, distinct) among their keys, which have no rows if they had not been there.
+    """Give the steps with ``others`` (sorted, distinct) among their keys; a key that no row has gets no rows.
 
-    A step takes at most ``limit`` of them; one that would take more is cut, and what is left before the first key or behind
-    the last one makes steps of its own, whose rows have no columns.
+    A step takes at most ``limit`` of these keys. A step that would take more is cut. Keys before the first key or
+    behind the last key of all steps make steps of their own, whose rows have no columns.
     """
     no_rows = pa.RecordBatch.from_arrays([], names=[])
     held: RowStep | None = None
@@ -250,7 +250,7 @@ def with_keys(steps: Iterator[RowStep], others: pa.BinaryArray, limit: int) -> I
 
 
 def _concatenated(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of all batches in one. They must be fewer than 2 GiB in each column."""
+    """Return the rows of all batches in one batch. Each column must have less than 2 GiB."""
     if len(batches) == 1:
         return batches[0]
     (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
@@ -264,7 +264,7 @@ def _without_rows(keys: pa.BinaryArray, limit: int, no_rows: pa.RecordBatch) -> 
 
 
 def _in_parts(step: RowStep, limit: int) -> Iterator[RowStep]:
-    """The step, or steps of ``limit`` of its keys if it has more."""
+    """Give the step, or, if it has more than ``limit`` keys, steps of so many keys."""
     if len(step.keys) <= limit:
         yield step
         return
@@ -275,7 +275,7 @@ def _in_parts(step: RowStep, limit: int) -> Iterator[RowStep]:
 
 
 def _joined(step: RowStep, others: pa.BinaryArray) -> RowStep:
-    """The step with other keys among its own."""
+    """Return the step with other keys among its own."""
     if not len(others):
         return step
     keys = pc.unique(pa.concat_arrays([step.keys, others]))
@@ -295,7 +295,7 @@ def _one_key(key: bytes, rows: pa.RecordBatch, *, is_part: bool) -> RowStep:
 
 
 def _cut(step: RowStep, limits: Limits) -> Iterator[RowStep]:
-    """The step in steps within the limits."""
+    """Give the step in steps within the limits."""
     per_row = max(1, step.rows.nbytes // max(1, step.rows.num_rows))
     size = max(1, min(limits.step_rows, limits.step_bytes // per_row))
     i, num_keys = 0, len(step.keys)
@@ -324,7 +324,7 @@ def _cut(step: RowStep, limits: Limits) -> Iterator[RowStep]:
 
 
 def _write_run(steps: Iterator[RowStep], limits: Limits) -> _Run:
-    file = tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-")  # noqa: SIM115 - lives with the run
+    file = temporary_file()
     try:
         writer: pa.ipc.RecordBatchStreamWriter | None = None
         for step in steps:
@@ -346,12 +346,12 @@ def _write_run(steps: Iterator[RowStep], limits: Limits) -> _Run:
 
 
 def _number_below(keys: pa.BinaryArray, key: bytes) -> int:
-    """How many of the sorted keys are less."""
+    """Return how many of the sorted keys are less than ``key``."""
     return bisect_left(keys, key, key=_bytes)
 
 
 def _number_up_to(keys: pa.BinaryArray, key: bytes) -> int:
-    """How many of the sorted keys are less or equal."""
+    """Return how many of the sorted keys are less than or equal to ``key``."""
     return bisect_right(keys, key, key=_bytes)
 
 

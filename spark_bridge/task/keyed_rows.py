@@ -1,7 +1,7 @@
-"""The rows of a task by key, reduced as they come: what aggregates, sessions and duplicates have in common.
+"""The rows of a task by key, reduced as they come: for aggregates, session windows and deduplication.
 
-Rows of one key are reduced (to one state, to its sessions, to the first of them) whenever many have come, so that
-usually little more than a row per key is held. What is still too much goes to the local disk, sorted by key.
+The rows of a key are reduced (to one state, to its sessions, to its first row) whenever many rows have come, so that
+usually little more than a row per key is held. Rows beyond the memory limit go to the local disk, sorted by key.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from spark_bridge.task.step_timer import StepTimer
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Reduce: TypeAlias = Callable[[Ids, int, pa.RecordBatch], tuple[Ids, pa.RecordBatch]]
-"""From rows with ids below a number to fewer rows, with ascending ids, that stand for them. Applied to its own results too."""
+"""Takes ids, the number of ids and rows; returns fewer rows with ascending ids. Also applied to its own results."""
 
 ROWS_PER_PART = 1 << 18
 BYTES_PER_PART = 32 << 20
-"""Input that is reduced at once."""
+"""So many rows, or bytes, of input are reduced at once."""
 ROWS_PER_MERGE = 1 << 20
 SCAN_ROWS = 1 << 16
 STEP_BYTES = 64 << 20
 MEMORY_BYTES = 64 << 20
-"""Reduced rows that are held in memory; sorting what is beyond takes about as much again several times."""
+"""The memory limit of reduced rows; sorting the rows beyond the limit takes several times as much again."""
 _ROWS = "__statestore_rows"
 
 
@@ -41,7 +41,7 @@ _ROWS = "__statestore_rows"
 class KeyedRows:
     """Rows by key: ``ids``, ascending, has for each of ``rows`` the place of its key in ``keys``.
 
-    ``keys`` are distinct encoded keys, ascending; there may be some without rows.
+    ``keys`` are distinct encoded keys, ascending; a key may have no rows.
     """
 
     keys: pa.BinaryArray
@@ -49,7 +49,7 @@ class KeyedRows:
     rows: pa.RecordBatch
 
     def slice(self, start: int, length: int) -> KeyedRows:
-        """Some of the keys in a row, and their rows."""
+        """Return ``length`` consecutive keys from ``start`` on, and their rows."""
         length = min(length, len(self.keys) - start)
         if length == len(self.keys):
             return self
@@ -60,14 +60,14 @@ class KeyedRows:
 
 
 class StepSize:
-    """How many keys to handle at once: many, or as many as keep to ``STEP_BYTES`` by what the last ones took."""
+    """How many keys to handle at once: as many as ``STEP_BYTES`` allow, by the bytes that the last keys took."""
 
     def __init__(self, first: int, bytes_per_step: int = STEP_BYTES) -> None:
         self.keys = first
         self._bytes = bytes_per_step
 
     def seen(self, num_keys: int, num_bytes: int) -> None:
-        """Learn what the rows of so many keys took."""
+        """Learn how many bytes the rows of so many keys took."""
         if num_keys:
             self.keys = max(1, min(1 << 18, self._bytes * num_keys // max(1, num_bytes)))
 
@@ -75,7 +75,7 @@ class StepSize:
 class RowReducer:
     """Takes rows by key and reduces them; gives them in steps of ascending keys. Use it in a ``with`` statement.
 
-    ``empty`` has no rows and the columns of what ``reduce`` takes and gives.
+    ``empty`` is a batch without rows that has the columns which ``reduce`` takes and gives.
     """
 
     def __init__(
@@ -103,13 +103,8 @@ class RowReducer:
         if self._sorter is not None:
             self._sorter.__exit__()
 
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether there was more than the limit of memory."""
-        return self._sorter is not None
-
     def add(self, part: KeyedRows) -> None:
-        """Take over rows that have been reduced."""
+        """Take rows that have been reduced."""
         self._parts.append(part)
         self._rows += part.rows.num_rows + len(part.keys)
         self._bytes += part.rows.nbytes + part.keys.nbytes
@@ -122,7 +117,7 @@ class RowReducer:
                 self._parts = [merged]
 
     def steps(self) -> Iterator[KeyedRows]:
-        """All rows, reduced, in ascending order of their keys, none of which comes twice."""
+        """Give all rows, reduced, in ascending order of their keys; no key comes twice."""
         if self._sorter is None:
             yield self._merged()
             return
@@ -184,7 +179,7 @@ class RowReducer:
 def scanned(
     store: StateAccess, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY
 ) -> Iterator[pa.RecordBatch]:
-    """Stored pairs of ranges, which may be many with few pairs each, in batches worth the work."""
+    """Give stored pairs of ranges in large batches: there may be many ranges with few pairs each."""
     waiting: list[pa.RecordBatch] = []
     num_rows = num_bytes = 0
     for pairs in store.scan(ranges, column_family):
@@ -199,7 +194,7 @@ def scanned(
 
 
 def parts_of(batches: Iterable[pa.RecordBatch], timer: StepTimer, work: str) -> Iterator[pa.RecordBatch]:
-    """The batches put together into greater ones; books the time spent waiting for them, the rest as ``work``."""
+    """Put batches together into larger ones; book the wait for them as ``input_wait``, and the rest as ``work``."""
     waiting: list[pa.RecordBatch] = []
     num_rows = num_bytes = 0
     timer.restart()
@@ -219,24 +214,27 @@ def parts_of(batches: Iterable[pa.RecordBatch], timer: StepTimer, work: str) -> 
 
 
 def _together(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    # Several, if a column has more than 2 GiB.
+    # Several batches, if a column has more than 2 GiB.
     combined: list[pa.RecordBatch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
     return combined
 
 
 def one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of all parts; raises ``StateTooLargeError`` if a column of them has more than 2 GiB."""
+    """Return the rows of all parts in one batch.
+
+    Raises ``StateTooLargeError`` if a column of them has more than 2 GiB.
+    """
     batches = pa.Table.from_batches(parts).combine_chunks().to_batches()
     if not batches:
         return parts[0]
     if len(batches) > 1:
         raise StateTooLargeError(
-            f"The states of {sum(map(len, parts))} keys of one partition and batch have more than 2 GiB in one column: use "
-            "more partitions (num_partitions=), or smaller batches."
+            f"The states of {sum(map(len, parts))} keys of one partition and batch have more than 2 GiB in one column: "
+            "use more partitions (num_partitions=), or smaller batches."
         )
     return batches[0]
 
 
 def empty(schema: pa.Schema) -> pa.RecordBatch:
-    """A batch without rows."""
+    """Return a batch without rows."""
     return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)

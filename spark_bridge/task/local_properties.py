@@ -1,6 +1,7 @@
 """The local properties of Spark by which the driver tells the tasks of a query where the hosts are.
 
-The driver's query listener sets them (``spark_bridge.session.listener``), and Spark gives them to every task of the query.
+The driver's query listener sets them (``spark_bridge.session.listener``), and Spark gives them to every task of the
+query.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ REFUSAL = "statestore.refusal"
 ADDRESSES = "statestore.addresses"
 """The Flight addresses of the hosts, a JSON list."""
 TOKEN = "spark.statestore.token"
-"""Named as a setting of Spark, and there is one of this name (``settings.redact``), so that Spark's event log redacts it."""
+"""The cluster's token.
+
+There is a Spark setting of this name (``settings.redact``), so that Spark's event log hides it.
+"""
 HOST_FILES = "statestore.hostFiles"
 """The directory on every node in which hosts leave their addresses."""
 TIMEOUT = "statestore.recoveryTimeout"

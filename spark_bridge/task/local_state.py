@@ -1,4 +1,4 @@
-"""``StateAccess`` over a provider in this process: the state of testers, which need no cluster."""
+"""``StateAccess`` over a provider in this process: for ``ProcessorTester``, which needs no cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 
 
 class LocalStateAccess:
-    """The newest version of a provider, as a task of the next batch sees it."""
+    """The newest version of a provider, as a task of the next batch sees that version."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class LocalStateAccess:
         self._known = self._base.column_families
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Values at the version opened; see ``StateAccess``."""
+        """Return values at the version opened; see ``StateAccess``."""
         if column_family not in self._known:
             return pa.nulls(len(keys), pa.binary())
         return self._base.get_many(keys, column_family)
@@ -48,12 +48,12 @@ class LocalStateAccess:
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Pairs of the ranges; see ``StateAccess``."""
+        """Give pairs of the ranges; see ``StateAccess``."""
         left = limit
         for start, end in ranges if column_family in self._known else ():
             for batch in self._base.scan(start, end, column_family):
                 if left is not None:
-                    batch = batch.slice(0, left)  # noqa: PLW2901 - what is left of it
+                    batch = batch.slice(0, left)  # noqa: PLW2901 - no more than the limit allows
                     left -= batch.num_rows
                 if batch.num_rows:
                     yield batch
@@ -63,7 +63,7 @@ class LocalStateAccess:
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
         """Add changes to the commit; see ``StateAccess``."""
         is_kept = pc.is_valid(values)
-        # In order: of a key given twice the last counts.
+        # In the order given: of a key given twice the last change counts.
         if pc.all(is_kept).as_py():
             self._store.put_many(keys, values, column_family)
         elif not pc.any(is_kept).as_py():
@@ -76,7 +76,7 @@ class LocalStateAccess:
                     self._store.remove(keys[i].as_py(), column_family)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Make what was staged the provider's next version."""
+        """Make the staged changes the provider's next version."""
         self._store.commit()
         self._base.abort()
         self.figures = figures

@@ -1,14 +1,13 @@
-"""Rows that a task holds back until its state is committed: in memory, and beyond a limit on the local disk."""
+"""The output that a task holds back until its state is committed: in memory, and beyond a limit on the local disk."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pyarrow as pa
 
-from spark_bridge.task.local_directory import local_directory
+from spark_bridge.task.local_directory import temporary_file
 
 MEMORY_BYTES = 64 << 20
 
@@ -16,7 +15,7 @@ MEMORY_BYTES = 64 << 20
 class Spool:
     """Takes batches of one schema and gives them back in order. Use it in a ``with`` statement.
 
-    The file has no name: it is gone at the end, and if the process dies. ``memory`` in bytes.
+    ``memory`` is the limit in bytes. The file has no name: it is gone at the end, and if the process dies.
     """
 
     def __init__(self, schema: pa.Schema, memory: int = MEMORY_BYTES) -> None:
@@ -35,7 +34,7 @@ class Spool:
         self._open.close()
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take a batch over."""
+        """Take a batch."""
         if not batch.num_rows:
             return
         self.num_rows += batch.num_rows
@@ -45,7 +44,7 @@ class Spool:
             self._write()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All batches, once; nothing can be added afterwards."""
+        """Give all batches, once; nothing can be added afterwards."""
         if self.is_on_disk:
             self._writer.close()
             self._file.seek(0)
@@ -54,7 +53,7 @@ class Spool:
 
     def _write(self) -> None:
         if not self.is_on_disk:
-            file = tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-")  # noqa: SIM115 - as long as we
+            file = temporary_file()
             self._file = self._open.enter_context(file)
             options = pa.ipc.IpcWriteOptions(compression="lz4")
             self._writer = pa.ipc.new_stream(pa.PythonFile(self._file, "w"), self.schema, options=options)

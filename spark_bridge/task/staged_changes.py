@@ -1,14 +1,13 @@
-"""The changes that a task has made and not committed yet: in memory, and beyond a budget on local disk."""
+"""The changes that a task has staged and not committed yet: in memory, and beyond a budget on local disk."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from typing import IO
 
 import pyarrow as pa
 
-from spark_bridge.task.local_directory import local_directory
+from spark_bridge.task.local_directory import temporary_file
 from spark_bridge.transport.protocol import COMMIT_SCHEMA
 
 BUDGET_BYTES = 64 << 20
@@ -16,7 +15,10 @@ _FAMILY = b"column_family"
 
 
 class StagedChanges:
-    """Batches of changes by column family, in the order they were added; read as often as a commit has to be sent."""
+    """Batches of changes by column family, in the order in which they were added. Every try to commit reads them all.
+
+    ``budget`` is in bytes.
+    """
 
     def __init__(self, budget: int = BUDGET_BYTES) -> None:
         self._budget = budget
@@ -37,7 +39,7 @@ class StagedChanges:
 
     def _spill(self) -> None:
         if self._writer is None:
-            self._file = tempfile.TemporaryFile(dir=local_directory(), prefix="statestore-changes-")  # noqa: SIM115 - closed by close()
+            self._file = temporary_file()
             self._writer = pa.ipc.new_stream(self._file, COMMIT_SCHEMA)
         for family, batch in self._held:
             self._writer.write_batch(batch, custom_metadata={_FAMILY: family.encode()})
@@ -46,7 +48,7 @@ class StagedChanges:
     def __iter__(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         if self._file is not None:
             self._file.flush()
-            # The stream's end is not written yet: what is there is read by its length.
+            # The stream's end is not written yet, so the file is read up to its length.
             end = self._file.tell()
             self._file.seek(0)
             try:
@@ -59,7 +61,7 @@ class StagedChanges:
         yield from self._held
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all changes, and the file."""
         self._held = []
         if self._file is not None:
             self._file.close()

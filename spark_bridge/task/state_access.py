@@ -1,4 +1,4 @@
-"""What an operator's logic sees of the state of its partition, in one micro-batch."""
+"""``StateAccess``: how an operator's logic reads and changes the state of its partition in one micro-batch."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ class StateAccess(Protocol):
 
     @property
     def batch_id(self) -> int:
-        """The micro-batch, which is the version that is read."""
+        """Return the micro-batch, which is the version that is read."""
 
     @property
     def times(self) -> BatchTimes:
-        """Processing time and watermarks of the batch."""
+        """Return processing time and watermarks of the batch."""
 
     @property
     def schema(self) -> OperatorSchema:
-        """The operator's schema with its history, as the coordinator has it."""
+        """Return the operator's schema with its history, as the coordinator has it."""
 
     @property
     def key_groups(self) -> tuple[int, int]:
-        """The partition's key groups: from the first (included) to the last (not included)."""
+        """Return the partition's key groups: from the first (included) to the last (not included)."""
 
     @property
     def num_key_groups(self) -> int:
-        """The key groups of all partitions together."""
+        """Return the number of key groups of all partitions together."""
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Values at the version opened, in the order of ``keys``, null where there is none. Sorted keys are fastest.
+        """Return values at the version opened, in the order of ``keys``, null where a key has none.
 
-        What has been staged is not seen. A family that was never written to is empty.
+        Sorted keys are fastest. Staged changes are not seen. A family that was never written to is empty.
         """
 
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Pairs (``key``, ``value``) of the ranges, one range after the other, at the version opened, ``limit`` in all."""
+        """Give pairs (``key``, ``value``) of the ranges at the version opened, range after range, ``limit`` in all."""
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
         """Add changes to the commit: a null value removes its key; of a key staged several times the last counts."""
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Make what was staged the next version, durably, in one commit. Once, before any output is given."""
+        """Make the staged changes the next version, durably, in one commit. Call it once, before giving any output."""

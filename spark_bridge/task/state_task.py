@@ -1,8 +1,8 @@
-"""The state task: what runs inside a PySpark worker for one partition and micro-batch of an operator.
+"""The state task: the function that runs inside a PySpark worker for one partition and micro-batch of an operator.
 
-It reads all its rows, reads the old values of the keys touched in bulk, runs the operator's logic,
-commits, and only then emits rows: whoever consumes only some of the output (``head(1)``) still
-leaves a whole commit behind. Spark's counterpart is a task of its ``StateStoreRDD``.
+The task reads all its rows, reads the old values of the keys touched in bulk, runs the operator's logic, commits, and
+only then gives rows: even if Spark takes only some of the output (``head(1)``), the commit is whole. Spark's
+counterpart is a task of its ``StateStoreRDD``.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from spark_bridge.task.task_store import TaskStore
 from spark_bridge.task.worker_process import settle_worker
 from spark_bridge.transport.protocol import TaskIdentity
 
-EMIT_ROWS = 1 << 16
+OUTPUT_ROWS = 1 << 16
+"""Output is given in batches of at most so many rows."""
 
 
 class Logic(Protocol):
-    """An operator's work on one partition: takes the rows, leaves changes in the store, gives output."""
+    """An operator's work on one partition: it takes rows, commits changes to the store, and gives output."""
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
-        """Consume all rows, read and commit state once, and only then give the rows to emit."""
+        """Take all rows, read state and commit once, and only then give the output."""
 
 
 @dataclass(frozen=True)
 class StateTask:
-    """The function for ``mapInArrow``, for one operator of ``num_partitions`` partitions of ``num_key_groups`` key groups.
+    """The function for ``mapInArrow`` of one operator: ``num_partitions`` partitions of ``num_key_groups`` key groups.
 
-    ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for the
-    times of the batch, as the operator's ``OperatorSpec`` says.
+    ``keys`` are the key columns of its rows, in the order in which they are stored. ``uses_time``: the logic asks for
+    the times of the batch, as the operator's ``OperatorSpec`` says.
     """
 
     operator: str
@@ -52,7 +53,11 @@ class StateTask:
     uses_time: bool
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Process one partition of one micro-batch; raises before it touches state where the query may not run."""
+        """Process one partition of one micro-batch: batches of rows in, batches of output out.
+
+        Raises ``StateStoreRefusedError`` where the query may not run and ``PartitionMismatchError`` where the rows are
+        not those of one shuffle partition, both before any state is changed.
+        """
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -76,20 +81,20 @@ class StateTask:
                 store.open()
                 timer.step("open_ms")
             for output in self.logic.process(self._checked(first, batches, partition), store, timer):
-                for start in range(0, output.num_rows, EMIT_ROWS):
-                    yield output.slice(start, EMIT_ROWS)
+                for start in range(0, output.num_rows, OUTPUT_ROWS):
+                    yield output.slice(start, OUTPUT_ROWS)
         finally:
             store.close()
             settle_worker()
 
     def _partition(self, task_partition: int, first: pa.RecordBatch | None) -> int:
-        """This task's shuffle partition: that of its first row; a task without rows can only go by its number."""
+        """Return this task's shuffle partition: that of its first row, or the task's number if it has no rows."""
         partition = task_partition if first is None else self._partitions_of(first.slice(0, 1))[0]
         if partition != task_partition or not 0 <= partition < self.num_partitions:
             raise PartitionMismatchError(
                 f"Task {task_partition} of operator {self.operator!r} was given rows of shuffle partition {partition} "
-                f"of {self.num_partitions}: something behind the operator merges or renumbers its partitions (coalesce, "
-                "union). Put .repartition(n) between the operator and it. No state was touched."
+                f"of {self.num_partitions}: something behind the operator merges or renumbers its partitions "
+                "(coalesce, union). Put .repartition(n) between the operator and it. No state was touched."
             )
         return partition
 
@@ -110,11 +115,11 @@ class StateTask:
 
 
 def end_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The first and the last row: Spark puts the rows of partitions that it merges one behind the other."""
+    """Return the first and the last row: where Spark merges partitions, it puts their rows one behind the other."""
     return batch.take([0, batch.num_rows - 1])
 
 
 def partitions_of(rows: pa.RecordBatch, keys: Sequence[str], num_key_groups: int, num_partitions: int) -> list[int]:
-    """The shuffle partition of each of a few rows, by their key columns."""
+    """Return the shuffle partition of each of a few rows, by their key columns."""
     groups = key_groups(rows.select(list(keys)), num_key_groups)
     return [partition_of(group, num_key_groups, num_partitions) for group in groups.tolist()]

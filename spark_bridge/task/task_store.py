@@ -1,7 +1,7 @@
 """A state task's way to its partition: find the owner, read, commit, and go on when a host dies.
 
-A PySpark worker does not join Ray: it knows host addresses from Spark's local properties, and
-looks into the node's Ray session directory when those do not answer any more.
+A PySpark worker does not join Ray. It knows host addresses from Spark's local properties, and looks into the node's Ray
+session directory for newer ones. What a host does with a commit stands in ``spark_bridge.host.task_commit``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from spark_bridge.transport.flight_client import HostClient, client_for, forget_
 from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, ScanCommand, TaskIdentity
 
 RETRIABLE = (HostUnavailableError, NotOwnerError, StaleOwnerError, UnknownHostError, UnknownRunError)
+"""After these errors the task looks for the owner again."""
 RETRY_DELAY = 0.1
+"""Seconds before the owner is looked for again."""
 HELD_DELAY = 0.5
+"""Seconds before a batch that is held for a savepoint is tried again."""
 
 T = TypeVar("T")
 
@@ -38,8 +41,8 @@ _owners: dict[tuple[str, str, int], tuple[str, str]] = {}
 class TaskStore:
     """The store of one state task: opened at version = batch id, committed once (``StateAccess``).
 
-    Each call waits for a new owner, at most ``endpoints.timeout`` seconds, and then goes on
-    (DESIGN, rule 7); after that it raises ``HostUnavailableError`` naming the last failure.
+    When a host dies, a call waits for the new owner and goes on there, so that the query does not fail. After
+    ``endpoints.timeout`` seconds the call raises ``HostUnavailableError`` naming the last failure.
     """
 
     def __init__(self, task: TaskIdentity, num_partitions: int, num_key_groups: int, endpoints: Endpoints) -> None:
@@ -56,7 +59,7 @@ class TaskStore:
 
     @property
     def knows_owner(self) -> bool:
-        """Whether an earlier task of this worker has found the owner: then ``open`` may be left to the first ``get_many``."""
+        """Return whether an earlier task of this worker found the owner: then the first ``get_many`` may open it."""
         return self._key in _owners
 
     def open(self) -> None:
@@ -65,12 +68,12 @@ class TaskStore:
 
     @property
     def batch_id(self) -> int:
-        """The micro-batch, which is the version that is read."""
+        """Return the micro-batch, which is the version that is read."""
         return self._task.batch_id
 
     def _told(self) -> OpenReply:
         if self._opened is None:
-            # The owner was known from an earlier task of this worker: it has yet to say what it knows of this one.
+            # The owner is known from an earlier task of this worker, and has not opened the store of this task yet.
             self._owner = None
             self.open()
         assert self._opened is not None
@@ -78,7 +81,7 @@ class TaskStore:
 
     @property
     def times(self) -> BatchTimes:
-        """Processing time and watermarks of the batch."""
+        """Return processing time and watermarks of the batch."""
         times = self._told().times
         if times is None:
             raise HostUnavailableError(f"The times of batch {self.batch_id} are not known for {self._task.operator!r}.")
@@ -86,18 +89,21 @@ class TaskStore:
 
     @property
     def schema(self) -> OperatorSchema:
-        """The operator's schema with its history."""
+        """Return the operator's schema with its history."""
         if self._schema is None:
             self._schema = OperatorSchema.from_json(self._told().schema)
         return self._schema
 
     @property
     def key_groups(self) -> tuple[int, int]:
-        """The partition's key groups: from the first (included) to the last (not included)."""
+        """Return the partition's key groups: from the first (included) to the last (not included)."""
         return partition_range(self._task.partition, self._num_partitions, self.num_key_groups)
 
     def get_many(self, keys: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> pa.BinaryArray:
-        """Values of keys at the version opened; where the owner is known, the same call opens a store that is not open yet."""
+        """Return values of keys at the version opened; see ``StateAccess``.
+
+        Where the owner is known, the same call opens a store that is not open yet.
+        """
         task = self._task
         command = GetCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family)
         return self._with_owner(
@@ -108,7 +114,7 @@ class TaskStore:
     def scan(
         self, ranges: Sequence[KeyRange], column_family: str = DEFAULT_FAMILY, limit: int | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Pairs of the ranges, one range after the other; goes on with the next owner where the last one stopped."""
+        """Give pairs of the ranges, one range after the other; go on with the next owner where the last one stopped."""
         task, left, rest = self._task, limit, list(ranges)
         deadline = time.monotonic() + self._endpoints.timeout
         while rest and left != 0:
@@ -132,19 +138,19 @@ class TaskStore:
         self._staged.add(column_family, keys, values)
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
-        """Commit what was staged; returns when the changes are durable and accepted."""
+        """Commit the staged changes; return when they are durable and accepted."""
         command = CommitCommand(self._task, timings or {}, figures)
         self._with_owner(lambda owner: owner.commit(command, self._staged))
         self._staged.close()
 
     def close(self) -> None:
-        """Drop what is staged and not committed."""
+        """Drop changes that are staged and not committed."""
         self._staged.close()
 
     def _with_owner(
         self, call: Callable[[HostClient], T], opening: Callable[[HostClient], tuple[OpenReply, T]] | None = None
     ) -> T:
-        """Call the owner; ``opening`` is the same call for a store that is not open, which it opens."""
+        """Call the owner; ``opening`` makes the same call to a store that is not open, and opens it."""
         deadline = time.monotonic() + self._endpoints.timeout
         while True:
             try:
@@ -155,7 +161,7 @@ class TaskStore:
                 return call(self._owner or self._find_owner())
             except BatchHeldError:
                 # The query stops with a savepoint, and this task with it; or it goes on if that fails.
-                opening = None  # which would send its keys again and again
+                opening = None  # it would send its keys again and again
                 time.sleep(HELD_DELAY)
                 deadline = time.monotonic() + self._endpoints.timeout
             except RETRIABLE as error:
@@ -178,7 +184,7 @@ class TaskStore:
         _owners.pop(self._key, None)
 
     def _open_with(self, opening: Callable[[HostClient], tuple[OpenReply, T]]) -> tuple[OpenReply, T]:
-        """Open the store at the host that is known to be its owner; if it is not any more, it names who is."""
+        """Open the store at its last known owner; a host that is not the owner any more names the new owner."""
         address, token = _owners[self._key]
         host = client_for(address, token, self._endpoints.tls)
         try:
@@ -224,6 +230,6 @@ class TaskStore:
 
 
 def _behind(ranges: Sequence[KeyRange], key: bytes) -> list[KeyRange]:
-    """What is left of ranges, read one after the other, behind the last key that was read."""
+    """Return the rest of ranges that are read one after the other, behind the last key that was read."""
     at = next(i for i, (start, end) in enumerate(ranges) if start <= key and (end is None or key < end))
     return [(key + b"\x00", ranges[at][1]), *ranges[at + 1 :]]

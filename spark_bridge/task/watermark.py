@@ -1,7 +1,8 @@
-"""Which rows are late and which keys are done: the event time of rows and keys against the watermark.
+"""The watermark's work: which rows are late, and which keys are done, by the event time of rows and keys.
 
-A time counts by itself, a window by its end, as in Spark's ``WatermarkSupport``. A key column with event time is
-stored first, so that the keys that are done lie together in every key group.
+Spark computes the watermark, and the coordinator reads it from Spark's offset log for each batch (``BatchTimes``). A
+timestamp is compared with the watermark itself, a window by its end, as in Spark's ``WatermarkSupport``. A key column
+with event time is stored first, so that the keys that are done lie together in every key group.
 """
 
 from __future__ import annotations
@@ -34,39 +35,40 @@ class EventTime:
     window_us: int = 0
 
     def times(self, rows: pa.RecordBatch) -> pa.Int64Array:
-        """The time of each row, in microseconds since 1970."""
+        """Return the time of each row, in microseconds since 1970."""
         column = rows.column(rows.schema.get_field_index(self.column))
         if self.is_window:
             column = pc.struct_field(column, [1])
         return column.cast(pa.int64())
 
     def is_done(self, rows: pa.RecordBatch, watermark_ms: int) -> npt.NDArray[np.bool_]:
-        """Whether the watermark has reached the time of a row; it never reaches a row without time."""
+        """Return for each row whether the watermark (in ms) has reached its time; False for a row without time."""
         done: npt.NDArray[np.bool_] = np.asarray(pc.less_equal(self.times(rows), watermark_ms * 1000).fill_null(False))
         return done
 
     @property
     def is_exact(self) -> bool:
-        """Whether ``done_ranges`` gives only keys that are done."""
+        """Return whether ``done_ranges`` gives only keys that are done."""
         return not self.is_window or self.window_us > 0
 
     def done_ranges(self, key_groups: tuple[int, int], watermark_ms: int) -> list[KeyRange]:
-        """Where all keys lie that are done, if this column is their first; unless ``is_exact``, others as well.
+        """Return the ranges in which all done keys lie, if this column is their first.
 
-        Windows are stored by their start: one that begins behind the watermark cannot have ended.
+        Unless ``is_exact``, other keys lie there, too.
+        Windows are stored by their start: a window that begins behind the watermark cannot have ended.
         """
         behind = np.array([min(watermark_ms * 1000 - self.window_us + 1, _MAX_TIME)])
         time = pa.array(behind)
         first = pa.StructArray.from_arrays([time], ["start"]) if self.is_window else time
         end = encode_keys(pa.record_batch({self.column: first}), np.zeros(1, np.uint16))[0].as_py()[2:]
-        # From the first byte that is there for a value: keys without time come before.
+        # From the first byte of a key that has a time: keys without time come before.
         return [(g + b"\x01", g + end) for g in map(_group, range(*key_groups))]
 
 
 def late_rows_removed(
     rows: pa.RecordBatch, event_time: EventTime | None, late_watermark_ms: int
 ) -> tuple[pa.RecordBatch, int]:
-    """The rows that are not late, and the number of those that were."""
+    """Return the rows that are not late, and the number of late rows."""
     if event_time is None:
         return rows, 0
     late = event_time.is_done(rows, late_watermark_ms)
@@ -75,13 +77,13 @@ def late_rows_removed(
 
 
 def all_keys(key_groups: tuple[int, int]) -> list[KeyRange]:
-    """Where all keys of some key groups lie."""
+    """Return the range of all keys of some key groups: from the first (included) to the last (not included)."""
     first, last = key_groups
     return [(_group(first), _group(last) if last < 1 << 16 else None)]
 
 
 def between(ranges: Sequence[KeyRange], after: bytes | None, up_to: bytes | None) -> list[KeyRange]:
-    """The parts of ascending ranges that lie behind ``after`` and not behind ``up_to`` (None: no limit)."""
+    """Return the parts of ascending ranges that lie behind ``after`` and not behind ``up_to`` (None: no limit)."""
     if after is None and up_to is None:
         return list(ranges)
     clipped = []

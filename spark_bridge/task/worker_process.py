@@ -1,4 +1,4 @@
-"""What PySpark does between two tasks of a worker process, made cheap: 85 of the 100 ms CPU that a small task takes."""
+"""Making cheap what PySpark does between two tasks of a worker process: 85 of the 100 ms CPU of a small task."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _is_frozen = False
 
 
 def settle_worker() -> None:
-    """To be called at the end of each task, when all modules that tasks need have been imported.
+    """Prepare the worker process for its next task. Call it at the end of each task, when all modules are imported.
 
-    After every task PySpark's daemon collects all garbage, and goes through all that pyarrow, pandas and the rest are made
-    of: that stays, and is taken out of the collections once. Before every task PySpark 3.5 has each importer of its zip
-    file, one per package, read the file's directory anew: what is cached of them comes back when something is imported.
+    After every task PySpark's daemon collects all garbage, and goes through all objects of pyarrow, pandas and the
+    other modules. These objects stay, so they are taken out of the collections once. Before every task PySpark 3.5 has
+    each importer of its zip file, one per package, read the file's directory anew. So the cached importers are dropped;
+    the next import of a module makes its importer again.
     """
     global _is_frozen
     if not _is_frozen:

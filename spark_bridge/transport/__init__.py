@@ -1,1 +1,1 @@
-"""The Arrow Flight protocol between tasks and hosts: messages, client, errors on the wire, TLS."""
+"""The Arrow Flight protocol between tasks and hosts: messages, client, error codec, TLS."""

@@ -1,4 +1,4 @@
-"""The client's side of the data plane: calls to one host, with errors as they were raised there."""
+"""The client of a host's Flight server: calls to one host, whose errors are raised here as they were raised there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
 
 def _error_of(error: flight.FlightError) -> Exception:
-    """The error that the host raised, rebuilt by class name and message; else the Flight error as one of ours."""
+    """Return the error that the host raised, rebuilt by name and message; else one of ours for the Flight error."""
     extra = getattr(error, "extra_info", None)
     if extra:
         info = json_decoder(ErrorInfo).decode(bytes(extra))
@@ -57,9 +57,9 @@ def _error_of(error: flight.FlightError) -> Exception:
 
 
 class HostClient:
-    """Calls to the host at ``address``; ``timeout`` in seconds bounds each of them. ``grpc+tls://`` needs ``tls``.
+    """Calls to the host at ``address``, each bounded by ``timeout`` seconds. ``grpc+tls://`` needs ``tls``.
 
-    Every method raises the host's own errors, and ``HostUnavailableError`` when nobody answers.
+    Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer.
     """
 
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
@@ -67,7 +67,7 @@ class HostClient:
         if tls is None and address.startswith("grpc+tls:"):
             raise TlsError(f"{address} is to be called with TLS, and it is not said which certificates to trust.")
         arguments = {} if tls is None else tls.flight_client_arguments()
-        # Without this, gRPC shares one channel between clients and its back-off outlives a restarted host.
+        # Without these options gRPC shares one channel between clients, and its back-off outlives a restarted host.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 200)]
         self._client = flight.FlightClient(address, generic_options=options, **arguments)
         self._options = flight.FlightCallOptions(
@@ -84,33 +84,36 @@ class HostClient:
         return json_decoder(answer).decode(results[0].body.to_pybytes())
 
     def open(self, task: TaskIdentity) -> OpenReply:
-        """Open a task's partition."""
+        """Open a task's partition, or return the address of its owner."""
         opened: OpenReply = self._action("open", task, OpenReply)
         return opened
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Find an operator's partitions."""
+        """Return where an operator's partitions are."""
         location: OperatorLocation = self._action("locate", LocateRequest(operator, query), OperatorLocation)
         return location
 
     def call_coordinator(self, method: str, args: dict[str, object]) -> Any:
-        """Pass on a message to the coordinator."""
+        """Have the host pass on a message to the coordinator; return the coordinator's answer."""
         return self._action("coordinator", CoordinatorCall(method, args), Any)
 
     def describe(self) -> dict[str, Any]:
-        """What the host holds."""
+        """Return what the host holds."""
         described: dict[str, Any] = self._action("describe", {}, dict[str, Any])
         return described
 
     def get_many(self, command: GetCommand, keys: pa.BinaryArray) -> pa.BinaryArray:
-        """Values of keys, in their order; null where a key has none."""
+        """Return the values of keys, in the order of the keys; null where a key has none."""
         values, _ = self._get(command, keys)
         return self._of_all(values, keys)
 
     def open_and_get(
         self, task: TaskIdentity, keys: pa.BinaryArray, column_family: str
     ) -> tuple[OpenReply, pa.BinaryArray]:
-        """``open`` and ``get_many`` at the version opened, in one call; without values if another host is the owner."""
+        """Open a partition and return the values of keys at the version opened, in one call.
+
+        There are no values if another host is the owner.
+        """
         values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
         if metadata is None:
             raise HostUnavailableError(f"{self.address} did not say what it has opened.")
@@ -120,7 +123,7 @@ class HostClient:
     def _get(
         self, command: GetCommand | OpenAndGetCommand, keys: pa.BinaryArray
     ) -> tuple[pa.BinaryArray, bytes | None]:
-        """The values that were answered, and the metadata of the first batch of them."""
+        """Return the values, and the metadata of their first batch."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
             writer, reader = self._client.do_exchange(descriptor, self._options)
@@ -144,7 +147,7 @@ class HostClient:
         return values
 
     def scan(self, command: ScanCommand, ranges: Sequence[KeyRange]) -> Iterator[pa.RecordBatch]:
-        """The pairs of ranges of keys, as they come; whoever stops early ends the call."""
+        """Give the pairs of ranges of keys, in batches as they come; closing the iterator early ends the call."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         is_stopped = False
         try:
@@ -159,7 +162,7 @@ class HostClient:
                         if chunk.data is not None and chunk.data.num_rows:
                             yield chunk.data
                 except GeneratorExit:
-                    # Else closing the writer would read all that is left.
+                    # Else closing the writer would read the rest of the answer.
                     reader.cancel()
                     is_stopped = True
                     raise
@@ -171,7 +174,7 @@ class HostClient:
             raise HostUnavailableError(f"{self.address}: {error}") from None
 
     def commit(self, command: CommitCommand, changes: Iterable[tuple[str, pa.RecordBatch]]) -> Acknowledged:
-        """Commit a task's changes: column families and batches of ``COMMIT_SCHEMA``; sorted by key is fastest."""
+        """Commit a task's changes: column families and batches of ``COMMIT_SCHEMA``, fastest if sorted by key."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
             writer, reader = self._client.do_put(descriptor, COMMIT_SCHEMA, self._options)
@@ -182,7 +185,7 @@ class HostClient:
                 writer.done_writing()
                 answer = reader.read()
         except flight.FlightError as error:
-            # If ``changes`` raised, that is why the host was not told their end.
+            # If ``changes`` raised, that is why the host was not told the end of the changes.
             raise _error_of(error) from error.__context__
         except pa.ArrowException as error:
             raise HostUnavailableError(f"{self.address}: {error}") from None
@@ -200,7 +203,7 @@ _clients_lock = threading.Lock()
 
 
 def client_for(address: str, token: str, tls: TlsConf | None = None) -> HostClient:
-    """This process's connection to a host; PySpark workers live on, so connections are kept."""
+    """Return this process's connection to a host. Connections are kept: a PySpark worker runs many tasks."""
     with _clients_lock:
         client = _clients.get((address, token))
         if client is None:

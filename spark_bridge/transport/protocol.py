@@ -1,7 +1,7 @@
-"""What tasks, query clients and hosts say to each other over Arrow Flight.
+"""The messages between tasks and hosts over Arrow Flight.
 
-Commands are JSON, checked by msgspec when they arrive; keys and values travel as Arrow batches.
-An error travels as the name of its class and its message, never as an object.
+Commands are JSON, which msgspec checks when they arrive. Keys and values travel as Arrow batches. An error travels as
+the name of its class and its message, never as an object.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from coordinator_actor.messages import BatchTimes, OperatorFigures
 KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])
 VALUES_SCHEMA = pa.schema([pa.field("value", pa.binary())])
 COMMIT_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False), pa.field("value", pa.binary())])
+"""Changes to commit: a null value removes its key."""
 END_OF_CHANGES = b"end"
-"""The metadata of the last message of a commit, which has no batch: a task that dies in the midst of its changes does not say it."""
+"""The metadata of a commit's last message, which has no batch: a task that dies while sending never sends it."""
 RANGES_SCHEMA = pa.schema([pa.field("start", pa.binary(), nullable=False), pa.field("end", pa.binary())])
 
 
 class TaskIdentity(Struct, frozen=True):
-    """One run of a state task. ``attempt`` is Spark's task attempt id, ``invocation`` this very call of our code."""
+    """One run of a state task.
+
+    ``attempt`` is Spark's task attempt id; ``invocation`` differs for every call of the task's function.
+    """
 
     run_id: str
     operator: str
@@ -32,9 +36,10 @@ class TaskIdentity(Struct, frozen=True):
 
 
 class OpenReply(Struct, frozen=True):
-    """The answer to ``open``: the address of the owner to go to, or None if the host asked is the owner.
+    """The answer to ``open``: ``redirect`` is the address of the owner, None if the host that was asked is the owner.
 
-    ``times`` are those of the batch, if the operator uses them; ``schema`` is the operator's, with its history.
+    ``times`` are the batch's times, if the operator uses them. ``schema`` is the operator's schema with its history, as
+    JSON.
     """
 
     redirect: str | None
@@ -57,7 +62,7 @@ class GetCommand(Struct, frozen=True, tag="get"):
 class OpenAndGetCommand(Struct, frozen=True, tag="open_and_get"):
     """Open a task's partition as ``open`` does, and read the values of keys at the version opened.
 
-    The first batch of the answer has ``OpenReply`` for its metadata; if that redirects, it has no values.
+    The metadata of the answer's first batch is an ``OpenReply``; if that redirects, the batch has no values.
     """
 
     task: TaskIdentity
@@ -65,7 +70,7 @@ class OpenAndGetCommand(Struct, frozen=True, tag="open_and_get"):
 
 
 class ScanCommand(Struct, frozen=True, tag="scan"):
-    """Read the pairs of ranges of keys, one range after the other, ``limit`` of them in all."""
+    """Read the pairs of ranges of keys, one range after the other, at most ``limit`` pairs in all."""
 
     run_id: str
     operator: str
@@ -87,28 +92,28 @@ class CommitCommand(Struct, frozen=True, tag="commit"):
 
 
 class LocateRequest(Struct, frozen=True):
-    """Where is the state of this operator? ``query`` is a name, query id or run id."""
+    """Ask where the state of an operator is. ``query`` is a name, query id or run id."""
 
     operator: str
     query: str | None = None
 
 
 class CoordinatorCall(Struct, frozen=True):
-    """A message of a task to the coordinator, passed on by a host."""
+    """A message of a task to the coordinator, which a host passes on."""
 
     method: str
     args: dict[str, object]
 
 
 class ErrorInfo(Struct, frozen=True):
-    """How an error crosses the network."""
+    """An error as it crosses the network: class name and message."""
 
     error: str
     message: str
 
 
 class HostFile(Struct, frozen=True):
-    """What a host leaves in its node's Ray session directory (mode 0600) for tasks to find it again."""
+    """The file that a host leaves in its node's Ray session directory (mode 0600): there tasks find the host again."""
 
     host_id: str
     incarnation: str

@@ -1,6 +1,6 @@
-"""TLS of the query port and of Flight: paths of certificates, what is made of them, and errors that say what is wrong.
+"""TLS of the query port and of Flight: paths of certificates, the SSL contexts made of them, and errors with remedies.
 
-Only paths travel, in Spark's local properties and to Ray actors; keys are read where they are used.
+Only paths travel, in Spark's local properties and to Ray actors. Keys are read where they are used.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNKNOWN_PROTOCOL")
 
 @dataclass(frozen=True)
 class TlsConf:
-    """Where the certificates (PEM) are. Hosts, tasks and the driver need all files, at the same paths on every node.
+    """The paths of the certificates (PEM). Hosts, tasks and the driver need all files, at the same paths on every node.
 
-    ``ca`` has the authorities that certificates must be signed by. Hosts show ``certificate``, whose private key is in ``key``; it
-    must name their IP addresses, or else the ``server_name`` that clients are to check it against. With ``client_auth`` hosts
-    answer only clients that have a certificate too (mutual TLS). A client outside the cluster needs ``ca`` alone, unless it must
-    have a certificate.
+    ``ca`` has the authorities that certificates must be signed by. Hosts show ``certificate``, whose private key is in
+    ``key``; it must name their IP addresses, or else the ``server_name`` that clients are to check it against. With
+    ``client_auth`` hosts answer only clients that have a certificate too (mutual TLS). A client outside the cluster
+    needs ``ca`` alone, unless it must have a certificate.
     """
 
     ca: str
@@ -49,7 +49,7 @@ class TlsConf:
 
     @classmethod
     def from_ray_environment(cls, server_name: str | None = None) -> TlsConf:
-        """The files that Ray itself is set to use (``RAY_USE_TLS=1``); clients need a certificate, as Ray's do.
+        """Return the files that Ray itself is set to use (``RAY_USE_TLS=1``); clients need a certificate, as in Ray.
 
         Raises ``TlsError`` naming the variables that are not set.
         """
@@ -64,18 +64,18 @@ class TlsConf:
         return cls(**paths, client_auth=True, server_name=server_name)
 
     def to_json(self) -> str:
-        """For a Spark property: paths, no keys."""
+        """Return the paths (not the keys) as JSON, for a Spark property."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> TlsConf:
-        """The inverse of ``to_json``."""
+        """Return the ``TlsConf`` of the JSON that ``to_json`` gave."""
         return json_decoder(cls).decode(text)
 
     def check(self) -> None:
         """Raise ``TlsError`` unless a host with these files and a client with them would accept each other.
 
-        Whether the certificate has the hosts' addresses shows only when they are connected to.
+        Only a connection to a host shows whether the certificate names that host's address.
         """
         server, client = self.server_context(), self.client_context()
         if self.server_name is None:
@@ -96,12 +96,15 @@ class TlsConf:
                     continue
                 except ssl.SSLError as error:
                     raise TlsError(
-                        f"A host and a client with these certificates would not accept each other: {error}. Is {self.certificate} "
-                        f"valid, and signed by an authority in {self.ca}?"
+                        f"A host and a client with these certificates would not accept each other: {error}. "
+                        f"Is {self.certificate} valid, and signed by an authority in {self.ca}?"
                     ) from error
 
     def server_context(self) -> ssl.SSLContext:
-        """For a server's sockets. Raises ``TlsError`` naming the file that is missing or wrong."""
+        """Return the SSL context of a server's sockets.
+
+        Raises ``TlsError`` naming the file that is missing or wrong.
+        """
         if self.certificate is None:
             raise TlsError("A host needs a certificate to use TLS: give TlsConf certificate= and key=.")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -113,7 +116,10 @@ class TlsConf:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For a client's sockets; it checks the host's certificate. Raises ``TlsError`` naming the file that is missing or wrong."""
+        """For a client's sockets; it checks the host's certificate.
+
+        Raises ``TlsError`` naming the file that is missing or wrong.
+        """
         context = _ClientContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.server_name = self.server_name
@@ -123,7 +129,7 @@ class TlsConf:
         return context
 
     def flight_server_arguments(self) -> dict[str, Any]:
-        """For ``pyarrow.flight.FlightServerBase``. Raises ``TlsError``."""
+        """Return arguments for ``pyarrow.flight.FlightServerBase``. Raises ``TlsError``."""
         if self.certificate is None or self.key is None:
             raise TlsError("A host needs a certificate to use TLS: give TlsConf certificate= and key=.")
         arguments: dict[str, Any] = {"tls_certificates": [(_content(self.certificate), _content(self.key))]}
@@ -132,7 +138,7 @@ class TlsConf:
         return arguments
 
     def flight_client_arguments(self) -> dict[str, Any]:
-        """For ``pyarrow.flight.FlightClient``. Raises ``TlsError``."""
+        """Return arguments for ``pyarrow.flight.FlightClient``. Raises ``TlsError``."""
         arguments: dict[str, Any] = {"tls_root_certs": _content(self.ca)}
         if self.certificate is not None and self.key is not None:
             arguments |= {"cert_chain": _content(self.certificate), "private_key": _content(self.key)}
@@ -160,7 +166,7 @@ class TlsConf:
 
 
 class _ClientContext(ssl.SSLContext):
-    """Checks the host's certificate against another name than the address that is connected to, if it is given one."""
+    """Checks the host's certificate against ``server_name``, if it is set, instead of the address of the connection."""
 
     server_name: str | None = None
 
@@ -173,7 +179,7 @@ class _ClientContext(ssl.SSLContext):
         server_hostname: str | bytes | None = None,
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLSocket:
-        """As ``ssl.SSLContext``."""
+        """Do as ``ssl.SSLContext`` does."""
         name = self.server_name or server_hostname
         return super().wrap_socket(sock, server_side, do_handshake_on_connect, suppress_ragged_eofs, name, session)
 
@@ -185,23 +191,23 @@ class _ClientContext(ssl.SSLContext):
         server_hostname: str | bytes | None = None,
         session: ssl.SSLSession | None = None,
     ) -> ssl.SSLObject:
-        """As ``ssl.SSLContext``, which asyncio uses."""
+        """Do as ``ssl.SSLContext`` does; asyncio calls this method."""
         return super().wrap_bio(incoming, outgoing, server_side, self.server_name or server_hostname, session)
 
 
 def refusal(address: str, error: ssl.SSLError) -> TlsError | None:
-    """What a client whose TLS failed should be told, and need not try again; None if the connection merely broke."""
+    """Return the error for a client whose TLS failed, which need not try again; None if the connection merely broke."""
     said = f"TLS with {address} failed: {error}."
     if isinstance(error, ssl.SSLCertVerificationError):
         return TlsError(
-            f"{said} The host's certificate is not accepted: is it signed by an authority in ca=, and does it name the address, or what "
-            "server_name= says?"
+            f"{said} The host's certificate is not accepted: is it signed by an authority in ca=, and does it name the "
+            "address, or what server_name= says?"
         )
     reason = (error.reason or "").upper()
     if "CERTIFICATE" in reason or "HANDSHAKE_FAILURE" in reason or "UNKNOWN_CA" in reason:
         return TlsError(
-            f"{said} The host does not accept this client: with client_auth it needs a certificate= and key= signed by an authority that "
-            "the host knows."
+            f"{said} The host does not accept this client: with client_auth it needs a certificate= and key= signed by "
+            "an authority that the host knows."
         )
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return None

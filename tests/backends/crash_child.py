@@ -12,8 +12,8 @@ files, the loading of an older version into a copy, and going back to it; ``<dir
 ``forever <provider> <directory>``: says its process id, commits version after version, with maintenance,
 and reports each, until it is killed.
 
-A step is a fault point, or a call to the operating system through ``os``. Within ``shutil.rmtree`` only a few count, and
-behind the commit only calls that change files which may outlive the process: neither syncs nor scratch files.
+A step is a fault point, or a call to the operating system through ``os``. Within ``shutil.rmtree`` only a few count,
+and after the commit only calls that change files which may outlive the process: neither syncs nor scratch files.
 """
 
 import os
@@ -75,7 +75,7 @@ def provider_in(backend, directory, *, local="local", conf=CONF):
 
 
 def die_before(step):
-    """Make the ``step``-th step from now on the process's last moment; none if it is None, but say what the steps are."""
+    """End the process at the ``step``-th step from now on; at none if it is None, but say what the steps are."""
     seen, is_committed = 0, False
 
     def reach(name):

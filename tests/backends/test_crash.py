@@ -1,4 +1,4 @@
-"""Processes die at every step of commits, snapshots, maintenance and loads; what is found afterwards is whole, and goes on."""
+"""Processes die at every step of commits, snapshots, maintenance and loads; the state is whole, and goes on."""
 
 import os
 import random
@@ -79,7 +79,7 @@ def traces(directory):
 
 
 def check_durable(backend, directory, at_least, at_most):
-    """From the checkpoint location alone, all that was acknowledged is there, and exactly that; returns the newest version."""
+    """Check that exactly what was acknowledged is in the checkpoint location; return the newest version."""
     with provider_in(backend, directory, local="fresh") as provider:
         latest = provider.latest_version()
         assert at_least <= latest <= at_most
@@ -164,7 +164,7 @@ def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, tmp_path,
     check_commit(kinds[: last + 1], {step: latest for step, latest in ends.items() if step <= last}, MADE_BEFORE)
     assert {latest for step, latest in ends.items() if step > last} == {MADE_BEFORE + 1}
     others = {f"{other}.py" for other in BACKENDS if other != backend}
-    source = "".join(p.read_text() for p in (ROOT / "backends").glob("*.py") if p.name not in others)
+    source = "".join(p.read_text() for p in (ROOT / "backends").rglob("*.py") if p.name not in others)
     calls = re.findall(r'fault_points\.reached\((?:"([a-z:]+)")?', source)
     assert len(calls) >= 13 and "" not in calls
     # A provider on its own is never rescaled; test_rescaling.py kills there.

@@ -1,4 +1,4 @@
-"""Threads that are the first to decode a type, all at once. Without care that ends the process, so it has one of its own."""
+"""Threads decode a type for the first time, all at once: in a process of its own, for without care that ends it."""
 
 from __future__ import annotations
 

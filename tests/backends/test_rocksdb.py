@@ -33,7 +33,7 @@ def test_a_local_directory_is_used_again_if_it_proves_right(location, tmp_path):
 
 @pytest.fixture
 def ends_midway(monkeypatch):
-    """Has the next version that is written end between its write batches, what was written being on the disk; says what that left."""
+    """Make the next write of a version end between its write batches, with the first ones on disk; say what is left."""
     monkeypatch.setattr(rocksdb, "WRITE_ROWS", 2)
     engines, errors, open_engine = [], [], rocksdb.LocalRocksDB._open
 

@@ -10,10 +10,11 @@ import pytest
 from backends import StateStoreConf
 from backends.encoding.columns import even_rows
 from backends.encoding.sorted_pairs import SortedPairs
-from backends.engines import cached_rows, rocksdb, row_cache
+from backends.engines import cached_rows, key_hashes, rocksdb, row_cache
 from backends.engines.cached_rows import EvenRows, VaryingRows
+from backends.engines.key_hashes import hash_keys
 from backends.engines.rocksdb import LocalRocksDB
-from backends.engines.row_cache import CacheBudget, RowCache, hash_keys
+from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
@@ -27,8 +28,8 @@ MIB = 1 << 20
 def same_hashes_each_time(monkeypatch):
     """A few of many rows find no place, other ones in each process."""
     rng = random.Random(7)
-    monkeypatch.setattr(cached_rows, "_FACTORS", [np.uint64(rng.getrandbits(64) | 1) for _ in cached_rows._FACTORS])
-    monkeypatch.setattr(cached_rows, "_SEED", np.uint64(7))
+    monkeypatch.setattr(key_hashes, "_FACTORS", [np.uint64(rng.getrandbits(64) | 1) for _ in key_hashes._FACTORS])
+    monkeypatch.setattr(key_hashes, "_SEED", np.uint64(7))
 
 
 def binary(values):
@@ -289,7 +290,7 @@ def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
 
 
 def check_while_read(below, keys, rng, steps, value_of, before_step=lambda step: None):
-    """Write ascending values while threads read: whoever asks must see what was there when it asked, or something later."""
+    """Write ascending values while threads read: a reader must see the value of the moment it asked, or a later one."""
     written = {key: int(below.pairs.get(key) or 0) for key in keys}
     failures, done = [], threading.Event()
 
@@ -377,7 +378,7 @@ def test_rows_of_one_width_are_records_until_others_come():
 
 @pytest.mark.parametrize("width", [32, 200])
 def test_keys_that_are_looked_for_before_they_are_written_become_records(width):
-    """As those of a stream: each batch reads its keys, most of them new, and writes them; more than are updated at once."""
+    """Reads and writes as a stream's: a batch reads its keys, most of them new, and writes more than one step."""
     below, n = Below(limit=32 * MIB), 3 * cached_rows.STEP_ROWS
     for batch in range(3):
         keys = [b"key%09d" % i for i in range(n * batch, n * (batch + 1))]
@@ -437,7 +438,7 @@ def test_a_row_that_is_not_complete_is_not_read():
 
 
 def test_a_tag_that_is_seen_at_two_places_counts_once():
-    """As a reader may see it whose copy of a bucket is begun before the entry goes from one place, and ended when it is at another."""
+    """See a bucket as a reader may whose copy begins before an entry moves within the bucket, and ends after that."""
     below = Below()
     keys = [user(i) for i in range(60)]
     below.pairs = {key: b"%04d" % i for i, key in enumerate(keys)}

@@ -57,7 +57,7 @@ def wider(draw: Any, kind: pa.DataType, names: Iterator[int]) -> pa.DataType:
 
 @st.composite
 def later_schemas(draw: Any, earlier: pa.Schema, removed: list[pa.Field], names: Iterator[int]) -> pa.Schema:
-    """Fields are widened, removed and added (also again), in another order. ``removed`` are those that are not there now."""
+    """Widen, remove and add fields (also again), in another order. ``removed`` are those that are gone now."""
     fields = [f.with_type(draw(wider(f.type, names))) for f in earlier]
     change = draw(st.integers(0, 7))
     if change & 1 and len(fields) > 1:
@@ -316,7 +316,7 @@ def operator(*variables: StateVariable, **how: Any) -> OperatorSchema:
 
 
 def go_on(stored: OperatorSchema | None, *programs: OperatorSchema) -> OperatorSchema:
-    """Program after program, each of them registered more than once: by its driver, and by hosts with what came of it."""
+    """Program after program, each of them registered more than once: by its driver, and by hosts with the result."""
     for program in programs:
         made = evolved(stored, program)
         assert evolved(stored, made) == evolved(made, made) == evolved(made, program) == made

@@ -1,4 +1,4 @@
-"""Lookups of one key, and reads by queries beside the stream: what they show, and that they change nothing for the stream."""
+"""Look-ups of one key, and reads by queries beside the stream: what they show, and that the stream notices nothing."""
 
 import threading
 

@@ -23,12 +23,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition
 from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
-from coordinator_actor.savepoints.savepoint_format import (
-    SavepointMetadata,
-    SavepointOperator,
-    SavepointVariable,
-    write_metadata,
-)
+from coordinator_actor.savepoints.savepoint_catalog import write_metadata
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, SavepointOperator, SavepointVariable
 
 G = 32
 BATCH = 4

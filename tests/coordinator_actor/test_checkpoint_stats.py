@@ -1,8 +1,9 @@
 """The figures of checkpoints.
 
-Counterparts of Flink 1.0's SimpleCheckpointStatsTrackerTest: testNoCompletedCheckpointYet (test_nothing_yet), testRandomStats
-(test_random_checkpoints_against_a_model), testIllegalOperatorId (test_what_is_not_remembered), testCompletedCheckpointReordering
-(test_checkpoints_may_complete_out_of_order). testOperatorStateCachedClearedOnNewCheckpoint has none: nothing is cached.
+Counterparts of Flink 1.0's SimpleCheckpointStatsTrackerTest: testNoCompletedCheckpointYet (test_nothing_yet),
+testRandomStats (test_random_checkpoints_against_a_model), testIllegalOperatorId (test_what_is_not_remembered),
+testCompletedCheckpointReordering (test_checkpoints_may_complete_out_of_order).
+testOperatorStateCachedClearedOnNewCheckpoint has none: nothing is cached.
 """
 
 from __future__ import annotations

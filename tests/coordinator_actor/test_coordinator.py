@@ -1,4 +1,4 @@
-"""The coordinator's rules (DESIGN, section 5), without Ray: real storage in a directory, a clock that tests turn."""
+"""The coordinator's rules, without Ray: real storage in a directory, a clock that tests turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Where the partitions of a running query are: owners that move, and what the coordinator says of a run; without Ray."""
+"""Where the partitions of a running query are: owners that move, and what the coordinator says of a run; without
+Ray.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def test_each_key_group_is_with_the_owner_of_its_partition(case: tuple[int, list
     key_groups, owners = case
     view, n = oracle({"op": owners}, key_groups), len(owners)
     partitions = [view.partition_of("op", g) for g in range(key_groups)]
-    # The rule of the design, the other way round: p owns the contiguous groups with g * n // G == p, and none is left out.
+    # The rule of the design, the other way round: p owns the contiguous groups with g * n // G == p, and none is left
+    # out.
     assert partitions == [p for p in range(n) for g in range(key_groups) if g * n // key_groups == p]
     assert [view.location_of("op", g) for g in range(key_groups)] == [HOSTS[owners[p]] for p in partitions]
     assert view.owners("op") == tuple(HOSTS[i] for i in owners)

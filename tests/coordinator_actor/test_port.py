@@ -1,4 +1,6 @@
-"""Every message is declared once: one handler has it, with the declared signature, and actor and ports have it as a method."""
+"""Every message is declared once: one handler has it, with the declared signature, and actor and ports have it as a
+method.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ os.nice(15)
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 {limit}
-print(take_ordinary_priority(), sorted({{os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir("/proc/self/task")}}))
+taken = take_ordinary_priority()
+print(taken, sorted({{os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir("/proc/self/task")}}))
 stop.set()
 """
 
@@ -32,5 +33,8 @@ def test_all_threads_take_ordinary_priority() -> None:
 
 
 def test_where_it_is_not_allowed_the_process_goes_on_as_it_is() -> None:
-    no_rights = "import resource; resource.setrlimit(resource.RLIMIT_NICE, (0, 0)); os.setuid(65534) if os.getuid() == 0 else None"
+    no_rights = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NICE, (0, 0)); "
+        "os.setuid(65534) if os.getuid() == 0 else None"
+    )
     assert _run(no_rights) == "False [15]"

@@ -2,14 +2,13 @@
 
 Counterparts of Flink 1.0's SavepointCoordinatorTest, and where each is:
 
-  testSimpleTriggerSavepoint                                  test_trigger_and_acknowledge
-  testAbortSavepointIfTriggerTasksNotExecuted, ...AreFinished,
-  testAbortSavepointIfAckTasksAreNotExecuted                  test_tasks_that_cannot_be_told
-  testAbortOnCheckpointTimeout                                test_a_savepoint_expires
-  testAbortSavepointsOnShutdown                               test_shutdown
-  testAbortSavepointOnStateStoreFailure                       test_a_savepoint_that_cannot_be_stored
-  testAbortSavepointIfSubsumed                                test_savepoints_do_not_subsume_each_other
-  testRollback...                                             test_savepoint_restore.py: restoring makes a new checkpoint
+testSimpleTriggerSavepoint                                  test_trigger_and_acknowledge
+testAbortSavepointIfTriggerTasksNotExecuted, ...AreFinished, testAbortSavepointIfAckTasksAreNotExecuted
+test_tasks_that_cannot_be_told testAbortOnCheckpointTimeout                                test_a_savepoint_expires
+testAbortSavepointsOnShutdown                               test_shutdown testAbortSavepointOnStateStoreFailure
+test_a_savepoint_that_cannot_be_stored testAbortSavepointIfSubsumed
+test_savepoints_do_not_subsume_each_other testRollback...
+test_savepoint_restore.py: restoring makes a new checkpoint
 """
 
 from __future__ import annotations

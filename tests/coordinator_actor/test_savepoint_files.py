@@ -30,9 +30,7 @@ from coordinator_actor.messages import ExportedFile
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import copy_spark_files, export_partition, file_schema
 from coordinator_actor.savepoints.restore import restore_savepoint
-from coordinator_actor.savepoints.savepoint_format import (
-    SavepointMetadata,
-    column_names,
+from coordinator_actor.savepoints.savepoint_catalog import (
     delete_savepoint,
     describe_savepoint,
     list_savepoints,
@@ -40,6 +38,7 @@ from coordinator_actor.savepoints.savepoint_format import (
     verify_savepoint,
     write_metadata,
 )
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, column_names
 from tests.coordinator_actor.savepoint_makers import (
     BATCH,
     INTS,

@@ -32,7 +32,7 @@ from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints import export as savepoint_export
 from coordinator_actor.savepoints.export import export_partition
 from coordinator_actor.savepoints.restore import restore_savepoint
-from coordinator_actor.savepoints.savepoint_format import (
+from coordinator_actor.savepoints.savepoint_catalog import (
     delete_savepoint,
     list_savepoints,
     read_metadata,

@@ -24,7 +24,8 @@ from coordinator_actor.exceptions import SavepointError, SavepointMismatchError
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.savepoints.restore import restore_savepoint
 from coordinator_actor.savepoints.run_savepoints import variables_of
-from coordinator_actor.savepoints.savepoint_format import SavepointMetadata, read_metadata
+from coordinator_actor.savepoints.savepoint_catalog import read_metadata
+from coordinator_actor.savepoints.savepoint_format import SavepointMetadata
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.savepoint_makers import assert_same, loaded, storage
 from tests.coordinator_actor.savepoint_streams import G, Stream

@@ -1,4 +1,6 @@
-"""Savepoints of a running query: the real coordinator and the real hosts, without Ray and Spark; a clock that tests turn."""
+"""Savepoints of a running query: the real coordinator and the real hosts, without Ray and Spark; a clock that tests
+turn.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ from coordinator_actor.messages import (
     SavepointStatus,
 )
 from coordinator_actor.savepoints.restore import restore_savepoint
-from coordinator_actor.savepoints.savepoint_format import describe_savepoint, list_savepoints
+from coordinator_actor.savepoints.savepoint_catalog import (
+    describe_savepoint,
+    list_savepoints,
+)
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinators import run_of
 from tests.coordinator_actor.savepoint_streams import G, Stream, run_and_clean

@@ -1,4 +1,6 @@
-"""``python -m tests.simulation --seed 17``: run one seed again; ``--seeds 1000:2000`` or ``--steps 1000000``: search."""
+"""``python -m tests.simulation --seed 17``: run one seed again; ``--seeds 1000:2000`` or ``--steps 1000000``:
+search.
+"""
 
 from __future__ import annotations
 

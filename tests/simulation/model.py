@@ -1,4 +1,4 @@
-"""What the state must be, and whether it is: the rules of DESIGN.md section 5, checked from outside.
+"""What the state must be, and whether it is: the guarantees, checked from outside.
 
 Every planned batch is a ``Plan``: which keys it touches, and what their values are afterwards. A value is a
 digest of the value before and of the plan, so that rows lost, counted twice, or applied to another state show at once.
@@ -32,7 +32,7 @@ KEYS = tuple(bytes([0, i * KEY_GROUPS // 12, i]) for i in range(12))
 
 
 def partition_of(key: bytes, num_partitions: int) -> int:
-    """DESIGN, section 7: partition p of n owns the groups g with ``g*n//G == p``."""
+    """The rule of key groups: partition p of n owns the groups g with ``g*n//G == p``."""
     return key[1] * num_partitions // KEY_GROUPS
 
 
@@ -128,7 +128,8 @@ class Model:
         for key, content in zip(keys, contents, strict=True):
             if value_in(content) != before(plan, operator, key):
                 raise Violation(
-                    f"A task of batch {plan.batch} ({plan.token}) read {content!r} for {key!r} of {operator}, but version "
+                    f"A task of batch {plan.batch} ({plan.token}) read {content!r} for {key!r} of {operator}, but "
+                    "version "
                     f"{plan.batch} has {before(plan, operator, key)!r}."
                 )
         made = self.chain().get(plan.batch)
@@ -142,7 +143,8 @@ class Model:
             expected = self.attempts[manifest_id].get((operator, key))
             if content is not None and content[DIGEST:].decode() != expected:
                 raise Violation(
-                    f"{key!r} of {operator} has the value of {content[DIGEST:].decode()}, but manifest {manifest_id} and "
+                    f"{key!r} of {operator} has the value of {content[DIGEST:].decode()}, but manifest {manifest_id} "
+                    "and "
                     f"those below it name {expected}."
                 )
 
@@ -234,7 +236,8 @@ class Model:
             (m.run_id, m.version) == (message.run_id, message.version) for m in self.manifests.values()
         ):
             raise Violation(
-                f"The last acknowledgement of version {message.version} of {message.run_id} is answered, and no manifest "
+                f"The last acknowledgement of version {message.version} of {message.run_id} is answered, and no "
+                "manifest "
                 "is there."
             )
 
@@ -312,7 +315,8 @@ class Model:
                     found.add((meta.operator, meta.partition))
         if lacking := {(o, p) for o in self.operators for p in range(n)} - found:
             raise Violation(
-                f"Spark has committed batch {plan.batch} ({plan.token}) of {run_id}, but no manifest names it, and nothing "
+                f"Spark has committed batch {plan.batch} ({plan.token}) of {run_id}, but no manifest names it, and "
+                "nothing "
                 f"is durable of {sorted(lacking)}."
             )
 

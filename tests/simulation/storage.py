@@ -54,7 +54,9 @@ class Disk:
 
 
 class SimulatedStorage:
-    """The interface of ``backends.storage.checkpoint_storage.CheckpointStorage``. A file is there, whole and durable, or not at all."""
+    """The interface of ``backends.storage.checkpoint_storage.CheckpointStorage``. A file is there, whole and
+    durable, or not at all.
+    """
 
     is_local = False
 

@@ -1,4 +1,5 @@
-"""A fixed set of seeds of the simulation, and that it is worth something: runs repeat exactly, and broken rules are found.
+"""A fixed set of seeds of the simulation, and that it is worth something: runs repeat exactly, and broken rules are
+found.
 
 More seeds: ``python -m tests.simulation --steps 1000000``.
 """

@@ -12,6 +12,7 @@ from typing import Any
 from .format_program import State, processing_times
 
 BACKENDS = ("rocksdb", "file")
+INPUTS_THEN = "file:///var/tmp/format-1/in"
 FORMAT_1 = Path(__file__).parents[1] / "fixtures" / "format-1"
 
 
@@ -46,12 +47,16 @@ def copied(checkpoint: str, target: Path) -> str:
     return str(target)
 
 
-def stopped_just_now(checkpoint: str, now_ms: int) -> None:
-    """Let the sources of ticks begin later, as if the query's last batch had been at this time.
+def moved(checkpoint: str, inputs: Path, now_ms: int) -> None:
+    """Make Spark's own logs of the sources of a copy true of this machine and this moment.
 
-    A rate source has a row for each second since it began, and would make some for all the time since the fixtures were made.
+    The file source notes the full names of the files it has read, and looks for the last of them in its directory, which is
+    ``inputs`` now. A rate source has a row for each second since it began, and would make some for all the time since the
+    fixtures were made: it began so much later, as if the query's last batch had been at ``now_ms``.
     """
     late_by = now_ms - processing_times(checkpoint)[-1]
-    for file in Path(checkpoint, "sources").glob("*/0"):
-        if began := re.fullmatch(r"v1\n(\d+)", file.read_text()):
-            file.write_text(f"v1\n{int(began[1]) + late_by}")
+    for file in Path(checkpoint, "sources").glob("*/[0-9]*"):
+        text = file.read_text().replace(INPUTS_THEN, inputs.as_uri())
+        if began := re.fullmatch(r"v1\n(\d+)", text):
+            text = f"v1\n{int(began[1]) + late_by}"
+        file.write_text(text)

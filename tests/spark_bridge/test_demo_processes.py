@@ -19,10 +19,10 @@ from spark_bridge.cli.main import app
 from spark_bridge.demo.app import Record
 from spark_bridge.demo.display import LineDisplay, LiveDisplay, choose_display
 from spark_bridge.demo.events import (
-    Batch,
+    BatchCommitted,
     Failed,
     HostKilled,
-    Lookup,
+    LookupAnswered,
     Progress,
     Started,
     Verified,
@@ -118,11 +118,11 @@ def test_a_child_ends_when_its_parent_is_killed(child_module: str, tmp_path: Pat
 EVENTS = [
     Progress("starting Ray"),
     Started("127.0.0.1:1", 3, 50),
-    Batch(4, 6_735, 8_900.4, 1_200, 3_000, 4, 756.0, 61.0),
-    Batch(5, 6_735, 8_900.4, None, None, 5, 756.0, None),
+    BatchCommitted(4, 6_735, 8_900.4, 1_200, 3_000, 4, 756.0, 61.0),
+    BatchCommitted(5, 6_735, 8_900.4, None, None, 5, 756.0, None),
     HostKilled(4711, 25),
-    Lookup("N14228", "3 flights", 1.23),
-    Lookup("N00000", None, 0.7),
+    LookupAnswered("N14228", "3 flights", 1.23),
+    LookupAnswered("N00000", None, 0.7),
     Verified(4_044, 336_776, 4, 33.0),
 ]
 
@@ -187,7 +187,7 @@ def test_the_summary_leaves_the_warm_up_out() -> None:
     record = Record()
     assert record.summary(1.0) == "0 batches in 1 s, start and clean-up included."
     times = [(9000.0, 5000.0)] * 3 + [(500.0, 50.0), (500.0, None), (700.0, 70.0)]
-    record.batches = [Batch(i, 10, 1.0, 1, 1, i, *t) for i, t in enumerate(times)]
+    record.batches = [BatchCommitted(i, 10, 1.0, 1, 1, i, *t) for i, t in enumerate(times)]
     record.lookups_ms = [1.0, 3.0, 2.0]
     assert record.summary(61.4) == (
         "6 batches in 61 s, start and clean-up included. "

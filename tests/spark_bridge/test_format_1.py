@@ -13,8 +13,8 @@ from pyspark.sql import SparkSession
 from spark_bridge import QueryableStateClient, read_state, restore_savepoint, state_metadata_table
 from spark_bridge.session.current import current_cluster
 
-from .conftest import settle
-from .format_fixtures import BACKENDS, Stored, copied, stopped_just_now
+from .conftest import wait_until
+from .format_fixtures import BACKENDS, Stored, copied, moved
 from .format_program import STORED_BATCHES, Model, in_order, processing_times, read, start, write_input
 
 pytestmark = pytest.mark.spark
@@ -40,12 +40,15 @@ def test_a_query_goes_on_from_it(
         copied(stored.checkpoint, tmp_path / "checkpoint")
     else:
         restore_savepoint(stored.savepoint, checkpoint, backend=goes_on_with)
-    stopped_just_now(checkpoint, round(time.time() * 1000))
+    moved(checkpoint, tmp_path / "in", round(time.time() * 1000))
+    for batch in range(STORED_BATCHES + 1):
+        write_input(tmp_path / "in", batch)
 
-    write_input(tmp_path / "in", STORED_BATCHES)
     # One batch: what a shorter trigger would bring next is a batch without rows.
     query = start(spark, tmp_path / "in", checkpoint, processingTime="1 hour")
-    settle(query)
+    committed = Path(checkpoint, "commits", str(STORED_BATCHES))
+    wait_until(lambda: committed.exists() or not query.isActive)
+    assert query.exception() is None
 
     times = processing_times(checkpoint)
     known = stored.expected()["processing_times_ms"]
@@ -54,8 +57,11 @@ def test_a_query_goes_on_from_it(
     wanted = Model.after([*known, times[-1]]).state()
     totals = {(k, g): figures for k, g, *figures in wanted["totals"]}
     with QueryableStateClient.connect() as client:
-        answers = client.get_many("totals", [*totals, ("nobody", 0)], query=str(query.id)).to_pylist()
-        assert client.get("visits", "many", state="last", query=str(query.id)) == {"n": 3, "note": "3 rows"}
+        # Hosts hear of the version a moment after Spark has committed the batch.
+        last = {"n": 3, "note": "3 rows"}
+        wait_until(lambda: client.get("visits", "many", state="last", query=str(query.id)) == last)
+        keys = [*totals, ("nobody", 0)]
+        answers = client.get_many("totals", keys, query=str(query.id), version=STORED_BATCHES + 1).to_pylist()
     query.stop()
     assert [row["n"] for row in answers] == [*(figures[0] for figures in totals.values()), None]
     assert [row["all"] for row in answers] == [*(figures[7] for figures in totals.values()), None]

@@ -108,7 +108,9 @@ def test_a_failed_recovery_leaves_no_half_registered_run(tmp_path):
     with pytest.raises(StorageError):
         c.register_query(reg(w, "run1"))  # driver's heartbeat registers run1 again
     w.put_hook = None
-    assert c.driver_heartbeat("run1") is False or 1 in c._runs["run1"].chain  # else nobody ever registers it again
+    assert (
+        c.driver_heartbeat("run1") is False or 1 in c.registries.runs.by_id["run1"].versions.chain
+    )  # else nobody ever registers it again
     if not c.driver_heartbeat("run1"):
         c.register_query(reg(w, "run1"))
     h = make_host(w, c, 0, tmp_path, inc="c")
@@ -261,7 +263,7 @@ def test_a_partition_unloaded_meanwhile_does_not_stop_other_orders(tmp_path):
     """on_completed waits for the commit_lock of an instance that is destroyed meanwhile: StoreClosedError."""
     _w, c, (h,) = start(tmp_path)
     inst = next(iter(h.held.instances.values()))
-    done = c._runs["run1"].announced_by_host["h0"]
+    done = c.registries.runs.by_id["run1"].announcement("h0")
     err = []
 
     def go():
@@ -422,9 +424,9 @@ def test_what_is_remembered_of_snapshots_does_not_grow(tmp_path):
             f.result()
         w.now += 2
         c.maintain()
-    run = c._runs["run1"]
+    versions = c.registries.runs.by_id["run1"].versions
     kept = len(list((tmp_path / "ck/statestore/operators/op/1/0/default").glob("*.snapshot")))
-    assert len(run.descriptors) <= kept + 1
+    assert len(versions.descriptors) <= kept + 1
 
 
 def test_a_slow_manifest_does_not_hold_up_heartbeats(tmp_path):
@@ -495,7 +497,7 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
         time.sleep(0.1)
         w.now += 1
         c.expire()
-    dropped = not c._hosts.leases
+    dropped = not c.registries.hosts.leases
     go.set()
     stop.set()
     t.join()
@@ -547,13 +549,15 @@ def test_one_querys_storage_does_not_keep_another_from_being_reported(tmp_path):
             raise StorageError("bucket of the first query: 403")
         return orig(loc, o)
 
-    c2._open_storage = storage
+    c2._queries._open_storage = storage
     h.port.c = c2
     for _ in range(3):
         time.sleep(0.1)
         h.heartbeat()
     c2.register_query(r2)
-    assert c2._runs["runX"].acknowledged(1), "the acknowledgement of the healthy query was not taken up"
+    assert c2.registries.runs.by_id["runX"].batch.acknowledged(1), (
+        "the acknowledgement of the healthy query was not taken up"
+    )
 
 
 def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
@@ -564,7 +568,7 @@ def test_hosts_of_a_session_that_stops_do_not_bring_its_runs_back(tmp_path):
     assert c.unregister_session("s") is True  # StateCluster.stop(): hosts are told to stop only afterwards
     epochs = len(list((tmp_path / "ck/statestore/epochs").iterdir()))
     h.heartbeat()
-    assert "run1" not in c._runs and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs
+    assert "run1" not in c.registries.runs.by_id and len(list((tmp_path / "ck/statestore/epochs").iterdir())) == epochs
 
 
 def two_queries(tmp_path):
@@ -590,7 +594,7 @@ def two_queries(tmp_path):
             go.wait(HANG)
         return orig(loc, o)
 
-    c2._open_storage = storage
+    c2._queries._open_storage = storage
     c2.register_query(r2)  # by its driver
     h.port.c = c2
     return w, c2, h, tX, go, at
@@ -625,7 +629,7 @@ def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path)
         time.sleep(0.1)
         w.now += 1
         c2.expire()
-    dropped = "h0" not in c2._hosts.leases
+    dropped = "h0" not in c2.registries.hosts.leases
     stop.set()
     go.set()
     t.join()
@@ -648,4 +652,4 @@ def test_a_run_without_partitions_here_is_forgotten_when_it_ends(tmp_path):
     h.port.c = c2  # the coordinator is restarted
     for _ in range(3):
         h.heartbeat()
-    assert not left and "run1" not in c2._runs and not (tmp_path / "ck").exists()
+    assert not left and "run1" not in c2.registries.runs.by_id and not (tmp_path / "ck").exists()

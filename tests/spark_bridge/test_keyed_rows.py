@@ -56,9 +56,9 @@ def test_each_key_comes_once_with_all_its_rows(
         reducer.add(KeyedRows(keyed(without).keys, np.zeros(0, np.int64), empty(SUMS)))
         steps = list(reducer.steps())
         if memory > 400:
-            assert not reducer.is_on_disk
+            assert reducer._sorter is None
         elif sum(map(len, parts)) > 20:
-            assert reducer.is_on_disk
+            assert reducer._sorter is not None
     every = [key for step in steps for key in step.keys.to_pylist()]
     assert every == sorted(set(every))
     expected = Counter(key for part in parts for key in part)
@@ -80,7 +80,7 @@ def test_a_key_with_more_rows_than_a_step_is_carried_on() -> None:
         for i in range(40):
             part = keyed([("a", 1), ("b", i)])
             reducer.add(KeyedRows(part.keys, part.ids, part.rows))
-        assert reducer.is_on_disk
+        assert reducer._sorter is not None
         steps = list(reducer.steps())
     counts = [int(n) for step in steps for n in np.bincount(step.ids, minlength=len(step.keys))]
     assert sorted(counts) == [1] * 40 + [40]

@@ -98,7 +98,7 @@ def test_nested_values_come_back_as_they_were(rows: list[tuple[Any, ...]]) -> No
 
 def test_rows_are_pysparks_rows() -> None:
     codec = RowCodec(struct(k="long", count="long", point=POINT))
-    (row,) = codec.to_rows(codec.to_batch([(1, 2, (3, None))]))
+    (row,) = codec.iter_rows(codec.to_batch([(1, 2, (3, None))]))
     plain = Row(k=1, count=2, point=Row(x=3, at=None))
     assert isinstance(row, Row)
     assert row == plain
@@ -110,7 +110,7 @@ def test_rows_are_pysparks_rows() -> None:
     assert pickle.loads(pickle.dumps(row)).asDict() == plain.asDict()
     with pytest.raises(AttributeError):
         row.nothing  # noqa: B018
-    assert codec.to_rows(codec.to_batch([])) == []
+    assert list(codec.iter_rows(codec.to_batch([]))) == []
 
 
 def test_names_that_no_attribute_can_have() -> None:
@@ -256,7 +256,7 @@ def test_whatever_form_spark_sends_columns_in() -> None:
             "w": pa.array([dt.timedelta(days=1), None], pa.duration("us")),
         }
     )
-    first, second = codec.to_rows(batch)
+    first, second = codec.iter_rows(batch)
     assert first[:3] == ("a", None, "x")
     assert math.isnan(first.f)
     assert first.w == dt.timedelta(days=1)

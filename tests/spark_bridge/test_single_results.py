@@ -9,7 +9,7 @@ from backends.encoding.schema import StateSchema
 from backends.encoding.single_rows import ValueDecoder
 from spark_bridge.aggregates.aggregator import result_fields, results, state_fields
 from spark_bridge.aggregates.outputs import Output
-from spark_bridge.queryable.client.single_results import MOMENTS, SingleResults
+from spark_bridge.queryable.client.single_results import MOMENT_FUNCTIONS, SingleResults
 from tests.backends.strategies import LEAVES, comparable, values_of
 from tests.effort import examples
 
@@ -27,7 +27,7 @@ OUTPUTS = st.one_of(
     st.just(Output("n", "mean", "x", None, INT)),
     of_leaf("n", ["min", "max"]),
     of_leaf("n", ["first", "last"]),
-    st.sampled_from(MOMENTS).map(lambda function: Output("n", function, "x", None, FLOAT)),
+    st.sampled_from(MOMENT_FUNCTIONS).map(lambda function: Output("n", function, "x", None, FLOAT)),
 )
 
 

@@ -19,13 +19,8 @@ from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.state_data import state_tables
-from spark_bridge.state_data.state_tables import (
-    state_batches,
-    state_changes_batches,
-    state_changes_table,
-    state_metadata_table,
-    state_table,
-)
+from spark_bridge.state_data.metadata import state_metadata_table
+from spark_bridge.state_data.state_tables import state_batches, state_changes_batches, state_changes_table, state_table
 from spark_bridge.state_format import partition_rows
 from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
 from spark_bridge.task.watermark import EventTime

@@ -17,7 +17,7 @@ from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.aggregates.aggregator import Aggregator
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.functions import AggregateFunction
+from spark_bridge.functions import AggregateFunction, SessionWindow, Window
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.output_columns import output_of
 from spark_bridge.operators.aggregate.partial_aggregation import aggregated_ahead
@@ -30,7 +30,7 @@ from spark_bridge.operators.partitioning import quote, routed
 from spark_bridge.operators.spark_types import arrow_type, spark_struct
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.operators.watermark_columns import event_time_of, watermark_columns
-from spark_bridge.operators.windows import SessionWindow, Window, microseconds
+from spark_bridge.operators.windows import microseconds, window_column
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.state_task import StateTask
 
@@ -193,7 +193,7 @@ def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
     inputs = list(dict.fromkeys([*keys.columns, *aggregator.inputs]))
     if keys.window is None:
         return df.select(*_columns(inputs))
-    return df.select(keys.window.column(), *_columns(inputs))
+    return df.select(window_column(keys.window), *_columns(inputs))
 
 
 def _columns(names: Sequence[str]) -> list[Column]:

@@ -20,7 +20,7 @@ from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.operators.spark_types import spark_struct
 from spark_bridge.task.keyed_rows import parts_of
-from spark_bridge.task.state_task import EMIT_ROWS
+from spark_bridge.task.state_task import OUTPUT_ROWS
 from spark_bridge.task.step_timer import StepTimer
 
 WORTHWHILE = 0.5
@@ -46,8 +46,8 @@ class PartialTask:
         for rows in parts_of(batches, StepTimer(), "aggregate_ms"):
             part = self._by_key(rows) if is_worthwhile else self._each(rows)
             is_worthwhile = is_worthwhile and part.num_rows <= rows.num_rows * WORTHWHILE
-            for start in range(0, part.num_rows, EMIT_ROWS):
-                yield part.slice(start, EMIT_ROWS)
+            for start in range(0, part.num_rows, OUTPUT_ROWS):
+                yield part.slice(start, OUTPUT_ROWS)
 
     def _by_key(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         part = self.logic.by_key(rows, 1)  # key groups are computed behind the shuffle

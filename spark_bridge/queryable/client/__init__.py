@@ -1,1 +1,1 @@
-"""The client that users call: lookups, scans, watches, discovery of the cluster."""
+"""The client that users call: lookups, scans, watches, SQL, and the discovery of the cluster."""

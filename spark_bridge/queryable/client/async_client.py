@@ -1,4 +1,6 @@
-"""``AsyncQueryableStateClient``: the client for programs on an event loop, which gathers concurrent lookups into batches."""
+"""``AsyncQueryableStateClient``: the client for programs on an event loop, which gathers concurrent lookups into
+batches.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.queryable.client.async_results import AsyncStateScan, AsyncStateWatch
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.conditions import Condition
@@ -23,8 +26,9 @@ THREADS = 16
 
 
 class AsyncQueryableStateClient:
-    """``QueryableStateClient`` with coroutines: the same verbs, arguments, answers and errors; but ``sql`` returns a table, and has no
-    ``connection=``.
+    """``QueryableStateClient`` with coroutines: the same verbs, arguments, answers and errors.
+
+    Only ``sql`` differs: it returns a table, and has no ``connection=``.
 
         async with await AsyncQueryableStateClient.connect() as client:
             user = await client.get("user_totals", 42)
@@ -34,9 +38,9 @@ class AsyncQueryableStateClient:
             async for change in client.watch("user_totals"):
                 ...
 
-    Lookups by ``get`` that are under way at the same time are gathered into batches (those of one operator, query, state and isolation): while
-    one batch is out, others gather for the next. Cancelling one of them leaves the others as they are. For one event loop
-    at a time; what takes long runs in threads of its own.
+    Lookups by ``get`` that are under way at the same time are gathered into batches, if they have operator, query,
+    state and isolation in common: while one batch is out, further lookups gather for the next. Cancelling one lookup
+    leaves the others as they are. For one event loop at a time; long calls run in threads of the client's own.
     """
 
     def __init__(self, client: QueryableStateClient) -> None:
@@ -48,8 +52,8 @@ class AsyncQueryableStateClient:
     @classmethod
     async def connect(
         cls,
-        namespace: str = "statestore",
-        coordinator_name: str = "StateStoreCoordinator",
+        namespace: str = NAMESPACE,
+        coordinator_name: str = COORDINATOR_NAME,
         address: str | Sequence[str] | None = None,
         token: str | None = None,
         tls: TlsConf | ssl.SSLContext | None = None,
@@ -87,21 +91,21 @@ class AsyncQueryableStateClient:
                 version=version,
                 timeout=timeout,
             )
-        asked = (operator, query, state, isolation)
-        lookups = self._lookups.get(asked)
+        group = (operator, query, state, isolation)
+        lookups = self._lookups.get(group)
         if lookups is None or asyncio.get_running_loop() is not self._loop:
-            lookups = self._new_lookups(asked)
+            lookups = self._new_lookups(group)
         return await lookups.add(key, timeout)
 
-    def _new_lookups(self, asked: LookupGroup) -> LookupBatcher:
+    def _new_lookups(self, group: LookupGroup) -> LookupBatcher:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._lookups, self._loop = {}, loop
-        return self._lookups.setdefault(asked, LookupBatcher(self._client, self._pool, asked, self._idle))
+        return self._lookups.setdefault(group, LookupBatcher(self._client, self._pool, group, self._idle))
 
     def _idle(self, lookups: LookupBatcher) -> None:
-        if self._lookups.get(lookups.asked) is lookups:
-            del self._lookups[lookups.asked]
+        if self._lookups.get(lookups.group) is lookups:
+            del self._lookups[lookups.group]
 
     async def get_many(
         self,
@@ -146,7 +150,7 @@ class AsyncQueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> AsyncStateScan:
-        """See ``QueryableStateClient.scan``. What it returns can be awaited too: then it has begun, and has a schema and a version."""
+        """See ``QueryableStateClient.scan``. An awaited scan has begun, and has a schema and a version."""
         begin = partial(
             self._client.scan,
             operator,
@@ -176,7 +180,7 @@ class AsyncQueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> AsyncStateScan:
-        """See ``QueryableStateClient.key_rows``; as ``scan``."""
+        """See ``QueryableStateClient.key_rows``, and ``scan``."""
         begin = partial(
             self._client.key_rows,
             operator,
@@ -229,7 +233,7 @@ class AsyncQueryableStateClient:
         from_version: int | None = None,
         timeout: float | None = None,
     ) -> AsyncStateWatch:
-        """See ``QueryableStateClient.watch``; an asynchronous iterator of ``StateChange``s."""
+        """See ``QueryableStateClient.watch``. Returns an asynchronous iterator of ``StateChange``s."""
         return AsyncStateWatch(
             self._client.watch(operator, keys, state=state, query=query, from_version=from_version, timeout=timeout)
         )
@@ -245,14 +249,14 @@ class AsyncQueryableStateClient:
         return await self._run(self._client.describe, operator, query, timeout=timeout)
 
     async def sql(self, query: str, *, query_params: Any = None, timeout: float | None = None) -> pa.Table:
-        """The rows of ``QueryableStateClient.sql`` as an Arrow table."""
+        """Return the rows of ``QueryableStateClient.sql`` as an Arrow table."""
         return await self._run(lambda: self._client.sql(query, query_params=query_params, timeout=timeout).arrow())
 
     async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *args, **kwargs))
 
     async def close(self) -> None:
-        """Close all connections; what is under way fails."""
+        """Close all connections; calls under way fail."""
         self._client.close()
         self._pool.shutdown(wait=False)
 

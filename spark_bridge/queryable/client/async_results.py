@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Scans and watches for ``async for``: their blocking calls run in threads."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from spark_bridge.queryable.client.watch import StateChange, StateWatch
 
 
 class BlockingCalls:
-    """Calls what blocks, one call after the other, each in a thread that does not hold up the end of the program."""
+    """Runs blocking calls one after the other, each in a daemon thread, which does not delay the end of the program."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._pending: asyncio.Future[Any] | None = None
 
     async def call(self, what: Callable[[], Any]) -> Any:
-        """What it returns. If the caller is cancelled, the next one is given it: nothing is lost."""
+        """Wait for a call, and return what it returns. If the caller is cancelled, the next caller gets the result:
+        nothing is lost.
+        """
         if self._pending is None:
             self._pending = self._begun(what)
         pending = self._pending
@@ -49,45 +51,45 @@ class BlockingCalls:
             result, failure = None, None
             try:
                 result = what()
-            except BaseException as error:  # noqa: BLE001 - who waits is told
+            except BaseException as error:  # noqa: BLE001 - the caller is told
                 failure = error
-            with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
                 loop.call_soon_threadsafe(answer, result, failure)
 
         threading.Thread(target=run, name=self._name, daemon=True).start()
         return future
 
     async def settled(self) -> None:
-        """Wait for what a caller who was cancelled has left."""
+        """Wait for the call that a cancelled caller has left."""
         if self._pending is not None:
             await asyncio.wait([self._pending])
             self._pending = None
 
 
 class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
-    """A ``StateScan`` for ``async for``; it begins with the first batch, or when it is awaited."""
+    """A ``StateScan`` for ``async for``. The scan begins with the first batch, or when it is awaited."""
 
     def __init__(self, begin: Callable[[], StateScan]) -> None:
         self._begin = begin
         self._scan: StateScan | None = None
-        self._taker = BlockingCalls("statestore-scan")
+        self._calls = BlockingCalls("statestore-scan")
 
     def __await__(self) -> Generator[Any, None, AsyncStateScan]:
         return self._begun().__await__()
 
     async def _begun(self) -> AsyncStateScan:
         if self._scan is None:
-            self._scan = await self._taker.call(self._begin)
+            self._scan = await self._calls.call(self._begin)
         return self
 
     @property
     def version(self) -> int:
-        """The version that all rows are of, once it has begun."""
+        """The version of all rows, once the scan has begun."""
         return self._required().version
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns of every batch, once it has begun."""
+        """The columns of every batch, once the scan has begun."""
         return self._required().schema
 
     def _required(self) -> StateScan:
@@ -98,32 +100,32 @@ class AsyncStateScan(AsyncIterator[pa.RecordBatch]):
     async def __anext__(self) -> pa.RecordBatch:
         await self._begun()
         scan = self._required()
-        batch = await self._taker.call(lambda: next(scan, None))
+        batch = await self._calls.call(lambda: next(scan, None))
         if batch is None:
             raise StopAsyncIteration
         return batch
 
     async def to_arrow(self) -> pa.Table:
-        """All rows that are left."""
+        """Return all rows that are left."""
         await self._begun()
-        return await self._taker.call(self._required().to_arrow)
+        return await self._calls.call(self._required().to_arrow)
 
     async def to_pandas(self) -> Any:
-        """All rows that are left as a pandas frame."""
+        """Return all rows that are left as a pandas frame."""
         return formed(await self.to_arrow(), "pandas")
 
     async def to_polars(self) -> Any:
-        """All rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
+        """Return all rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
         return formed(await self.to_arrow(), "polars")
 
     async def to_pylist(self) -> list[dict[str, Any]]:
-        """All rows that are left as dicts."""
+        """Return all rows that are left as dicts."""
         rows: list[dict[str, Any]] = formed(await self.to_arrow(), "pylist")
         return rows
 
     async def aclose(self) -> None:
-        """End it; the hosts stop."""
-        await self._taker.settled()
+        """End the scan, so that the hosts stop."""
+        await self._calls.settled()
         if self._scan is not None:
             await asyncio.to_thread(self._scan.close)
 
@@ -139,7 +141,7 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
 
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
-        self._taker = BlockingCalls("statestore-watch")
+        self._calls = BlockingCalls("statestore-watch")
 
     @property
     def position(self) -> int | None:
@@ -147,13 +149,13 @@ class AsyncStateWatch(AsyncIterator[StateChange]):
         return self._watch.position
 
     async def __anext__(self) -> StateChange:
-        change: StateChange | None = await self._taker.call(lambda: next(self._watch, None))
+        change: StateChange | None = await self._calls.call(lambda: next(self._watch, None))
         if change is None:
             raise StopAsyncIteration
         return change
 
     async def aclose(self) -> None:
-        """End it."""
+        """End the watch."""
         self._watch.close()
 
     async def __aenter__(self) -> AsyncStateWatch:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.exceptions import QueryableStateError
 from spark_bridge.queryable.client.cluster_access import ClusterAccess
 from spark_bridge.queryable.client.conditions import Condition, comparisons
@@ -31,8 +32,7 @@ from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.client.windows import have_windows
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, KeyRows, Operators, Scan
-from spark_bridge.queryable.protocol.messages import Describe as DescribeRequest
+from spark_bridge.queryable.protocol.messages import At, DescribeRequest, KeyRowsRequest, OperatorsRequest, ScanRequest
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.state_format.layouts import ROWS, VALUE
 from spark_bridge.transport.tls import TlsConf
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _FastLookup:
-    """All that a lookup of one key in one state variable needs."""
+    """All that a lookup of one key in one state variable needs, for the fast path of ``get``."""
 
     known: KnownOperator
     family: str
@@ -63,22 +63,26 @@ class QueryableStateClient:
         for change in client.watch("user_totals"):        # what each completed checkpoint changed
             print(change.version, change.batch)
 
-    **Operators** are named by ``operator=`` as in ``aggregate`` and the others; where two running queries have one of that name, ``query=``
-    (name, query id or run id) says which. ``state=`` names the state variable of a processor that has several.
+    **Operators** are named by ``operator=`` as in ``aggregate`` and the others. Where two running queries have an
+    operator of one name, ``query=`` (name, query id or run id) says which. ``state=`` names the state variable of a
+    processor that has several.
 
     **Keys** are in the order of ``by``: a plain value for one column, a tuple for several, or a dict by column name.
 
-    **Versions.** Every answer is of one version of all partitions. By default that is the last completed checkpoint, and never an older one than
-    this client has seen before (``isolation="completed"``); ``isolation="latest"`` is what hosts committed last, partition by partition, Spark's
-    commit aside; ``version=`` is one that is still retained.
+    **Versions.** Every answer is of one version of all partitions. By default (``isolation="completed"``) that is the
+    last completed checkpoint, and never an older one than this client has seen before. ``isolation="latest"`` is the
+    version that each host committed last, partition by partition, before Spark commits. ``version=`` is a version that
+    is still retained.
 
-    **Time.** A call waits for hosts that are restarted or moved, and for a query that is started again, until its ``timeout``
-    (seconds; by default the client's) is over, and then raises ``QueryTimeoutError`` with the last failure, or ``QueryEndedError`` for a query
-    that has not come back. A client that has never read of an ended query is told so at once.
+    **Time.** A call waits for hosts that are restarted or moved, and for a query that is started again, until its
+    ``timeout`` (seconds; by default the client's) is over. Then it raises ``QueryTimeoutError`` with the last failure,
+    or ``QueryEndedError`` for a query that has not come back. A client that has never read of an ended query is told so
+    at once.
 
-    **Errors** are ``QueryableStateError``s that say what was asked and what exists: ``UnknownOperatorError``, ``QueryEndedError``,
-    ``UnknownKvStateIdError`` (no such state variable), ``UnknownKeyOrNamespaceError`` (a key that cannot be one), ``StateVersionError``,
-    ``AccessDeniedError``, ``RequestLimitError``, ``QueryTimeoutError``. A key that merely is not there is no error.
+    **Errors** are ``QueryableStateError``s that say what was asked and what exists: ``UnknownOperatorError``,
+    ``QueryEndedError``, ``UnknownKvStateIdError`` (no such state variable), ``UnknownKeyOrNamespaceError`` (a value
+    that cannot be a key), ``StateVersionError``, ``AccessDeniedError``, ``RequestLimitError``, ``QueryTimeoutError``.
+    An absent key is no error.
     """
 
     def __init__(self, discovery: Discovery, connections: KvConnections, router: StateRouter, timeout: float) -> None:
@@ -91,8 +95,8 @@ class QueryableStateClient:
     @classmethod
     def connect(
         cls,
-        namespace: str = "statestore",
-        coordinator_name: str = "StateStoreCoordinator",
+        namespace: str = NAMESPACE,
+        coordinator_name: str = COORDINATOR_NAME,
         address: str | Sequence[str] | None = None,
         token: str | None = None,
         tls: TlsConf | ssl.SSLContext | None = None,
@@ -101,16 +105,18 @@ class QueryableStateClient:
     ) -> QueryableStateClient:
         """Connect to the state store.
 
-        Without ``address`` from a process in the Ray cluster, which finds coordinator, hosts and token by itself (Ray is joined if it is
-        not yet). With the ``address`` of any host, ``ip:port`` or ``statestore://ip:port``, or of several, of which one that answers is
-        used, from a process that has neither Ray nor Spark; then with a ``token``, as ``statestore token`` issues them.
-        ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` in the environment are the defaults of both.
+        Without ``address``: from a process in the Ray cluster, which finds coordinator, hosts and token by itself. Ray
+        is joined if it is not joined yet. With the ``address`` of a host, ``ip:port`` or ``statestore://ip:port``, or
+        of several hosts, of which one that answers is used: from a process that has neither Ray nor Spark. Then a
+        ``token`` is needed, as ``statestore token`` issues it. ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` in the
+        environment are the defaults of both.
 
-        ``direct``: whether hosts are asked themselves, or all through the one at ``address``, which asks the others; by default
-        the latter only if there is an ``address``. ``tls``, a ``TlsConf`` or an ``ssl.SSLContext`` of a client, must be given where hosts use TLS.
-        ``timeout`` in seconds is that of every call that names none.
+        ``direct``: whether the owners of partitions are asked themselves, or all through the host at ``address``, which
+        asks the others. By default the latter only if there is an ``address``. ``tls``, a ``TlsConf`` or an
+        ``ssl.SSLContext`` of a client, must be given where hosts use TLS. ``timeout`` is the seconds of every call that
+        names none.
 
-        Nothing is looked up yet with an address: a wrong one, or a wrong token, shows with the first call.
+        With an address nothing is looked up yet: a wrong address or token shows with the first call.
         """
         address, token = from_environment(address, token)
         context = tls.client_context() if isinstance(tls, TlsConf) else tls
@@ -122,7 +128,8 @@ class QueryableStateClient:
             return cls(found, connections, StateRouter(connections), timeout)
         if token is None:
             raise QueryableStateError(
-                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts answer nobody without one. "
+                "address= needs a token= as well (or STATESTORE_TOKEN in the environment): hosts answer nobody "
+                "without one. "
                 "`statestore token` issues them."
             )
         addresses = addresses_of(address)
@@ -145,14 +152,14 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """What one key has, or None if it has nothing.
+        """Return what one key has, or None if it has nothing.
 
         - Of an aggregate or a value state: a dict of its columns.
-        - Of a list state: a list of its elements; of a map state: a dict of user key to value. Elements and values of one column are
-          plain, others dicts; user keys of several columns are tuples.
-        - Of an aggregate by windows or sessions: a list of dicts with the window's column, ascending; with ``window=`` the one dict.
-          ``window`` is its start, a datetime, or ``(start, end)``. Times without a zone are UTC.
-        - Of timers: a list of when they fire, in ms since 1970.
+        - Of a list state: a list of its elements. Of a map state: a dict of user key to value. Elements and values of
+          one column are plain, others dicts; user keys of several columns are tuples.
+        - Of an aggregate by windows or sessions: a list of dicts with the window's column, ascending; with ``window=``
+          the one dict. ``window`` is its start, a datetime, or ``(start, end)``. Times without a zone are UTC.
+        - Of timers: a list of the times when they fire, in ms since 1970.
 
             client.get("user_totals", 42)                                   # {'n': 17, 'spent': 311.2}
             client.get("by_country", ("de", "fr"))                          # a key of two columns
@@ -166,7 +173,7 @@ class QueryableStateClient:
                 deadline = begun + (self.timeout if timeout is None else timeout)
                 try:
                     _, value = self._router.lookup_one(fast.known.location, fast.family, encoded, COMPLETED, deadline)
-                except Exception as error:  # noqa: BLE001 - the first attempt below, which raises what does not go away
+                except Exception as error:  # noqa: BLE001 - counts as the first attempt below, which raises final errors
                     failure = error
                 else:
                     return None if value is None else fast.decode(value)
@@ -191,9 +198,11 @@ class QueryableStateClient:
         isolation: str = "completed",
         timeout: float | None = None,
     ) -> list[Any]:
-        """What ``get`` returns for each of several keys, all of one version; for what cannot be a key the error itself is there.
+        """Return what ``get`` returns for each of several keys, all of one version; for a value that cannot be a key,
+        the error itself.
 
-        For the keys of different askers (``AsyncQueryableStateClient``); ``get_many`` is for one who wants a table.
+        For the keys of different callers (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a
+        table.
         """
         at = requested_version(isolation, None)
 
@@ -215,14 +224,16 @@ class QueryableStateClient:
         timeout: float | None = None,
         as_: str = "arrow",
     ) -> Any:
-        """One row per key asked, in that order: the columns of the key, then of its value, which are null where it has none.
+        """Return one row per key asked, in that order: the columns of the key, then of its value, which are null for an
+        absent key.
 
-        ``keys`` are a list of keys, an array of Arrow or numpy, a series or index of pandas or Polars; or several columns as a table or frame,
-        whose columns count by name, else by order, or as a dict of columns. There may be any number of them, and one may come twice.
+        ``keys`` are a list of keys, an array of Arrow or numpy, a series or index of pandas or Polars; or several
+        columns as a table or frame, whose columns count by name, else by order, or as a dict of columns. There may be
+        any number of keys, and a key may come twice.
 
-        Lists, maps, windows, sessions and timers are one list or map per key, in the column ``list_value``, ``map_value``, ``windows``,
-        ``sessions`` or ``timers``. With ``window=`` (one for all keys, or a list of them), or if the keys have the window's
-        column, there is a row of values as for other aggregates.
+        Lists, maps, windows, sessions and timers are one list or map per key, in the column ``list_value``,
+        ``map_value``, ``windows``, ``sessions`` or ``timers``. With ``window=`` (one for all keys, or a list of them),
+        or if the keys have the window's column, there is a row of values as for other aggregates.
 
         ``as_``: "arrow" (a ``pyarrow.Table``), "pandas", "polars" or "pylist" (a list of dicts).
         """
@@ -248,7 +259,7 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> StateScan:
-        """The rows that some keys have, in the columns of ``scan`` and like a scan: of keys that have none there is no row.
+        """Return the rows that some keys have, in the columns of ``scan`` and like a scan. An absent key has no row.
 
         ``keys`` as for ``get_many``, without the window of an aggregate by windows. A key that comes twice counts once.
         """
@@ -263,7 +274,7 @@ class QueryableStateClient:
             location = known.location
             wanted = None if columns is None else list(columns)
             encoded = codec.encode(codec.columns(chosen)).unique()
-            request = KeyRows(location.run_id, location.operator.name, state, at, wanted)
+            request = KeyRowsRequest(location.run_id, location.operator.name, state, at, wanted)
             answer = KeyLookups(self._router, known, view, at, deadline).key_rows(request, encoded)
             names = answer.schema.names
             return StateScan(answer, None, [i for i, name in enumerate(names) if i > 0])
@@ -288,13 +299,15 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> StateScan:
-        """The rows of a state variable, as they come: one per key, list element, map entry, window, session or timer.
+        """Return the rows of a state variable, as they come: one per key, list element, map entry, window, session or
+        timer.
 
-        ``prefix``: the keys that begin so: with these columns, if it is a tuple (or one that is no string), as ``("de",)``; with this
-        string, if it is one. ``start`` (included) and ``end`` (not included) bound the key in the order of ``by``; they are one column or
-        a tuple of the first ones. ``where``: conditions, all of which must hold, as ``[("n", ">", 10), ("country", "in", ["de", "fr"])]``;
-        operators are =, !=, <, <=, >, >=, in, is null, is not null. ``columns``: those that are wanted; by default all but
-        ``key_group``, ``partition_id`` and, with a TTL, ``ttl_expiration_ms``. ``limit``: at most so many rows, whichever.
+        ``prefix``: the keys that begin with these columns, if it is a tuple (or a value that is no string), as
+        ``("de",)``; or with this string, if it is one. ``start`` (included) and ``end`` (not included) bound the key in
+        the order of ``by``; they are one column, or a tuple of the first columns. ``where``: conditions, all of which
+        must hold, as ``[("n", ">", 10), ("country", "in", ["de", "fr"])]``; operators are =, !=, <, <=, >, >=, in, is
+        null, is not null. ``columns``: the wanted columns; by default all but ``key_group``, ``partition_id`` and, with
+        a TTL, ``ttl_expiration_ms``. ``limit``: the most rows, of any keys.
 
         Rows come in no order. ``timeout`` is for the first of them, and then for each wait.
         """
@@ -323,10 +336,10 @@ class QueryableStateClient:
         columns: Sequence[str] | None,
         where: Sequence[Condition] | None,
         at: At,
-    ) -> Scan:
+    ) -> ScanRequest:
         view = known.view(state)
         (first, behind), conditions = key_range(view.codec, view.window, prefix, start, end)
-        return Scan(
+        return ScanRequest(
             known.location.run_id,
             known.location.operator.name,
             state,
@@ -352,7 +365,7 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> int:
-        """How many rows ``scan`` would give."""
+        """Return how many rows ``scan`` would give."""
         at = requested_version(isolation, version)
 
         def ask(known: KnownOperator, deadline: float) -> int:
@@ -373,14 +386,17 @@ class QueryableStateClient:
         from_version: int | None = None,
         timeout: float | None = None,
     ) -> StateWatch:
-        """What each completed checkpoint changes, version by version, for as long as it is iterated over; see ``StateWatch``."""
+        """Return what each completed checkpoint changes, version by version, for as long as it is iterated over; see
+        ``StateWatch``.
+        """
         given = keys if keys is None or hasattr(keys, "__len__") else list(keys)
         return StateWatch(self._access, operator, given, state, query, from_version, timeout)
 
     def sql(
         self, query: str, *, query_params: Any = None, connection: Any = None, timeout: float | None = None
     ) -> StateRelation:
-        """The rows that a SQL statement makes of the state of running queries, by DuckDB (``pip install ray-statestore[sql]``).
+        """Return the rows that a SQL statement makes of the state of running queries, by DuckDB
+        (``ray-statestore[sql]``).
 
             client.sql("select country, sum(n) from user_totals group by country").df()
 
@@ -390,18 +406,20 @@ class QueryableStateClient:
 
         return sql(self, query, query_params=query_params, connection=connection, timeout=timeout)
 
-    # -- what there is -------------------------------------------------------------------------
+    # -- operators -----------------------------------------------------------------------------
 
     def operators(self, *, timeout: float | None = None) -> list[dict[str, Any]]:
-        """The operators of all running queries, each with its query, key columns and state variables."""
+        """Return the operators of all running queries, each with its query, key columns and state variables."""
         try:
-            found: list[dict[str, Any]] = self._access.answer_of_any_host("operators()", Operators(), timeout)
+            found: list[dict[str, Any]] = self._access.answer_of_any_host("operators()", OperatorsRequest(), timeout)
         except NoRunningQueryError:
             return []
         return found
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """One operator: its key and state variables, who owns its partitions, its versions, and how its hosts have answered."""
+        """Return one operator: its key and state variables, owners of partitions, versions, and how its hosts have
+        answered.
+        """
 
         def ask(known: KnownOperator, deadline: float) -> dict[str, Any]:
             request = DescribeRequest(operator, known.location.run_id, forward=True)
@@ -410,7 +428,7 @@ class QueryableStateClient:
         return self._access.answer(f"describe({operator!r})", (operator, query), timeout, ask)
 
     def close(self) -> None:
-        """Close all connections; the client is of no use afterwards."""
+        """Close all connections; the client cannot be used afterwards."""
         self._fast.clear()
         self._connections.close()
 

@@ -12,7 +12,7 @@ from spark_bridge.queryable.client.discovery import Discovery
 from spark_bridge.queryable.client.known_operators import KnownOperator, KnownOperators, OperatorRef
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.exchange import KvStream
-from spark_bridge.queryable.protocol.messages import Described, Request
+from spark_bridge.queryable.protocol.messages import DescribeReply, Request
 from spark_bridge.queryable.routing.retries import Attempts, retrying, should_locate
 
 T = TypeVar("T")
@@ -21,8 +21,8 @@ T = TypeVar("T")
 class ClusterAccess:
     """What ``QueryableStateClient`` and ``StateWatch`` ask hosts by. For any number of threads.
 
-    ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has perhaps
-    proved wrong. A ``deadline`` is a time of ``time.monotonic``.
+    ``timeout``: the seconds of a call that names none. ``on_moved`` is called when the location of an operator has
+    perhaps proved wrong. A ``deadline`` is a time of ``time.monotonic``.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class ClusterAccess:
     ) -> T:
         """Return what ``ask(known operator, deadline)`` returns; repeat it where that may help.
 
-        ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has failed with
-        ``failure``.
+        ``what`` begins the message of a ``QueryTimeoutError``. ``begun`` is when a first attempt began, which has
+        failed with ``failure``.
         """
         begun = time.monotonic() if begun is None else begun
         deadline = begun + (self.timeout if timeout is None else timeout)
@@ -72,7 +72,9 @@ class ClusterAccess:
         return self._operators.get(ref, deadline)
 
     def moved(self, ref: OperatorRef, error: Exception) -> None:
-        """Forget the location of an operator if ``error`` says that it may be wrong; leave a proxy that does not answer."""
+        """Forget the location of an operator if ``error`` says that it may be wrong; leave a proxy that does not
+        answer.
+        """
         if should_locate(error):
             self._operators.forget(ref)
             self._on_moved()
@@ -82,7 +84,7 @@ class ClusterAccess:
     def ask_host(self, request: Request, deadline: float) -> Any:
         """Return the answer of any one host to a request that every host can answer; an answer in JSON is decoded."""
         reply, body = self._connections.request(self._discovery.proxy(), request, deadline=deadline)
-        return json_decoder(Any).decode(body) if isinstance(reply, Described) else reply
+        return json_decoder(Any).decode(body) if isinstance(reply, DescribeReply) else reply
 
     def stream(self, request: Request, body: bytes, deadline: float) -> KvStream:
         """Return the rows of any one host. A caller that stops early must close the stream."""

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Conditions on rows as users give them (``where=``), in the form that hosts take."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from spark_bridge.queryable.protocol.messages import Comparison
 
 Condition = Comparison | tuple[Any, ...]
 """A ``Comparison``, or ``(column, operator, value)``."""
-
-
 OPERATORS = ("=", "!=", "<", "<=", ">", ">=", "in", "is null", "is not null")
-
-
 _ALSO = {"==": "=", "<>": "!="}
 
 
 def comparisons(where: Sequence[Condition] | None, types: Mapping[str, pa.DataType]) -> list[Comparison]:
-    """Conditions as the hosts take them; ``types`` are those of the columns that the client knows. Raises ``RequestError``."""
+    """Return conditions in the form that hosts take. ``types`` are those of the columns. Raises ``RequestError``."""
     return [_comparison(condition, types) for condition in where or ()]
 
 
@@ -47,7 +43,9 @@ def _comparison(condition: Condition, types: Mapping[str, pa.DataType]) -> Compa
 
 
 def plain_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
-    """A value as JSON can say it: as it is, or as a string that Arrow reads as the column's type. Raises ``RequestError``."""
+    """Return a value as JSON has it: as it is, or as a string that Arrow reads as the column's type. Raises
+    ``RequestError``.
+    """
     if isinstance(value, pa.Scalar):
         value = value.as_py()
     if isinstance(value, np.generic):
@@ -64,7 +62,9 @@ def plain_value(value: Any, kind: pa.DataType | None) -> str | int | float | boo
 
 
 def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:
-    """A time such as Arrow reads it: with an offset if the column has one, else without. Times without a zone are UTC."""
+    """Return a time as Arrow reads it: with an offset if the column has one, else without. Times without a zone are
+    UTC.
+    """
     if value.tzinfo is not None:
         value = value.astimezone(dt.timezone.utc)
     has_zone = value.tzinfo is not None if kind is None or not pa.types.is_timestamp(kind) else kind.tz is not None

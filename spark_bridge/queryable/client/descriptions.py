@@ -1,4 +1,4 @@
-"""What ``describe`` says of an operator: what a client knows of it, and what its hosts say."""
+"""The answer of ``describe``: what a client knows of an operator, and what the operator's hosts say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_HOST = ("host_id", "incarnation", "query_address", "node_id", "failure")
 
 
 def operator_description(known: KnownOperator, hosts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Ready for JSON. ``hosts`` are the answers of all hosts.
+    """Return the description of an operator, ready for JSON. ``hosts`` are the answers of all hosts.
 
     ``requests`` are those of all hosts together, by verb; each host has its own, with percentiles.
     """
@@ -44,7 +44,7 @@ def operator_description(known: KnownOperator, hosts: Iterable[dict[str, Any]]) 
 
 
 def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
-    """One host's part in an operator."""
+    """Return one host's part in an operator."""
     (of_operator, *_) = [o for o in host.get("operators", ()) if o.get("operator") == operator] or [{}]
     return {
         **{name: host[name] for name in _OF_HOST if name in host},
@@ -55,7 +55,9 @@ def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged_requests(of_hosts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Requests and failures of all hosts by verb, and the slowest; percentiles of several hosts cannot be put together."""
+    """Return requests and failures of all hosts by verb, and the slowest latency; percentiles of several hosts cannot
+    be merged.
+    """
     merged: dict[str, dict[str, Any]] = {}
     for requests in of_hosts:
         for verb, figures in requests.items():

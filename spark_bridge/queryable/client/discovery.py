@@ -1,4 +1,4 @@
-"""How a client finds out where state is: from the coordinator, in the Ray cluster, or through a proxy at a known address."""
+"""Discovery: how a client finds coordinator and hosts, in the Ray cluster or through a proxy at a known address."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from spark_bridge.exceptions import (
     RequestError,
 )
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import Locate, Located
+from spark_bridge.queryable.protocol.messages import LocateOperatorRequest, LocateReply
 
 ADDRESS_VARIABLE = "STATESTORE_ADDRESS"
 TOKEN_VARIABLE = "STATESTORE_TOKEN"
 SCHEME = "statestore://"
 COORDINATOR_SECONDS = 5.0
-"""How long the coordinator may take for one answer; who has more time asks again."""
+"""The coordinator may take so long for one answer; a caller with more time asks again."""
 
 
 class Discovery(Protocol):
-    """Where locations come from. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
+    """Finds operators and hosts. Every method raises errors that ``retries`` knows; times are of ``time.monotonic``."""
 
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
-        """Where an operator's partitions are."""
+        """Return where an operator's partitions are."""
 
     def proxy(self) -> str:
-        """The address of a host that answers for all: it may be another one after ``failed``."""
+        """Return the address of a host that answers for all hosts; after ``failed`` it may be another host."""
 
     def failed(self) -> None:
-        """The proxy did not answer."""
+        """Say that the proxy did not answer."""
 
 
 class ProxyDiscovery:
-    """One or several proxies, one of which is used until it fails; behind those given come the hosts that they have named.
+    """Finds operators through one of several proxies, which is used until it fails.
 
-    So a client outlives the host whose address it was given: a restarted one has another port.
+    The next proxies are the given ones, then the hosts that proxies have named. So a client outlives the host whose
+    address it was given: a restarted host has another port.
     """
 
     def __init__(self, addresses: Sequence[str], connections: KvConnections) -> None:
@@ -65,8 +66,8 @@ class ProxyDiscovery:
     def locate(self, operator: str, query: str | None, deadline: float) -> OperatorLocation:
         """See ``Discovery``."""
         proxy = self._current
-        reply, body = self._connections.request(proxy, Locate(operator, query), deadline=deadline)
-        if not isinstance(reply, Located):
+        reply, body = self._connections.request(proxy, LocateOperatorRequest(operator, query), deadline=deadline)
+        if not isinstance(reply, LocateReply):
             raise QueryableStateError(f"{proxy} answered a question for a location by {type(reply).__name__}.")
         location = json_decoder(OperatorLocation).decode(body)
         self._named = addresses_in(location)
@@ -74,14 +75,14 @@ class ProxyDiscovery:
 
 
 def addresses_in(location: OperatorLocation) -> list[str]:
-    """Where the owners of an operator's partitions answer, each once."""
+    """Return the query addresses of the owners of an operator's partitions, each once."""
     return list(dict.fromkeys(owner.query_address for owner in location.owners if owner.query_address))
 
 
 class CoordinatorDiscovery:
-    """The coordinator; hosts are those that it has named.
+    """Finds operators through the coordinator, and hosts among the owners that it has named.
 
-    ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within`` gives one that takes so many seconds, for who has fewer.
+    ``coordinator`` takes ``COORDINATOR_SECONDS`` at most; ``within(seconds)`` returns one that takes fewer seconds.
     """
 
     def __init__(self, coordinator: CoordinatorPort, within: Callable[[float], CoordinatorPort] | None = None) -> None:
@@ -102,7 +103,9 @@ class CoordinatorDiscovery:
         return location
 
     def proxy(self) -> str:
-        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs: then there is nobody to ask."""
+        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs, because then there are no hosts to
+        ask.
+        """
         if not self._addresses:
             running = self._coordinator.operators()
             if not running:
@@ -119,18 +122,21 @@ class CoordinatorDiscovery:
 
 
 class NoRunningQueryError(QueryableStateError):
-    """No query is running, so that there is no host that could be asked."""
+    """No query is running, so there are no hosts to ask."""
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
-    """``ip:port`` of one or several addresses, which may begin with ``statestore://``. Raises ``RequestError``."""
+    """Return the ``ip:port`` of one or several addresses, which may begin with ``statestore://``. Raises
+    ``RequestError``.
+    """
     given = address.split(",") if isinstance(address, str) else list(address)
     addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in given]
     for plain in addresses:
         host, _, port = plain.rpartition(":")
         if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise RequestError(
-                f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a host, which "
+                f"address={plain!r} is not of the form ip:port or {SCHEME}ip:port: it is the query address of a "
+                "host, which "
                 "`statestore status` shows."
             )
     if not addresses:
@@ -141,12 +147,12 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
 def from_environment(
     address: str | Sequence[str] | None, token: str | None
 ) -> tuple[str | Sequence[str] | None, str | None]:
-    """Address and token, those that are not given as the environment has them."""
+    """Return address and token; one that is not given comes from the environment, or is None."""
     return address or os.environ.get(ADDRESS_VARIABLE) or None, token or os.environ.get(TOKEN_VARIABLE) or None
 
 
 def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[CoordinatorDiscovery, str]:
-    """The coordinator of the Ray cluster that this process is in, or joins now, and a token.
+    """Return the coordinator of the Ray cluster, which this process joins if it has not joined yet, and a token.
 
     Raises ``EnvironmentProblemError`` without Ray or a cluster, ``HostUnavailableError`` without a coordinator.
     """
@@ -154,7 +160,8 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
         import ray
     except ImportError as error:
         raise EnvironmentProblemError(
-            "Without an address the coordinator is found by Ray, which is not installed here. Give address= and token=, or set "
+            "Without an address the coordinator is found by Ray, which is not installed here. Give address= and "
+            "token=, or set "
             f"{ADDRESS_VARIABLE} and {TOKEN_VARIABLE}."
         ) from error
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
@@ -164,7 +171,8 @@ def in_cluster(namespace: str, coordinator_name: str, timeout: float) -> tuple[C
             ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="WARNING")
         except (ConnectionError, ValueError) as error:
             raise EnvironmentProblemError(
-                f"No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give address= and "
+                "No Ray cluster answers at the address that this machine has on record; set RAY_ADDRESS, or give "
+                "address= and "
                 f"token=. Ray says: {error}"
             ) from error
     token = RayCoordinatorPort(namespace, coordinator_name, timeout).token()

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The version that a call asks for: its isolation level, or an exact version."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.messages import At
 
 COMPLETED = At()
-
-
 ISOLATIONS = ("completed", "latest")
 
 
 def requested_version(isolation: str, version: int | None) -> At:
-    """Which version is asked for. Raises ``RequestError``."""
+    """Return the version that a call asks for. Raises ``RequestError`` for one that there cannot be."""
     if version is not None:
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             raise RequestError(f"version={version!r} is no version; they are numbers from 0 on.")
@@ -27,6 +25,6 @@ def requested_version(isolation: str, version: int | None) -> At:
 
 
 def check_limit(limit: int | None) -> None:
-    """Raise ``RequestError`` for what cannot be a limit."""
+    """Raise ``RequestError`` for a value that cannot be a limit."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise RequestError(f"limit={limit!r} is no number of rows.")

@@ -1,8 +1,8 @@
-"""Keys as users give them, and as they are stored: whatever has values or columns in, one pass of Arrow and numpy, bytes out.
+"""Keys as users give them, as stored keys: from values or columns, in one pass of Arrow and numpy.
 
-A key is a plain value if it has one column, else a tuple in the order of the operator's ``by``, or a dict by column name.
-Many keys are a list of these, a numpy array, a pandas or Polars series or frame, or anything of Arrow's. Frames and tables
-count by the names of their columns, or where none of them is a key column, by order.
+A key is a plain value if it has one column, else a tuple in the order of the operator's ``by``, or a dict by column
+name. Many keys are a list of keys, a numpy array, a pandas or Polars series or frame, or an Arrow array or table. The
+columns of frames and tables count by name; if none of them is a key column, they count by order.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from backends.encoding.single_rows import KeyEncoder
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import UnknownKeyOrNamespaceError
 from spark_bridge.queryable.client.key_columns import NamedColumns, key_columns
-from spark_bridge.queryable.client.lossless_casts import REFUSED, cast_without_loss
+from spark_bridge.queryable.client.lossless_casts import CAST_ERRORS, cast_without_loss
 
 
 @dataclass(frozen=True)
 class KeyCodec:
-    """The keys of one operator. ``stored`` are their columns as they are stored, ``by`` their names in the user's order.
+    """The keys of one operator. ``stored`` are their columns as they are stored, ``by`` their names in the user's
+    order.
 
-    Every method raises ``UnknownKeyOrNamespaceError`` for what cannot be a key of these columns: it says which key, and
-    what the columns are.
+    Every method raises ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error says
+    which key, and which columns.
     """
 
     operator: str
@@ -57,7 +58,9 @@ class KeyCodec:
 
     @cached_property
     def encode_one(self) -> Callable[[Any], bytes]:
-        """The stored key of one key, in a few microseconds where its values are of the columns' own Python types."""
+        """The function that returns the stored key of one key, in a few microseconds for values of the columns' own
+        Python types.
+        """
         encoder = KeyEncoder.of(self.stored, self.num_groups)
         by_columns = self._one_by_columns
         if encoder is None:
@@ -81,7 +84,7 @@ class KeyCodec:
     # -- many keys -----------------------------------------------------------------------------
 
     def encode(self, columns: pa.RecordBatch) -> pa.BinaryArray:
-        """The stored keys of columns that ``columns`` has made."""
+        """Return the stored keys of the columns that ``columns`` returns."""
         stored = columns if self.is_in_order else columns.select(self.stored.names)
         try:
             return encode_keys(stored, key_groups(stored, self.num_groups))
@@ -89,7 +92,7 @@ class KeyCodec:
             raise UnknownKeyOrNamespaceError(f"The keys of {self.owner} cannot be encoded: {error}") from error
 
     def columns(self, keys: Any) -> pa.RecordBatch:
-        """Many keys as columns, in the order of ``by``."""
+        """Return many keys as columns, in the order of ``by``."""
         columns = key_columns(self.schema, keys)
         if isinstance(columns, NamedColumns):
             columns = self._chosen(columns)
@@ -112,7 +115,7 @@ class KeyCodec:
         return pa.schema([pa.field(f.name, f.type) for f in self.schema])
 
     def _chosen(self, given: NamedColumns) -> list[Any]:
-        """The columns of the key among named ones: by name, else by order."""
+        """Return the columns of the key among named columns: by name, else by order."""
         missing = [name for name in self.by if given.names.count(name) != 1]
         if not missing:
             return [given.columns[given.names.index(name)] for name in self.by]
@@ -120,11 +123,12 @@ class KeyCodec:
             return given.columns
         raise UnknownKeyOrNamespaceError(
             f"The columns {', '.join(map(repr, given.names)) or '(none)'} are not the key columns of {self.owner}: "
-            f"{', '.join(map(repr, missing))} must be there once. Name them so, or give the key columns alone, in that order."
+            f"{', '.join(map(repr, missing))} must be there once. Name them so, or give the key columns alone, in "
+            "that order."
         )
 
     def _of_rows(self, keys: list[Any]) -> pa.RecordBatch:
-        """Keys that are Python values, tuples or dicts."""
+        """Return the columns of keys that are Python values, tuples or dicts."""
         kinds = set(map(type, keys))
         width = len(self.by)
         if width == 1:
@@ -138,14 +142,15 @@ class KeyCodec:
             if any(not issubclass(kind, tuple | list | dict) for kind in kinds) or set(map(len, keys)) - {width}:
                 wrong = next(k for k in keys if not isinstance(k, tuple | list) or len(k) != width)
                 raise UnknownKeyOrNamespaceError(
-                    f"Key {wrong!r} is no key of {self.owner}: give a tuple of {width} values in that order, or a dict by name."
+                    f"Key {wrong!r} is no key of {self.owner}: give a tuple of {width} values in that order, or a "
+                    "dict by name."
                 )
             columns = [list(values) for values in zip(*keys, strict=True)] if keys else [[]] * width
         arrays = [self.column(f, values) for f, values in zip(self.schema, columns, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self.columns_schema)
 
     def _one_column(self, field: pa.Field, key: Any) -> Any:
-        """The value of a key of one column that may be in a tuple, or in a dict under the column's name."""
+        """Return the value of a key of one column, which may be in a tuple, or in a dict under the column's name."""
         if isinstance(key, tuple) and len(key) == 1:
             return key[0]
         if isinstance(key, dict) and (list(key) == [field.name] or not pa.types.is_struct(field.type)):
@@ -160,27 +165,27 @@ class KeyCodec:
         return tuple(key[name] for name in self.by)
 
     def column(self, field: pa.Field, given: Any) -> pa.Array:
-        """Values or an Arrow array as an array of the column's type, if nothing is lost by it."""
+        """Return values or an Arrow array as an array of the column's type, if nothing is lost by it."""
         if isinstance(given, list):
             return self._of_values(field, given)
         try:
             return cast_without_loss(given, field.type)
-        except REFUSED as error:
+        except CAST_ERRORS as error:
             raise self._refused(field, given.type, error) from error
 
     def _of_values(self, field: pa.Field, values: list[Any]) -> pa.Array:
         if pa.types.is_struct(field.type):
             values = [_in_dict(field.type, value) for value in values]
         try:
-            # Of inferred type first: given one, Arrow would make 1 of 1.5.
+            # Of inferred type first: with the column's type, Arrow would make 1 of 1.5.
             return cast_without_loss(pa.array(values), field.type)
-        except REFUSED as error:
-            # Perhaps only because they are of several types.
+        except CAST_ERRORS as error:
+            # Perhaps only because the values are of several types.
             arrays = []
             for value in values:
                 try:
                     arrays.append(cast_without_loss(pa.array([value]), field.type))
-                except REFUSED as why:
+                except CAST_ERRORS as why:
                     raise self._refused(field, repr(value), why) from error
             return pa.concat_arrays(arrays)
 
@@ -192,7 +197,7 @@ class KeyCodec:
 
 
 def _in_dict(kind: pa.DataType, value: Any) -> Any:
-    """A struct that is given as a tuple of its fields."""
+    """Return a struct that is given as a tuple of its fields as a dict."""
     names = [f.name for f in kind]
     if isinstance(value, tuple | list) and len(value) == len(names):
         return dict(zip(names, value, strict=True))
@@ -205,6 +210,6 @@ def _first_line(error: Exception) -> str:
 
 
 def names_in_order(stored: pa.Schema, key_columns: Sequence[str]) -> tuple[str, ...]:
-    """The names of key columns in the order in which the user names them."""
+    """Return the names of the key columns in the user's order."""
     named = [name for name in key_columns if name in stored.names]
     return (*named, *(name for name in stored.names if name not in named))

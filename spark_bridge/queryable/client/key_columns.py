@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Many keys in the containers of pandas, Polars, numpy and Arrow, as columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NamedColumns:
 
 
 def key_columns(schema: pa.Schema, keys: Any) -> list[Any] | NamedColumns | None:
-    """Keys that come as columns; None for a sequence of single keys."""
+    """Return the columns of keys that come as columns; None for a sequence of single keys."""
     if isinstance(keys, str | bytes):
         raise UnknownKeyOrNamespaceError(f"{keys!r} is one key; many keys are a list of them: [{keys!r}].")
     if isinstance(keys, Mapping):
@@ -69,7 +69,7 @@ def _of_pandas(schema: pa.Schema, keys: Any, pandas: Any) -> list[Any] | NamedCo
         keys = keys.to_series(index=range(len(keys)))
     if isinstance(keys, pandas.Series):
         if keys.dtype == object:
-            return None  # whatever Python objects they are: single keys
+            return None  # any Python objects: single keys
         return _of_array(schema, pa.array(keys, from_pandas=True))
     return None
 

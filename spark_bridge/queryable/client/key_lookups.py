@@ -1,4 +1,4 @@
-"""What keys have, asked of an operator whose location is known: the work of ``get`` and ``get_many``, without any retry."""
+"""Lookups of keys in an operator whose location is known: the work of ``get`` and ``get_many``, without retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spark_bridge.queryable.client.windows import (
     length_of,
     session_at,
 )
-from spark_bridge.queryable.protocol.messages import At, KeyRows, Scan
+from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.key_chunks import KEYS_PER_REQUEST, shifted_positions
 from spark_bridge.queryable.routing.router import StateRouter
@@ -31,12 +31,12 @@ from spark_bridge.state_format.layouts import ROWS, VALUE, WINDOWS
 T = TypeVar("T")
 
 WINDOWS_LOOKED_AT = 1000
-"""So many windows must be of one length for ``window=`` to be given by its start alone."""
+"""So many windows must have one length for ``window=`` to be given by its start alone."""
 
 
 @dataclass(frozen=True)
 class KeyLookups:
-    """Answers for keys of one state variable at ``at``, until ``deadline``. Raises the errors of ``StateRouter`` as they come."""
+    """Lookups in one state variable at ``at``, until ``deadline``. Raises the errors of ``StateRouter``."""
 
     router: StateRouter
     known: KnownOperator
@@ -47,7 +47,7 @@ class KeyLookups:
     # -- one key -------------------------------------------------------------------------------
 
     def one(self, key: Any, window: Any) -> dict[str, Any] | list[Any] | None:
-        """What ``get`` returns."""
+        """Return what ``get`` returns."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or has_window(view, key)):
@@ -67,17 +67,17 @@ class KeyLookups:
         _, value = self.router.lookup_one(self.known.location, self.view.family, encoded, self.at, self.deadline)
         return None if value is None else self.view.decode_one(value)
 
-    # -- keys of several askers ----------------------------------------------------------------
+    # -- keys of several callers ---------------------------------------------------------------
 
     def each(self, keys: Sequence[Any]) -> list[Any]:
-        """What ``one`` returns for each key; where a key cannot be one, the error itself."""
+        """Return what ``one`` returns for each key; for a value that cannot be a key, the error itself."""
         if self.view.kind in (VALUE, ROWS):
             return self._values_of_each(keys)
         try:
             if self.view.kind != WINDOWS or not any(has_window(self.view, key) for key in keys):
                 return self._rows_of_each(keys)
         except UnknownKeyOrNamespaceError:
-            pass  # one by one, to see whose it is
+            pass  # looked up one by one below, to find the wrong key
         return [self._one_or_error(key) for key in keys]
 
     def _values_of_each(self, keys: Sequence[Any]) -> list[Any]:
@@ -116,7 +116,7 @@ class KeyLookups:
     # -- a table -------------------------------------------------------------------------------
 
     def table(self, keys: Any, window: Any) -> pa.Table:
-        """What ``get_many`` returns."""
+        """Return what ``get_many`` returns."""
         view = self.view
         check_window(view, window)
         if view.kind in ONE_ROW and (view.kind != WINDOWS or window is not None or have_windows(view, keys)):
@@ -124,28 +124,29 @@ class KeyLookups:
             parts = self._values(view.codec.encode(columns))
             if len(parts) == 1:
                 return view.table(columns, parts[0][1])
-            # Column by column in chunks: all of it may be more than an Arrow array can have.
+            # Each column in chunks: all values may be more than an Arrow array can have.
             return pa.concat_tables([view.table(columns.slice(begin, len(part)), part) for begin, part in parts])
         if window is not None:
             raise RequestError(
-                f"get_many of {view.kind} takes no window=; give none and take what is wanted of the column, or use get."
+                f"get_many of {view.kind} takes no window=; give none and take what is wanted of the column, or use "
+                "get."
             )
         codec = view.without_window
         columns = codec.columns(keys)
         if not columns.num_rows:
-            # What would come for a key that there is: else the types of the columns are not known.
-            nobody = codec.columns(pa.RecordBatch.from_arrays([pa.nulls(1)] * len(codec.by), names=list(codec.by)))
-            rows = view.rows_of(self._rows(codec.encode(nobody)))
+            # Look up a null key, because the types of the columns are known only from an answer.
+            null_key = codec.columns(pa.RecordBatch.from_arrays([pa.nulls(1)] * len(codec.by), names=list(codec.by)))
+            rows = view.rows_of(self._rows(codec.encode(null_key)))
             return view.listed_table(columns, view.listed(rows, 1).slice(0, 0))
-        # Each key once: of a list or a map every row would come as often.
+        # Each key once: the rows of its list or map would come as often as the key.
         once = codec.encode(columns).dictionary_encode()
         listed = view.listed(view.rows_of(self._rows(once.dictionary)), len(once.dictionary))
         return view.listed_table(columns, listed.take(once.indices))
 
-    # -- what hosts are asked ------------------------------------------------------------------
+    # -- requests to hosts ---------------------------------------------------------------------
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
-        """``StateRouter.key_rows`` at one version, in as many requests as hosts want."""
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
+        """Return what ``StateRouter.key_rows`` returns, at one version, in as many requests as hosts accept."""
 
         def ask(part: pa.BinaryArray, at: At) -> tuple[int, StateAnswer]:
             answer = self.router.key_rows(self.known.location, replace(request, at=at), part, self.deadline)
@@ -159,42 +160,42 @@ class KeyLookups:
         return StateAnswer(last.version, last.schema, iter(batches))
 
     def _values(self, keys: pa.BinaryArray) -> list[tuple[int, pa.BinaryArray]]:
-        """Values of stored keys at one version: parts, each with the place of its first key."""
+        """Return values of stored keys at one version: parts, each with the position of its first key."""
         location, family = self.known.location, self.view.family
         return self._in_parts(keys, lambda part, at: self.router.lookup(location, family, part, at, self.deadline))
 
     def _in_parts(
         self, keys: pa.BinaryArray, ask: Callable[[pa.BinaryArray, At], tuple[int, T]]
     ) -> list[tuple[int, T]]:
-        """What is answered for the keys at one version, in parts, each with the place of its first key.
+        """Return the answers for the keys at one version: parts, each with the position of its first key.
 
-        A part is of fewer keys if hosts refuse it as too large, or its answer does not fit into an array; parts before it are not asked for
-        again, unless their version is gone (``PinnedVersion``).
+        A part has fewer keys if hosts refuse it as too large, or if its answer does not fit into an array. The parts
+        before it are not asked for again, unless their version is gone (``PinnedVersion``).
         """
         answers: list[tuple[int, T]] = []
-        wanted, begin, most = PinnedVersion(self.at), 0, KEYS_PER_REQUEST
+        pinned, begin, max_keys = PinnedVersion(self.at), 0, KEYS_PER_REQUEST
         while begin < len(keys) or not answers:
-            part = keys.slice(begin, most)
+            part = keys.slice(begin, max_keys)
             try:
-                version, answer = ask(part, wanted.at)
+                version, answer = ask(part, pinned.at)
             except RequestLimitError:
                 if len(part) <= 1:
                     raise
-                most = (len(part) + 1) // 2
+                max_keys = (len(part) + 1) // 2
                 continue
             except StateVersionError as error:
-                if wanted.restarts(error):
+                if pinned.restarts(error):
                     answers, begin = [], 0
                 continue
             answers.append((begin, answer))
             begin += len(part)
-            wanted.answered(version)
+            pinned.answered(version)
         return answers
 
     def _rows(self, keys: pa.BinaryArray) -> pa.Table:
-        """The rows of stored keys."""
+        """Return the rows of stored keys."""
         location = self.known.location
-        request = KeyRows(location.run_id, location.operator.name, self.view.variable.name, self.at)
+        request = KeyRowsRequest(location.run_id, location.operator.name, self.view.variable.name, self.at)
         answer = self.key_rows(request, keys)
         return pa.Table.from_batches(list(answer.batches), answer.schema)
 
@@ -202,12 +203,16 @@ class KeyLookups:
         return KeysWithWindows(self.view, self._window_length).columns(keys, window)
 
     def _window_length(self) -> int | None:
-        """The length of the operator's windows, which is looked up once."""
+        """Return the length of the operator's windows in us, which is looked up once; None if there are no windows
+        yet.
+        """
         name = self.view.window
         assert name is not None
         if name not in self.known.window_us:
             location = self.known.location
-            request = Scan(location.run_id, location.operator.name, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT)
+            request = ScanRequest(
+                location.run_id, location.operator.name, at=self.at, columns=[name], limit=WINDOWS_LOOKED_AT
+            )
             with StateScan(self.router.scan(location, request, self.deadline), WINDOWS_LOOKED_AT) as rows:
                 windows = rows.to_arrow().column(name).combine_chunks()
             length = length_of(self.view.operator, windows)

@@ -24,11 +24,11 @@ def key_range(
 ) -> tuple[ScanBounds, list[tuple[Any, ...]]]:
     """Return bounds on the key, in the order of ``by``: as a range of bytes, and as conditions that must hold besides.
 
-    The range is without key group. Where a window is stored before columns that come before it in ``by``, only whole leading
-    columns are possible, as conditions. Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
+    The range is without key group. Where a window is stored before columns that come before it in ``by``, only whole
+    leading columns are possible, as conditions. Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
     """
     if codec.is_in_order:
-        of_prefix: ScanBounds = (None, None) if prefix is None else prefix_range(codec, prefix)
+        of_prefix: ScanBounds = (None, None) if prefix is None else range_of_prefix(codec, prefix)
         given = (None if start is None else bound(codec, start), None if end is None else bound(codec, end))
         return intersection(of_prefix, given), []
     conditions: list[tuple[Any, ...]] = []
@@ -40,7 +40,8 @@ def key_range(
         columns = first_columns(codec, values)
         if len(columns) > 1 or codec.by[0] == window:
             raise RequestError(
-                f"Operator {codec.operator!r} keeps its keys in the order {', '.join(codec.stored.names)}, so that start= "
+                f"Operator {codec.operator!r} keeps its keys in the order {', '.join(codec.stored.names)}, so that "
+                "start= "
                 f"and end= can only be of its first key column {codec.by[0]!r}; use where= for others."
             )
         conditions.append((codec.by[0], operator, columns[0]))
@@ -52,11 +53,11 @@ def _equal(codec: KeyCodec, values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         yield (name, "is null") if value is None else (name, "=", value)
 
 
-def prefix_range(codec: KeyCodec, values: Any) -> ScanBounds:
+def range_of_prefix(codec: KeyCodec, values: Any) -> ScanBounds:
     """Return the range of the keys that begin with ``values``.
 
-    A tuple has whole columns: ``("ab",)`` are the keys whose first column is "ab". A plain string is the beginning of the first
-    column: "ab" are "ab", "abc" and so on.
+    A tuple has whole columns: ``("ab",)`` are the keys whose first column is "ab". A plain string is the beginning of
+    the first column: "ab" are "ab", "abc" and so on.
     """
     encoded = bound(codec, values)
     if isinstance(values, str | bytes) and is_string(codec.schema.field(0).type):

@@ -1,4 +1,6 @@
-"""KnownOperators as a client keeps them: used until they prove wrong, and looked up again in the background of their use."""
+"""The operators that a client knows: used until their location proves wrong, and looked up again in the background
+while in use.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,16 @@ from spark_bridge.queryable.client.state_views import StateView, state_view
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 3.0
-"""A location that is in use is looked up again when it is as old as that."""
+"""A location in use is looked up again at this age."""
 OperatorRef = tuple[str, str | None]
 """Operator and query, as a caller names them."""
 
 
 @dataclass
 class KnownOperator:
-    """Where an operator is, and what its state variables are. ``window_us`` is the length of its windows, once it is known."""
+    """Where an operator is, and its state variables. ``window_us`` is the length of its windows in us by state
+    variable, once known.
+    """
 
     location: OperatorLocation
     schema: OperatorSchema
@@ -32,7 +36,9 @@ class KnownOperator:
 
     @classmethod
     def of(cls, location: OperatorLocation, located_at: float, earlier: KnownOperator | None) -> KnownOperator:
-        """What is known by a location; views are kept if the operator is still the same."""
+        """Return what a location tells of an operator; views are kept from ``earlier`` if the operator is still the
+        same.
+        """
         if earlier is not None and _is_same(location, earlier.location):
             # Another run may have windows of another length.
             window_us = earlier.window_us if location.run_id == earlier.location.run_id else {}
@@ -40,7 +46,7 @@ class KnownOperator:
         return cls(location, OperatorSchema.from_json(location.operator.schema), located_at)
 
     def view(self, state: str | None) -> StateView:
-        """A state variable. Raises ``UnknownKvStateIdError``."""
+        """Return a state variable. Raises ``UnknownKvStateIdError``."""
         found = self.views.get(state)
         if found is None:
             found = state_view(self.location.operator.name, self.schema, self.location.key_groups, state)
@@ -57,7 +63,10 @@ def _is_same(one: OperatorLocation, other: OperatorLocation) -> bool:
 
 
 class KnownOperators:
-    """KnownOperators by operator and query, for any number of threads. Holds no thread between refreshes and no lock: a process may fork."""
+    """Known operators by name and query, for any number of threads.
+
+    It holds no lock, and no thread between refreshes, so a process may fork.
+    """
 
     def __init__(
         self, locate: Callable[[str, str | None, float], OperatorLocation], clock: Callable[[], float] = time.monotonic
@@ -68,11 +77,11 @@ class KnownOperators:
         self._last: dict[OperatorRef, KnownOperator] = {}
 
     def had_answer(self, ref: OperatorRef) -> bool:
-        """Whether the operator has been located before."""
+        """Return whether the operator has been located before."""
         return ref in self._last
 
     def get(self, ref: OperatorRef, deadline: float) -> KnownOperator:
-        """What is known, or found out now."""
+        """Return what is known of an operator; look it up if nothing is."""
         known = self._known.get(ref)
         if known is None:
             return self._look_up(ref, deadline)
@@ -81,7 +90,7 @@ class KnownOperators:
         return known
 
     def forget(self, ref: OperatorRef) -> None:
-        """The location has proved wrong."""
+        """Forget a location that has proved wrong."""
         self._known.pop(ref, None)
 
     def _look_up(self, ref: OperatorRef, deadline: float) -> KnownOperator:
@@ -91,13 +100,14 @@ class KnownOperators:
         return known
 
     def _refresh(self, ref: OperatorRef, known: KnownOperator) -> None:
-        # Now, so that others go on with it meanwhile; if two threads do so at once, it is looked up twice.
+        # Set before the look-up, so that other threads use the location meanwhile. Two threads at once look it up
+        # twice.
         known.located_at = self._clock()
 
         def refresh() -> None:
             try:
                 self._look_up(ref, self._clock() + REFRESH_SECONDS)
-            except Exception as error:  # noqa: BLE001 - who asks with what is known finds out himself
+            except Exception as error:  # noqa: BLE001 - a request with a wrong location finds that out by itself
                 log.debug("The location of %s could not be refreshed: %s", ref, error)
 
         threading.Thread(target=refresh, name="statestore-locate", daemon=True).start()

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Batching of concurrent lookups on an event loop: while one batch is out, further lookups gather for the next one."""
 
 from __future__ import annotations
 
@@ -12,48 +12,38 @@ from spark_bridge.exceptions import QueryableStateError, QueryTimeoutError
 from spark_bridge.queryable.client.client import QueryableStateClient
 
 KEYS_PER_BATCH = 1000
-
-
-PATIENCE_SECONDS = 0.02
+BATCH_PATIENCE_SECONDS = 0.02
 """A batch that takes longer than this is not waited for by the next one; it may be one host that is slow, or away."""
-
-
 BATCHES_AT_ONCE = 8
-
-
 GRACE_SECONDS = 0.05
-"""So much later than its timeout a caller is told without the others, so that the batch can say before what its last failure was."""
-
-
+"""A caller is told so much after its timeout, without the others of its batch, so that the batch can first say what
+failed last.
+"""
 MUCH_LATER_SECONDS = 1.0
-
-
 LookupGroup = tuple[str, str | None, str | None, str]
-"""Operator, query, state and isolation: lookups that have these in common are asked for together."""
-
-
+"""Operator, query, state and isolation: lookups that have these in common go in one batch."""
 PendingLookup = tuple[Any, asyncio.Future[Any], float]
-"""A key, what it has, and until when that is waited for, a time of the loop."""
+"""A key, the future of its answer, and the end of its timeout, a time of the loop."""
 
 
 class LookupBatcher:
-    """The lookups of one kind that are waiting, and those that are under way. All but ``_look_up`` runs on the event loop.
+    """The lookups of one group that wait, and those that are under way. All but ``_look_up`` runs on the event loop.
 
-    While a batch is under way others gather, and go together when it is back: so batches are as large as the load
-    makes them, and who is alone does not wait. A batch is asked for as long as the most patient of it waits; the others wait
-    for as long as they want. ``idle`` is called when none is left.
+    While a batch is under way further lookups gather, and go together when the batch is back. So batches are as large
+    as the load makes them, and a single lookup does not wait. A batch is repeated until the longest timeout in it;
+    lookups with shorter timeouts end earlier. ``idle`` is called when no lookup is left.
     """
 
     def __init__(
         self,
         client: QueryableStateClient,
         pool: ThreadPoolExecutor,
-        asked: LookupGroup,
+        group: LookupGroup,
         idle: Callable[[LookupBatcher], None],
     ) -> None:
         self._client = client
         self._pool = pool
-        self.asked = asked
+        self.group = group
         self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._waiting: list[PendingLookup] = []
@@ -61,42 +51,42 @@ class LookupBatcher:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, key: Any, timeout: float | None) -> asyncio.Future[Any]:
-        """What the key has, when it is known. ``timeout`` None is the client's."""
+        """Return the future of a key's answer. ``timeout`` None means the client's."""
         future = self._loop.create_future()
         until = self._loop.time() + (self._client.timeout if timeout is None else timeout)
         self._waiting.append((key, future, until))
         if timeout is not None:
             self._end_at(key, future, until)
         if not self._under_way:
-            # Those that are started in this round of the loop go together.
+            # Lookups that are started in this round of the loop go together.
             self._under_way = 1
             self._loop.call_soon(self._send)
         elif self._timer is None:
-            self._timer = self._loop.call_later(PATIENCE_SECONDS, self._send_more)
+            self._timer = self._loop.call_later(BATCH_PATIENCE_SECONDS, self._send_more)
         return future
 
     def _end_at(self, key: Any, future: asyncio.Future[Any], until: float) -> None:
-        """This one waits no longer than that, whatever the others do."""
+        """Let this lookup wait no longer than ``until``, whatever the others of its batch do."""
 
         def end() -> None:
             if not future.done():
-                of = f"get({self.asked[0]!r}, {key!r})"
+                of = f"get({self.group[0]!r}, {key!r})"
                 future.set_exception(QueryTimeoutError(f"{of} was not answered within its timeout."))
 
         timer = self._loop.call_at(until + GRACE_SECONDS, end)
         future.add_done_callback(lambda _: timer.cancel())
 
     def _send_more(self) -> None:
-        """The batch before takes long."""
+        """Send a further batch, because the batch before takes long."""
         self._timer = None
         if self._waiting and self._under_way < BATCHES_AT_ONCE:
             self._under_way += 1
             self._send()
         if self._waiting:
-            self._timer = self._loop.call_later(PATIENCE_SECONDS, self._send_more)
+            self._timer = self._loop.call_later(BATCH_PATIENCE_SECONDS, self._send_more)
 
     def _send(self) -> None:
-        # Those who do not wait any more need not be asked for.
+        # Without lookups that no caller waits for any more.
         batch = [entry for entry in self._waiting[:KEYS_PER_BATCH] if not entry[1].done()]
         del self._waiting[:KEYS_PER_BATCH]
         if not batch:
@@ -124,14 +114,14 @@ class LookupBatcher:
             self._idle(self)
 
     def _look_up(self, batch: list[PendingLookup], until: float) -> None:
-        operator, query, state, isolation = self.asked
+        operator, query, state, isolation = self.group
         try:
             keys = [key for key, _, _ in batch]
             timeout = max(0.0, until - self._loop.time())
             answers = self._client.get_each(operator, keys, query, state, isolation=isolation, timeout=timeout)
-        except Exception as error:  # noqa: BLE001 - those who wait are told
+        except Exception as error:  # noqa: BLE001 - the callers are told
             answers = [error] * len(batch)
-        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and no caller waits any more
             self._loop.call_soon_threadsafe(self._answer, batch, answers)
 
     def _answer(self, batch: list[PendingLookup], answers: list[Any]) -> None:
@@ -142,5 +132,5 @@ class LookupBatcher:
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
-        # Behind those who have just been answered: what they ask next goes with the next batch.
+        # After the callers that have just been answered: their next lookups go with the next batch.
         self._loop.call_soon(self._next)

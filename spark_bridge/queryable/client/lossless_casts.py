@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""Casts to the types of state columns that change no value."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ class _OtherType(ValueError):
     """A value is of another kind than its column."""
 
 
-REFUSED = (pa.ArrowException, _OtherType, TypeError, ValueError, OverflowError, NotImplementedError)
+CAST_ERRORS = (pa.ArrowException, _OtherType, TypeError, ValueError, OverflowError, NotImplementedError)
+"""The errors of values that cannot be cast without loss."""
 
 
 def cast_without_loss(given: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
-    """An array of a state column's type, if no value changes by it; numbers are not read from strings.
+    """Return an array of a state column's type, if no value changes by the cast. Numbers are not read from strings.
 
-    Raises what Arrow raises, and ``ValueError``.
+    Raises one of ``CAST_ERRORS``.
     """
     if isinstance(given, pa.ChunkedArray):
         given = given.combine_chunks()
-        if isinstance(given, pa.ChunkedArray):  # what some releases of Arrow give
+        if isinstance(given, pa.ChunkedArray):  # some releases of Arrow return chunks
             given = given.chunk(0) if given.num_chunks else pa.array([], given.type)
     if isinstance(given, pa.ExtensionArray):
         given = given.storage
@@ -32,7 +33,7 @@ def cast_without_loss(given: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> p
         return given
     _check_kind(given.type, kind)
     if pa.types.is_integer(given.type) and pa.types.is_decimal(kind):
-        # Straight there it must have room for any integer.
+        # A direct cast would need room for any integer, so cast to a decimal with enough digits first.
         given = given.cast(pa.decimal128(min(_MAX_DIGITS, _INT64_DIGITS + 1 + max(0, kind.scale)), max(0, kind.scale)))
     made = given.cast(kind)
     if pa.types.is_date(kind) and pa.types.is_timestamp(given.type) and not made.cast(given.type).equals(given):
@@ -41,7 +42,7 @@ def cast_without_loss(given: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> p
 
 
 def _check_kind(given: pa.DataType, kind: pa.DataType) -> None:
-    """Refuse conversions that Arrow makes and nobody means, such as of strings to numbers."""
+    """Raise ``_OtherType`` for conversions that Arrow makes and no user means, such as of strings to numbers."""
     if pa.types.is_null(given):
         return
     there, here = _kind_of(kind), _kind_of(given)
@@ -73,6 +74,7 @@ def _kind_of(kind: pa.DataType) -> str:
 
 
 def is_string(kind: pa.DataType) -> bool:
+    """Return whether a type has strings or bytes."""
     types = pa.types
     is_text = types.is_string(kind) or types.is_large_string(kind) or str(kind) in ("string_view", "binary_view")
     return bool(is_text or types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))

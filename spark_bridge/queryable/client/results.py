@@ -1,9 +1,9 @@
-"""Answers in the form that is asked for: Python values, Arrow, pandas, Polars."""
+"""Answers in the form that a caller asks for: Python values, Arrow, pandas, Polars."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,18 +14,18 @@ from spark_bridge.exceptions import RequestError, RequestLimitError
 
 Form = Literal["arrow", "pandas", "polars", "pylist"]
 FORMS = ("arrow", "pandas", "polars", "pylist")
-VALUE_SUFFIX = "__value"
-"""What is put behind a name that is taken: of a value's column that is called as one of the key's."""
 
 
 def check_form(as_: str) -> None:
-    """Raise ``RequestError`` for a form that is none."""
+    """Raise ``RequestError`` for an unknown form."""
     if as_ not in FORMS:
         raise RequestError(f"as_={as_!r} is no form of a table; there are {', '.join(map(repr, FORMS))}.")
 
 
 def formed(table: pa.Table, as_: str) -> Any:
-    """A table in the form asked for. Raises ``RequestError`` if there is no such form, or Polars is not installed."""
+    """Return a table in the form asked for. Raises ``RequestError`` for an unknown form, or if Polars is not
+    installed.
+    """
     check_form(as_)
     if as_ == "pandas":
         return table.to_pandas()
@@ -35,7 +35,7 @@ def formed(table: pa.Table, as_: str) -> Any:
 
 
 def to_polars(table: pa.Table) -> Any:
-    """A Polars frame. Raises ``RequestError`` if Polars is not installed."""
+    """Return a Polars frame. Raises ``RequestError`` if Polars is not installed."""
     try:
         import polars
     except ImportError as error:
@@ -43,30 +43,18 @@ def to_polars(table: pa.Table) -> Any:
     return polars.from_arrow(table)
 
 
-def distinct(fields: Sequence[pa.Field]) -> list[pa.Field]:
-    """The fields under names of their own, upper and lower case being equal, as ``state_rows.distinct`` names a scan's."""
-    own = {field.name.casefold() for field in fields}
-    taken: set[str] = set()
-    named = []
-    for field in fields:
-        name = field.name
-        while name.casefold() in taken or (name != field.name and name.casefold() in own):
-            name += VALUE_SUFFIX
-        taken.add(name.casefold())
-        named.append(field.with_name(name))
-    return named
-
-
 @dataclass(frozen=True)
 class KeyedResults:
-    """Rows of several keys: the position of each row's key, the columns that tell the rows of one key apart, the values."""
+    """Rows of several keys: the position of each row's key, the columns that tell the rows of one key apart, and the
+    values.
+    """
 
     position: pa.Array
     inner: Mapping[str, pa.Array]
     value: Mapping[str, pa.Array]
 
     def ordered(self, *, by_window: bool) -> KeyedResults:
-        """By key; within one by the start of the window that ``inner`` has, or as they are."""
+        """Return the rows ordered by key; within a key by the start of the window in ``inner``, or as they are."""
         keys = {"position": self.position}
         if by_window:
             (window,) = self.inner.values()
@@ -78,7 +66,7 @@ class KeyedResults:
         return KeyedResults(self.position.take(order), inner, value)
 
     def of_each(self, n: int) -> Iterator[KeyedResults]:
-        """The rows of each of ``n`` keys."""
+        """Yield the rows of each of ``n`` keys."""
         rows = self.ordered(by_window=False)
         bounds = np.searchsorted(np.asarray(rows.position), np.arange(n + 1)).tolist()
         for begin, end in itertools.pairwise(bounds):
@@ -87,15 +75,17 @@ class KeyedResults:
             yield KeyedResults(rows.position.slice(begin, end - begin), inner, value)
 
     def lists(self, n: int) -> pa.Array:
-        """The rows of each of ``n`` keys as a list, of structs or if they have one column of its values; null without rows."""
+        """Return the rows of each of ``n`` keys as a list: of structs, or of values if there is one column. Null
+        without rows.
+        """
         return pa.ListArray.from_arrays(self._offsets(n), _elements({**self.inner, **self.value}))
 
     def maps(self, n: int) -> pa.Array:
-        """The rows of each of ``n`` keys as a map of ``inner`` to ``value``; null without rows."""
+        """Return the rows of each of ``n`` keys as a map of ``inner`` to ``value``; null without rows."""
         return pa.MapArray.from_arrays(self._offsets(n), _elements(self.inner), _elements(self.value))
 
     def _offsets(self, n: int) -> pa.Array:
-        """Where each key's rows begin."""
+        """Return where the rows of each key begin."""
         counts = np.bincount(np.asarray(self.position), minlength=n)
         offsets = np.zeros(n + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
@@ -109,7 +99,9 @@ def _elements(columns: Mapping[str, pa.Array]) -> pa.Array:
 
 
 def plain_values(columns: Mapping[str, pa.Array], *, hashable: bool = False) -> list[Any]:
-    """Rows as Python values: of one column its values, of several dicts, or if they must be ``hashable`` tuples."""
+    """Return rows as Python values: the values of one column; dicts of several columns, or tuples if they must be
+    ``hashable``.
+    """
     values: list[list[Any]] = [column.to_pylist() for column in columns.values()]
     if hashable:
         rows = [tuple(map(_hashable, row)) for row in zip(*values, strict=True)]
@@ -126,7 +118,9 @@ def _hashable(value: Any) -> Any:
 
 
 def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """One array of a table's column. Raises ``RequestLimitError`` if it has more than an Arrow array can."""
+    """Return a table's column as one array. Raises ``RequestLimitError`` if it has more bytes than an Arrow array
+    can.
+    """
     if isinstance(column, pa.Array):
         return column
     if column.num_chunks == 1:

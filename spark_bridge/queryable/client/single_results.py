@@ -1,4 +1,4 @@
-"""The results of one aggregate's state: what ``aggregation.results`` does for columns, for single lookups."""
+"""The results of one aggregate's state for single lookups: what ``results`` of the aggregates does for columns."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ Result: TypeAlias = Callable[[Row], Any]
 
 AS_STORED = ("count", "count_if", "sum", "min", "max", "first", "last")
 """The functions whose result is the first column of their state."""
-MOMENTS = ("var_pop", "var_samp", "stddev_pop", "stddev_samp")
+MOMENT_FUNCTIONS = ("var_pop", "var_samp", "stddev_pop", "stddev_samp")
 EXACT_IN_DOUBLE = 1 << 53
 
 
 class _Unsure(Exception):
-    """The state is left to the columns."""
+    """The result is left to the columns."""
 
 
 class SingleResults:
-    """AdmissionLimiter single states of one schema into results, exactly as the columns would."""
+    """Turns single states of one schema into results, exactly as the columns would."""
 
     def __init__(self, outputs: Mapping[str, Result]) -> None:
         self._outputs = list(outputs.items())
 
     @classmethod
     def of(cls, state: pa.Schema) -> SingleResults | None:
-        """For the state's columns; None if they have other functions than counts, sums, means, extremes, first, last, moments."""
+        """Return the results for state columns; None for functions other than counts, sums, means, extremes, first,
+        last, moments.
+        """
         outputs: dict[str, Result] = {}
         for name, function, parts in outputs_of(state):
             result = _result_of(function, [part.name for part in parts])
@@ -43,7 +45,7 @@ class SingleResults:
         return cls(outputs)
 
     def of_row(self, row: Row) -> dict[str, Any] | None:
-        """The output columns of a row of state columns. None leaves it to the columns."""
+        """Return the output columns of a row of state columns; None leaves the row to the columns."""
         try:
             return {name: result(row) for name, result in self._outputs}
         except _Unsure:
@@ -56,7 +58,7 @@ def _result_of(function: str, columns: list[str]) -> Result | None:
         return itemgetter(columns[0])
     if name == "mean" and not arguments:
         return _mean(*columns)
-    if name in MOMENTS:
+    if name in MOMENT_FUNCTIONS:
         return _moment(name, *columns)
     return None
 

@@ -1,4 +1,4 @@
-"""What a scan is asked for, and its rows as they come to a client."""
+"""``StateScan``: the rows of a scan, as they come to a client."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from spark_bridge.queryable.protocol.state_reads import StateAnswer
 class StateScan:
     """The rows of a state variable at one version, batch by batch as they come from the hosts.
 
-    Iterate over it for ``pyarrow.RecordBatch``es, or take all that is left at once; once only. Memory stays flat while batches are
-    used one after the other. Whoever stops early should ``close`` it, or use it in a ``with``: the hosts then stop too.
+    Iterate over it for ``pyarrow.RecordBatch``es, or take all rows that are left at once; once only. Memory stays flat
+    while batches are used one after the other. A caller that stops early should ``close`` the scan, or use it in a
+    ``with``, so that the hosts stop too.
 
-        with client.scan("user_totals", prefix=("de",), columns=["user", "n"]) as rows:
-            for batch in rows:
-                ...
-        frame = client.scan("user_totals", where=[("n", ">", 10)]).to_polars()
+            with client.scan("user_totals", prefix=("de",), columns=["user", "n"]) as rows:
+                for batch in rows:
+                    ...
+            frame = client.scan("user_totals", where=[("n", ">", 10)]).to_polars()
     """
 
     def __init__(self, answer: StateAnswer, limit: int | None, columns: Sequence[int] | None = None) -> None:
@@ -30,7 +31,7 @@ class StateScan:
 
     @property
     def version(self) -> int:
-        """The version that all rows are of."""
+        """The version of all rows."""
         return self._answer.version
 
     @property
@@ -61,28 +62,28 @@ class StateScan:
         return next(self._rows)
 
     def to_arrow(self) -> pa.Table:
-        """All rows that are left."""
+        """Return all rows that are left."""
         return pa.Table.from_batches(list(self._rows), self.schema)
 
     def to_reader(self) -> pa.RecordBatchReader:
-        """All rows that are left as an Arrow stream, for whatever reads these."""
+        """Return all rows that are left as an Arrow stream."""
         return pa.RecordBatchReader.from_batches(self.schema, self._rows)
 
     def to_pandas(self) -> Any:
-        """All rows that are left as a pandas frame."""
+        """Return all rows that are left as a pandas frame."""
         return self.to_arrow().to_pandas()
 
     def to_polars(self) -> Any:
-        """All rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
+        """Return all rows that are left as a Polars frame. Raises ``RequestError`` if Polars is not installed."""
         return to_polars(self.to_arrow())
 
     def to_pylist(self) -> list[dict[str, Any]]:
-        """All rows that are left as dicts."""
+        """Return all rows that are left as dicts."""
         rows: list[dict[str, Any]] = self.to_arrow().to_pylist()
         return rows
 
     def close(self) -> None:
-        """End it; the hosts stop. Nothing happens if it has ended."""
+        """End the scan, so that the hosts stop. Nothing happens if it has ended."""
         self._rows.close()
         self._answer.close()
 

@@ -1,4 +1,4 @@
-"""What a client makes of an operator's state variable: which column family has it, and its values and rows as users see them."""
+"""State variables as a client reads them: which column family has one, and how its values and rows look to users."""
 
 from __future__ import annotations
 
@@ -19,26 +19,47 @@ from backends.ids import DEFAULT_FAMILY
 from spark_bridge.aggregates.aggregator import result_fields, results
 from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.key_codec import KeyCodec, names_in_order
-from spark_bridge.queryable.client.results import KeyedResults, distinct, plain_values, whole
+from spark_bridge.queryable.client.results import KeyedResults, plain_values, whole
 from spark_bridge.queryable.client.single_results import SingleResults
-from spark_bridge.state_format.families import ENDS_FAMILY
-from spark_bridge.state_format.layouts import LIST, MAP, PRESENT, ROWS, SESSIONS, TIMERS, TTL_COLUMN, VALUE, WINDOWS
+from spark_bridge.state_format.families import ENDS_FAMILY, TIMERS_BY_KEY
+from spark_bridge.state_format.layouts import (
+    END,
+    ENTRY_KEY,
+    ENTRY_VALUE,
+    LIST,
+    MAP,
+    MAP_ENTRIES,
+    PRESENT,
+    ROWS,
+    SESSIONS,
+    START,
+    TAIL,
+    TIMERS,
+    TTL_COLUMN,
+    VALUE,
+    WINDOWS,
+)
+from spark_bridge.state_format.user_columns import (
+    EXPIRATION,
+    LIST_VALUE,
+    MAP_VALUE,
+    SESSION_WINDOW,
+    with_distinct_names,
+)
 from spark_bridge.state_format.windowed_keys import window_of
-
-EXPIRATION = "expiration_timestamp_ms"
-SESSION_WINDOW = "session_window"
 
 ONE_ROW = (VALUE, ROWS, WINDOWS)
 """The kinds that have one stored value per key, which a client decodes itself."""
-ALL_ROWS = {LIST: "list_value", MAP: "map_value", TIMERS: "timers", SESSIONS: "sessions", WINDOWS: "windows"}
-"""The kinds that have several rows per key, and the column that these are in."""
+ALL_ROWS = {LIST: LIST_VALUE, MAP: MAP_VALUE, TIMERS: TIMERS, SESSIONS: SESSIONS, WINDOWS: WINDOWS}
+"""The kinds that have several rows per key, and the column of ``get_many`` that has all rows of a key."""
 
 
 @dataclass(frozen=True)
 class StateView:
-    """One state variable of one operator. ``kind`` is that of the variable, or "windows" or "sessions" for an aggregate by these.
+    """One state variable of one operator. ``kind`` is that of the variable, or ``WINDOWS`` or ``SESSIONS`` for an
+    aggregate by these.
 
-    Make one with ``state_view``. A key is encoded by ``codec`` (of windows: with the window).
+    Make one with ``state_view``. ``codec`` encodes a key (of windows: with the window).
     """
 
     operator: str
@@ -49,7 +70,7 @@ class StateView:
     @cached_property
     def family(self) -> str:
         """The column family of single values."""
-        return DEFAULT_FAMILY if self.variable.kind == "rows" else self.variable.family(self.variable.name)
+        return DEFAULT_FAMILY if self.variable.kind == ROWS else self.variable.family(self.variable.name)
 
     @cached_property
     def schema(self) -> StateSchema:
@@ -58,13 +79,15 @@ class StateView:
 
     @cached_property
     def window(self) -> str | None:
-        """The key column that is the window, if the kind is "windows"."""
+        """The key column that is the window, if the kind is ``WINDOWS``."""
         at = window_of(self.variable)
         return None if at is None else str(self.codec.stored.names[at])
 
     @cached_property
     def without_window(self) -> KeyCodec:
-        """The keys by which all windows are found; the same as ``codec`` where there are none."""
+        """The codec of keys without the window, by which all windows are found; the same as ``codec`` where there are
+        no windows.
+        """
         if self.window is None:
             return self.codec
         at = self.codec.stored.get_field_index(self.window)
@@ -75,17 +98,17 @@ class StateView:
 
     @cached_property
     def is_aggregate(self) -> bool:
-        """Whether what is stored is the state of aggregate functions, which has results."""
-        if self.variable.kind != "rows":
+        """Whether the stored value is the state of aggregate functions, which has results."""
+        if self.variable.kind != ROWS:
             return False
         try:
             return bool(result_fields(self.schema.value))
-        except ValueError:  # other names than those that outputs are kept under
+        except ValueError:  # other names than the state columns of outputs have
             return False
 
     @cached_property
     def value_fields(self) -> list[pa.Field]:
-        """The columns of a value, of the kinds that have one row per key."""
+        """The columns of a value, for the kinds that have one row per key."""
         fields = result_fields(self.schema.value) if self.is_aggregate else list(self.schema.value)
         return [pa.field(f.name, nullable(f.type)) for f in fields if f.name != TTL_COLUMN]
 
@@ -94,7 +117,7 @@ class StateView:
         return TTL_COLUMN in self.schema.value.names
 
     def value_columns(self, values: pa.BinaryArray) -> list[pa.Array]:
-        """The columns of ``value_fields`` of stored values; nulls where there is none, or it has expired."""
+        """Return the columns of ``value_fields`` of stored values; null where there is no value, or it has expired."""
         states = self.schema.decode_values(values)
         if self._has_ttl:
             expired = pc.less_equal(states.column(states.schema.get_field_index(TTL_COLUMN)), now_ms())
@@ -111,7 +134,9 @@ class StateView:
 
     @cached_property
     def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
-        """The columns of one stored value, in a few microseconds where they are plain ones; None if it has expired."""
+        """The function that returns the columns of one stored value, in a few microseconds for plain columns; None if
+        it has expired.
+        """
         by_columns = self._one_by_columns
         decoder = ValueDecoder.of(self.schema.value, self.schema.history)
         single = SingleResults.of(self.schema.value) if self.is_aggregate else None
@@ -140,7 +165,7 @@ class StateView:
         return {f.name: c[0].as_py() for f, c in zip(self.value_fields, self.value_columns(one), strict=True)}
 
     def table(self, keys: pa.RecordBatch, values: pa.BinaryArray) -> pa.Table:
-        """A row per key: the columns of the key, then those of its value."""
+        """Return a row per key: the columns of the key, then those of its value."""
         known_keys, schema = self._table_schema
         if keys.schema != known_keys:
             schema = self._schema_behind(keys.schema)
@@ -153,42 +178,44 @@ class StateView:
         return keys, self._schema_behind(keys)
 
     def _schema_behind(self, keys: pa.Schema) -> pa.Schema:
-        return pa.schema(distinct([*keys, *self.value_fields]))
+        return with_distinct_names([*keys, *self.value_fields])
 
     # -- rows ----------------------------------------------------------------------------------
 
     @cached_property
     def row_fields(self) -> tuple[list[pa.Field], list[pa.Field]]:
-        """The columns of a row behind those of the key: what tells the rows of one key apart, and its value."""
+        """The columns of a row after those of the key: the columns that tell the rows of one key apart, and the
+        value.
+        """
         inner: list[pa.Field] = []
         if self.kind == TIMERS:
             return [pa.field(EXPIRATION, pa.int64())], []
         if self.kind == SESSIONS:
             session = self.schema.value.field(SESSIONS).type.value_type
-            bounds = [session.field(name) for name in ("start", "end")]
-            state = pa.schema([f for f in session if f.name not in ("start", "end")])
+            bounds = [session.field(name) for name in (START, END)]
+            state = pa.schema([f for f in session if f.name not in (START, END)])
             return [pa.field(SESSION_WINDOW, pa.struct(bounds))], result_fields(state)
         if self.kind == LIST:
-            value = list(self.schema.value.field("tail").type.value_type)
+            value = list(self.schema.value.field(TAIL).type.value_type)
         elif self.kind == MAP:
-            entry = self.schema.value.field("entries").type.value_type
-            inner = list(entry.field("key").type)
-            value = list(entry.field("value").type)
+            entry = self.schema.value.field(MAP_ENTRIES).type.value_type
+            inner = list(entry.field(ENTRY_KEY).type)
+            value = list(entry.field(ENTRY_VALUE).type)
         else:
             value = [] if self.schema.value.names == PRESENT.names and not self.is_aggregate else self.value_fields
         return inner, [f for f in value if f.name != TTL_COLUMN]
 
     @cached_property
     def row_columns(self) -> tuple[list[str], list[str]]:
-        """The names of ``row_fields``. A host may give them others, so that no two columns of a table have the same."""
+        """The names of ``row_fields``. A host may rename them, so that no two columns of a table have the same name."""
         inner, value = self.row_fields
         return [f.name for f in inner], [f.name for f in value]
 
     @cached_property
     def scan_fields(self) -> list[pa.Field]:
-        """The columns of a scan, but for key group and partition."""
+        """The columns of a scan, without key group and partition."""
         inner, value = self.row_fields
-        return distinct([*self.codec.schema, *inner, *value])
+        return list(with_distinct_names([*self.codec.schema, *inner, *value]))
 
     @property
     def scan_columns(self) -> list[str]:
@@ -201,7 +228,9 @@ class StateView:
         return {f.name: f.type for f in self.scan_fields}
 
     def rows_of(self, answer: pa.Table) -> KeyedResults:
-        """The rows of keys that a host has given: ``position``, the columns of the key, those of the rows, and others behind them."""
+        """Return the rows of keys in a host's answer: ``position``, the columns of the key, those of the rows, and
+        further ones.
+        """
         inner, value = self.row_columns
         columns = answer.columns
         at = 1 + len(self.codec.by)
@@ -217,7 +246,9 @@ class StateView:
         )
 
     def one_answer(self, rows: KeyedResults) -> Any:
-        """What ``get`` returns for the rows of one key: a list, or for a map a dict; None if there are no rows."""
+        """Return what ``get`` returns for the rows of one key: a list, or for a map a dict; None if there are no
+        rows.
+        """
         if not len(rows.position):
             return None
         if self.kind == MAP:
@@ -226,31 +257,31 @@ class StateView:
         return plain_values({**in_order.inner, **in_order.value})
 
     def listed(self, rows: KeyedResults, n: int) -> pa.Array:
-        """All rows of each of ``n`` keys in a list, or a map, which is null where it has none."""
+        """Return all rows of each of ``n`` keys in a list, or a map; null for a key without rows."""
         in_order = rows.ordered(by_window=self.kind in (WINDOWS, SESSIONS))
         return in_order.maps(n) if self.kind == MAP else in_order.lists(n)
 
     def listed_table(self, keys: pa.RecordBatch, listed: pa.Array) -> pa.Table:
-        """A row per key: the columns of the key, and all that ``listed`` has of it."""
-        fields = distinct([*keys.schema, pa.field(ALL_ROWS[self.kind], listed.type)])
-        return pa.Table.from_arrays([*keys.columns, listed], schema=pa.schema(fields))
+        """Return a row per key: the columns of the key, and all that ``listed`` has of it."""
+        schema = with_distinct_names([*keys.schema, pa.field(ALL_ROWS[self.kind], listed.type)])
+        return pa.Table.from_arrays([*keys.columns, listed], schema=schema)
 
 
 def _alive(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The columns of a row without the time when it expires; None if it has."""
+    """Return the columns of a row without the time when it expires; None if it has expired."""
     expiry = row.pop(TTL_COLUMN)
     return None if expiry is not None and expiry <= now_ms() else row
 
 
 def now_ms() -> int:
-    """The time by which rows have expired, as hosts take it."""
+    """Return the time by which rows have expired, in ms since 1970, as hosts take it."""
     return int(time.time() * 1000)
 
 
 def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: str | None) -> StateView:
-    """The state variable that is asked for; ``state`` None: the only one, timers apart.
+    """Return the state variable that is asked for. ``state`` None means the only one, apart from timers.
 
-    Raises ``UnknownKvStateIdError`` naming those that there are.
+    Raises ``UnknownKvStateIdError`` naming the state variables that there are.
     """
     known = [v for v in schema.variables if not v.deleted]
     if state is None:
@@ -268,12 +299,12 @@ def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: st
 
 
 def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
-    """The columns of the key as they are stored, and the kind."""
-    if variable.kind == "rows":
+    """Return the columns of the key as they are stored, and the kind."""
+    if variable.kind == ROWS:
         stored = variable.families[DEFAULT_FAMILY].key
         if ENDS_FAMILY in variable.families:
             return stored, SESSIONS
         return stored, ROWS if window_of(variable) is None else WINDOWS
     if variable.kind == TIMERS:
-        return variable.families[variable.family(f"{TIMERS}.-keys")].key, TIMERS
+        return variable.families[variable.family(TIMERS + TIMERS_BY_KEY)].key, TIMERS
     return variable.families[variable.family(variable.name)].key, variable.kind

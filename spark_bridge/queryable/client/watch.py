@@ -1,4 +1,4 @@
-"""``client.watch``: what each completed checkpoint changes, as it completes. The change feed, live."""
+"""``client.watch``: what each completed checkpoint changes, as it completes (a change feed)."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from spark_bridge.exceptions import ConnectionClosedError, RequestLimitError, St
 from spark_bridge.queryable.client.cluster_access import ClusterAccess
 from spark_bridge.queryable.client.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
-from spark_bridge.queryable.protocol.messages import Await, Batch, Changes, Counted
+from spark_bridge.queryable.protocol.messages import AwaitRequest, ChangesRequest, CountReply, RowsReply
 from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.routing.retries import Attempts
 
 AWAIT_SECONDS = 2.0
 """A host waits so long for the next version before it answers that there is none; ``close`` may take as long."""
 VERSIONS_AT_ONCE = 64
-"""Who is far behind asks for so many versions at a time."""
+"""A watch that is far behind asks for so many versions at a time."""
 LAST_COLUMNS = 2
-"""Key group and partition, which are behind all others."""
+"""Key group and partition, which come after all other columns."""
 
 
 @dataclass(frozen=True)
 class StateChange:
-    """What one version changed of what is watched.
+    """What one version changed of the watched state.
 
-    ``batch`` has a row per key, element, entry, window or timer that changed: ``version``, ``change_type`` ("insert", "update" or
-    "delete"), the columns of the key and of a map's user key, and the structs ``before`` and ``after`` of the values. Keys
-    that were written again as they were are not in it.
+    ``batch`` has a row per key, element, entry, window or timer that changed: ``version``, ``change_type`` ("insert",
+    "update" or "delete"), the columns of the key and of a map's user key, and the structs ``before`` and ``after`` of
+    the values. Keys that were written again with the same value are not in it.
     """
 
     version: int
@@ -42,19 +42,22 @@ class StateChange:
 
 
 class StateWatch:
-    """The changes of an operator's state, version by version: in order, none skipped and none twice. Iterate over it.
+    """The changes of an operator's state, version by version: in order, no version skipped and none twice. Iterate over
+    it.
 
         with client.watch("user_totals", keys=[42, 43]) as changes:
             for change in changes:
                 print(change.version, change.batch.to_pylist())
 
-    It begins behind ``from_version``, by default at the version that is completed now, and waits for the next one without end. Versions that
-    changed nothing of what is watched are left out. To go on later, or after an error, make another one with the ``version`` of
-    the last change (or ``position``, which counts versions that changed nothing too) as ``from_version``.
+    It begins after ``from_version``, by default at the version that is completed now, and waits for the next version
+    without end. Versions that changed nothing of the watched state are left out. To go on later, or after an error,
+    make another watch with the ``version`` of the last change as ``from_version`` (or with ``position``, which also
+    counts versions that changed nothing).
 
-    It outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``; else it raises
-    ``QueryTimeoutError``, or ``QueryEndedError`` if the query has not. It raises ``StateVersionError`` if versions to be read next are no longer retained, or if the query went back to an
-    older version than it has given already: what it gave of later ones no longer holds. For one thread at a time; ``close`` is for any.
+    A watch outlives hosts, coordinator and restarts of the query, if they come back within the ``timeout``. Else it
+    raises ``QueryTimeoutError``, or ``QueryEndedError`` if the query has not come back. It raises ``StateVersionError``
+    if the next versions are no longer retained, or if the query went back to an older version than the watch has given:
+    what it gave of later versions no longer holds. For one thread at a time; ``close`` is for any thread.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class StateWatch:
 
     @property
     def position(self) -> int | None:
-        """The last version that was looked at; None before the first look, if no ``from_version`` was given."""
+        """The last version that was read; None before the first one, if no ``from_version`` was given."""
         return self._position
 
     def __iter__(self) -> Iterator[StateChange]:
@@ -90,7 +93,7 @@ class StateWatch:
         return next(self._changes)
 
     def close(self) -> None:
-        """End it. Who waits in another thread is told within a moment (``AWAIT_SECONDS``)."""
+        """End the watch. A thread that waits is told within ``AWAIT_SECONDS``."""
         self._closed.set()
 
     def __enter__(self) -> StateWatch:
@@ -113,8 +116,8 @@ class StateWatch:
             except RequestLimitError:
                 if self._position == begun:
                     raise
-                attempts = self._attempts()  # whoever took the changes took long: the rest is another answer
-            except Exception as error:  # noqa: BLE001 - delay raises what no attempt can help
+                attempts = self._attempts()  # the caller took long over the changes: the rest is another answer
+            except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
                 if self._position != begun:
                     attempts = self._attempts()
                 delay = attempts.delay(error)
@@ -124,7 +127,9 @@ class StateWatch:
                 attempts = self._attempts()
 
     def _next_changes(self, deadline: float) -> Iterator[StateChange]:
-        """What has completed since the position, for which it waits a while; the position goes on with what is given."""
+        """Yield what has completed since the position; wait for that a while. The position moves on with the changes
+        that are given.
+        """
         known = self._access.known(self._ref, deadline)
         position = self._begin(known, deadline)
         completed = self._completed(known, position, min(AWAIT_SECONDS, self._timeout / 2), deadline)
@@ -139,7 +144,7 @@ class StateWatch:
             position = until
 
     def _begin(self, known: KnownOperator, deadline: float) -> int:
-        """The position, which is found out at the beginning and proved when the query has been restarted."""
+        """Return the position: it is set at the beginning, and proved when the query has been restarted."""
         location = known.location
         if self._position is None:
             self._position = max(location.completed_version, self._completed(known, 0, 0.0, deadline))
@@ -153,48 +158,55 @@ class StateWatch:
         """Raise ``StateVersionError`` if a run begins before the position."""
         location = known.location
         is_first = self._run_id is None
-        # A location may be a little old; but a new run is located at the version that it begins with, or later.
+        # A location may be a little old, but a new run is located at the version with which it begins, or later.
         completed = self._completed(known, max(0, position - 1), AWAIT_SECONDS if is_first else 0.0, deadline)
         if completed >= position:
             return
         operator, _ = self._ref
-        of = f"operator {operator!r} (query {location.query_name or 'unnamed'}, {location.query_id}, run {location.run_id})"
+        query = f"{location.query_name or 'unnamed'}, {location.query_id}, run {location.run_id}"
+        of = f"operator {operator!r} (query {query})"
         if is_first:
             raise StateVersionError(
-                f"from_version={position} of {of} is not completed: the last completed version is {completed}. Has the query gone "
+                f"from_version={position} of {of} is not completed: the last completed version is {completed}. Has "
+                "the query gone "
                 "back? Read its state anew and watch from there."
             )
         raise StateVersionError(
-            f"The query was rolled back: {of} went on from version {completed}, but changes up to version {position} have been given "
+            f"The query was rolled back: {of} went on from version {completed}, but changes up to version {position} "
+            "have been given "
             "already, which no longer hold. Read the state anew and watch from there."
         )
 
-    # -- how it is asked -----------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------
 
     def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
-        """The completed version as soon as it is behind ``after``, or the one there is after some seconds."""
-        reply = self._access.ask_host(Await(known.location.run_id, after, seconds), deadline)
-        if not isinstance(reply, Counted):
+        """Return the completed version as soon as it is after ``after``, or the completed version that there is after
+        ``seconds``.
+        """
+        reply = self._access.ask_host(AwaitRequest(known.location.run_id, after, seconds), deadline)
+        if not isinstance(reply, CountReply):
             raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")
         return reply.count
 
     def _changes_until(self, known: KnownOperator, after: int, until: int, deadline: float) -> Iterator[StateChange]:
-        """The changes of each of some versions, once all that one version changed is there."""
+        """Yield the changes of each version up to ``until``, each once all changes of the version are there."""
         location = known.location
         view = known.view(self._state)
         body = b""
         if self._keys is not None:
             codec = view.without_window
             body = pack_bytes(codec.encode(codec.columns(self._keys)).unique())
-        # A run that begins below the position may be past it by now: the host knows whose version it is.
+        # A run that begins below the position may be past it by now: the host knows which run has made the version.
         previous_run = self._given_by if self._given_by != location.run_id else ""
-        request = Changes(location.run_id, location.operator.name, after, until, view.variable.name, previous_run)
+        request = ChangesRequest(
+            location.run_id, location.operator.name, after, until, view.variable.name, previous_run
+        )
         decoder = RowBatchDecoder()
         version, parts = after, list[pa.RecordBatch]()
         stream = self._access.stream(request, body, deadline)
         try:
             for reply, content in stream:
-                rows = decoder.decode(content) if isinstance(reply, Batch) else None
+                rows = decoder.decode(content) if isinstance(reply, RowsReply) else None
                 for part in () if rows is None else _by_version(rows):
                     found = part.column(0)[0].as_py()
                     if found != version and parts:
@@ -209,7 +221,7 @@ class StateWatch:
 
 
 def _by_version(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """The rows of each version, by the first column."""
+    """Yield the rows of each version, by the first column."""
     versions = np.asarray(rows.column(0))
     bounds = [0, *(1 + np.flatnonzero(versions[1:] != versions[:-1])).tolist(), len(versions)]
     for begin, end in itertools.pairwise(bounds):
@@ -218,7 +230,7 @@ def _by_version(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def _one(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of all parts, without key group and partition."""
+    """Return the rows of all parts as one batch, without key group and partition."""
     wanted = list(range(parts[0].num_columns - LAST_COLUMNS))
     if len(parts) == 1:
         return parts[0].select(wanted)

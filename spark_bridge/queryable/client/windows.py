@@ -1,4 +1,4 @@
-"""Windows as users name them: in the key, beside it as ``window=``, by start and end or by the start alone."""
+"""Windows as users name them: in the key, or beside it as ``window=``, by start and end or by the start alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class KeysWithWindows:
-    """Makes whole keys of an aggregate by windows. ``length`` says how long these are, in microseconds; None if there are none."""
+    """Makes whole keys of an aggregate by windows. ``length`` returns the length of the windows in us; None if there
+    are none.
+    """
 
     view: StateView
     length: Callable[[], int | None]
@@ -32,7 +34,7 @@ class KeysWithWindows:
         return name
 
     def columns(self, keys: Any, window: Any) -> pa.RecordBatch:
-        """Keys with their windows, in the order of ``by``; without ``window`` the keys have them.
+        """Return keys with their windows, in the order of ``by``. Without ``window`` the keys have the window in them.
 
         Raises ``RequestError`` and ``UnknownKeyOrNamespaceError``.
         """
@@ -43,7 +45,8 @@ class KeysWithWindows:
             return codec.columns(keys)
         if not others.by:
             raise RequestError(
-                f"The window is all of the key of operator {self.view.operator!r}; give it as key, and no window= besides."
+                f"The window is all of the key of operator {self.view.operator!r}; give it as key, and no window= "
+                "besides."
             )
         columns = others.columns(keys)
         if isinstance(window, list):
@@ -58,7 +61,7 @@ class KeysWithWindows:
         return codec.columns(pa.RecordBatch.from_arrays([named[n] for n in codec.by], names=list(codec.by)))
 
     def _only_column(self, key: Any) -> Any:
-        """The window of a key that is nothing else."""
+        """Return the window of a key that has no other column."""
         if isinstance(key, tuple) and len(key) == 1:
             return key[0]
         return key[self._window] if isinstance(key, dict) and list(key) == [self._window] else key
@@ -69,7 +72,7 @@ class KeysWithWindows:
         return only.columns([self._bounds(window) for window in windows]).column(0)
 
     def _bounds(self, window: Any) -> Any:
-        """Start and end of a window."""
+        """Return start and end of a window."""
         if not isinstance(window, dt.datetime):
             start, end = start_and_end(window)
             return {"start": start, "end": end}
@@ -78,14 +81,17 @@ class KeysWithWindows:
 
 
 def length_of(operator: str, windows: pa.StructArray) -> int | None:
-    """The length of windows in microseconds; None if there are none. Raises ``RequestError`` if they have several."""
+    """Return the length of windows in us; None if there are none. Raises ``RequestError`` if they have several
+    lengths.
+    """
     if not len(windows):
         return None
     start, end = (np.asarray(column.cast(pa.int64())) for column in windows.flatten())
     lengths = np.unique(end - start)
     if len(lengths) > 1:
         raise RequestError(
-            f"The windows of operator {operator!r} are of different lengths; give window=(start, end), not the start alone."
+            f"The windows of operator {operator!r} are of different lengths; give window=(start, end), not the start "
+            "alone."
         )
     return int(lengths[0])
 
@@ -99,7 +105,7 @@ def check_window(view: StateView, window: Any) -> None:
 
 
 def has_window(view: StateView, key: Any) -> bool:
-    """Whether a key of an aggregate by windows has the window in it."""
+    """Return whether a key of an aggregate by windows has the window in it."""
     by = view.codec.by
     if len(by) == 1:
         return True
@@ -109,7 +115,7 @@ def has_window(view: StateView, key: Any) -> bool:
 
 
 def have_windows(view: StateView, keys: Any) -> bool:
-    """Whether keys of an aggregate by windows have the window in them."""
+    """Return whether keys of an aggregate by windows have the window in them."""
     if len(view.codec.by) == 1:
         return True
     names = _names_of(keys)
@@ -123,7 +129,7 @@ def have_windows(view: StateView, keys: Any) -> bool:
 
 
 def _names_of(keys: Any) -> list[str] | None:
-    """The names of the columns of keys, if they have several."""
+    """Return the names of the columns of keys, if they have several columns."""
     if isinstance(keys, pa.RecordBatch | pa.Table):
         return list(keys.schema.names)
     if isinstance(keys, dict):
@@ -140,7 +146,7 @@ def _names_of(keys: Any) -> list[str] | None:
 
 
 def session_at(sessions: list[dict[str, Any]], column: str, window: Any) -> dict[str, Any] | None:
-    """The one of a key's sessions that begins then (and ends then), without its window; None if there is none."""
+    """Return a key's session with a start (and an end), without its window; None if there is none."""
     start, end = (window, None) if isinstance(window, dt.datetime) else start_and_end(window)
     for session in sessions:
         bounds = session[column]
@@ -150,7 +156,7 @@ def session_at(sessions: list[dict[str, Any]], column: str, window: Any) -> dict
 
 
 def start_and_end(window: Any) -> tuple[Any, Any]:
-    """Both ends of a window that is given as a pair or a dict. Raises ``UnknownKeyOrNamespaceError``."""
+    """Return both ends of a window that is given as a pair or a dict. Raises ``UnknownKeyOrNamespaceError``."""
     if isinstance(window, dict) and set(window) == {"start", "end"}:
         return window["start"], window["end"]
     if isinstance(window, tuple | list) and len(window) == 2:
@@ -159,7 +165,7 @@ def start_and_end(window: Any) -> tuple[Any, Any]:
 
 
 def _is_time(one: dt.datetime, other: Any) -> bool:
-    """Whether two times are the same; those without a zone are UTC."""
+    """Return whether two times are the same; times without a zone are UTC."""
     return isinstance(other, dt.datetime) and _in_utc(one) == _in_utc(other)
 
 

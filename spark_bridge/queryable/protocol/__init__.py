@@ -1,1 +1,3 @@
-"""The wire protocol of queries: messages, frames, the client's connections, and the reads that a server answers from."""
+"""The wire protocol of queries: messages, frames, connections of clients, and the reads that a server answers
+from.
+"""

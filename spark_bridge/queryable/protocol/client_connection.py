@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from spark_bridge.exceptions import ConnectionClosedError, HostUnavailableError, QueryableStateError
 from spark_bridge.queryable.protocol.messages import (
+    FRAME_PREFIX,
     MAX_HEADER_BYTES,
-    PREFIX,
     PROTOCOL,
     Failure,
     Hello,
@@ -48,7 +48,9 @@ _OPTIONS = {
 
 
 class ClosedByPeerError(ConnectionClosedError):
-    """The host closed the connection before it answered: the connection was idle for long, or the host was restarted."""
+    """The host closed the connection before it answered: the connection was idle for long, or the host was
+    restarted.
+    """
 
 
 class ClientConnection:
@@ -103,22 +105,23 @@ class ClientConnection:
         if not buffered:
             self._start = self._end = 0
             self._arm(deadline)
-        while buffered < PREFIX.size:
+        while buffered < FRAME_PREFIX.size:
             if self._start:
                 self._view[:buffered] = self._view[self._start : self._end]
                 self._start, self._end = 0, buffered
             got = self._receive_into(self._view[buffered:] if buffered else self._buffer, deadline, begun=buffered > 0)
             buffered += got
             self._end += got
-        length, header_length = PREFIX.unpack_from(self._buffer, self._start)
+        length, header_length = FRAME_PREFIX.unpack_from(self._buffer, self._start)
         if header_length > length or header_length > MAX_HEADER_BYTES or length > MAX_REPLY_BYTES:
             self._fail(
                 ConnectionClosedError(
-                    f"{self.address} sent a frame of {length} bytes with a header of {header_length}: is it a query address?"
+                    f"{self.address} sent a frame of {length} bytes with a header of {header_length}: is it a query "
+                    "address?"
                 )
             )
-        total = PREFIX.size + length
-        begin = self._start + PREFIX.size
+        total = FRAME_PREFIX.size + length
+        begin = self._start + FRAME_PREFIX.size
         if total <= buffered:
             content = begin + header_length
             header = bytes(self._view[begin:content])

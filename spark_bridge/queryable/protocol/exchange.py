@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.protocol.client_connection import Body, ClosedByPeerError
 from spark_bridge.queryable.protocol.connection_pool import ConnectionPool
-from spark_bridge.queryable.protocol.messages import Batch, Failure, Reply, Request
+from spark_bridge.queryable.protocol.messages import Failure, Reply, Request, RowsReply
 from spark_bridge.transport.error_codec import rebuilt_error
 
 
@@ -124,7 +124,7 @@ class KvStream(Iterator[tuple[Reply, memoryview]]):
         except BaseException:
             self._is_over = True
             raise
-        if type(reply) is not Batch:
+        if type(reply) is not RowsReply:
             self._is_over = True
             self._exchange.release()
             if isinstance(reply, Failure):

@@ -1,4 +1,4 @@
-"""The decoder of rows that come over the wire (see ``messages.Batch``)."""
+"""The decoder of rows that come over the wire (see ``messages.RowsReply``)."""
 
 from __future__ import annotations
 

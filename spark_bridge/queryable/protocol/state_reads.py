@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from coordinator_actor.messages import OperatorLocation
-from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class StateReads(Protocol):
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """Return where an operator's partitions are. Raises ``QueryEndedError`` if its query has ended."""
 
-    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         """Return the version, and the stored values of stored keys in the order asked; null where a key has no value.
 
         With ``latest`` the version is the lowest one of the partitions asked. That version need not be completed, so it
         is no floor for later reads.
         """
 
-    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         """Return what ``lookup`` returns for one key; the fast path."""
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         """Return the rows of stored grouping keys; the first column, ``position`` (int64), is the index of the row's
         key.
 
@@ -66,13 +66,13 @@ class StateReads(Protocol):
         ``windowed_keys``).
         """
 
-    def scan(self, request: Scan) -> StateAnswer:
+    def scan(self, request: ScanRequest) -> StateAnswer:
         """Return the rows of a state variable, partition after partition in the order of stored keys."""
 
-    def count(self, request: Scan) -> tuple[int, int]:
+    def count(self, request: ScanRequest) -> tuple[int, int]:
         """Return the version, and the number of rows that ``scan`` would give."""
 
-    def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """Return what versions have changed, in the order of versions; a batch belongs to one version."""
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:

@@ -1,1 +1,1 @@
-"""Reads of state on its host, each at one version."""
+"""The answers of a host from its own partitions, each answer at one version."""

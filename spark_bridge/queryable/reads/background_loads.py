@@ -1,7 +1,8 @@
-"""Loads that requests wait for a moment only: they go on without them, and who asks again finds what has been loaded.
+"""Loads that requests wait for briefly: a load goes on without its requests, and later requests find what it has
+loaded.
 
-A request has one of the host's turns as long as it is worked on. If all of them were spent waiting for one partition, nobody would be answered
-from the partitions that are there.
+A request takes room of the host's admission limiters as long as it is worked on. If all room were taken by requests
+that wait for one partition, no request would be answered from the partitions that are loaded.
 """
 
 from __future__ import annotations
@@ -17,25 +18,32 @@ from spark_bridge.exceptions import HostUnavailableError
 T = TypeVar("T")
 
 LOADS_AT_ONCE = 8
-"""So many go on together; others wait for them."""
-MOST_WAITING = 16
-"""So many requests wait at once, a part of the turns there are; others are told at once to ask again."""
+"""Loads that go on together; further loads wait for them."""
+MAX_WAITING_REQUESTS = 16
+"""Requests that wait at once, less than the limiters admit; further requests are refused at once, and are to be
+repeated.
+"""
 
 
 class BackgroundLoads:
-    """Thread-safe. Nobody waits longer than ``wait_seconds``."""
+    """Runs loads in threads of its own. Thread-safe; the lock guards the loads that go on. No request waits longer than
+    ``wait_seconds``.
+    """
 
-    def __init__(self, wait_seconds: float, *, at_once: int = LOADS_AT_ONCE, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self, wait_seconds: float, *, at_once: int = LOADS_AT_ONCE, max_waiting: int = MAX_WAITING_REQUESTS
+    ) -> None:
         self.wait_seconds = wait_seconds
         self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="statestore-read-load")
-        self._waiting = threading.Semaphore(most_waiting)
+        self._waiting = threading.Semaphore(max_waiting)
         self._lock = threading.Lock()
         self._running: dict[Hashable, Future[Any]] = {}
 
     def result(self, key: Hashable, load: Callable[[], T], what: str) -> T:
-        """What ``load`` returns or raises, in another thread: once for all that ask for ``key`` meanwhile.
+        """Return what ``load`` returns, or raise what it raises. ``load`` runs once, in another thread, for all
+        requests for ``key``.
 
-        Raises ``HostUnavailableError``, with ``what`` in its message, if that takes too long; it goes on then.
+        Raises ``HostUnavailableError``, with ``what`` in its message, if the load takes longer; the load goes on then.
         """
         with self.waiting(what):
             with self._lock:
@@ -55,7 +63,7 @@ class BackgroundLoads:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Be one of those who wait. Raises ``HostUnavailableError`` if there are as many as may be."""
+        """Count as a waiting request within a ``with``. Raises ``HostUnavailableError`` if too many requests wait."""
         if not self._waiting.acquire(blocking=False):
             raise self.unavailable(what)
         try:
@@ -64,5 +72,5 @@ class BackgroundLoads:
             self._waiting.release()
 
     def unavailable(self, what: str) -> HostUnavailableError:
-        """The error for who has waited, or cannot."""
+        """Return the error for a request that has waited, or may not wait."""
         return HostUnavailableError(f"{what} is being loaded, which takes longer; ask again in a moment.")

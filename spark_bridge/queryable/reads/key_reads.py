@@ -16,18 +16,19 @@ from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestLimitError
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled, reserve_memory
 from spark_bridge.queryable.reads.answer_version import PartitionView
-from spark_bridge.queryable.reads.operator_plan import OperatorPlan, behind
+from spark_bridge.queryable.reads.operator_plan import OperatorPlan, without_prefix
 from spark_bridge.queryable.reads.row_selection import POSITION
 from spark_bridge.state_format.families import TIMERS_BY_KEY, family_of
+from spark_bridge.state_format.layouts import EXPIRIES, IS_LARGE, LIST, NUM_CHUNKS, TIMERS
 from spark_bridge.state_format.stored_keys import key_groups_of, prefix_range
 from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows
 
 READ_KEYS = 1 << 14
 """Keys that are read at once."""
 READ_BYTES = 64 << 20
-"""Values that are read at once, as far as one can tell by those before."""
+"""Bytes of values that are read at once, estimated from the values read before."""
 FIRST_KEYS = 1 << 10
-"""Keys that are read at first, to see how large values are."""
+"""Keys that are read first, to learn how large values are."""
 DECODED_ROWS = 1 << 14
 """Keys whose rows are decoded at once."""
 LONG_ROWS = 1 << 8
@@ -36,9 +37,10 @@ LONG_ROWS = 1 << 8
 
 @dataclass(frozen=True)
 class FoundPairs:
-    """Stored pairs that were found in one partition, and the positions of the keys that they belong to, ascending.
+    """Stored pairs that were found in one partition, and the positions of their keys, ascending.
 
-    ``more`` has by position the pairs of what is too long to be kept beside its key: chunks of lists, entries of large maps.
+    ``more`` has, by position, the pairs that are too long to be stored beside the key: chunks of lists, entries of
+    large maps.
     """
 
     positions: Positions
@@ -48,10 +50,10 @@ class FoundPairs:
 
 
 def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
-    """The values of stored keys, null where there is none. Sorted keys are fastest."""
+    """Return the values of stored keys, null where there is none. Sorted keys are fastest."""
     if family != DEFAULT_FAMILY and family not in view.state.column_families(view.version, head=view.head):
         return pa.nulls(len(keys), pa.binary())
-    # What is completed is applied when the reads of what was before are done: none may take long.
+    # A completed version is applied when the reads of the version before are done: no single read may take long.
     parts: list[pa.BinaryArray] = []
     at, nbytes, step = 0, 0, FIRST_KEYS
     while at < len(keys) or not parts:
@@ -64,7 +66,7 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
             raise RequestLimitError(
                 f"{step:,} values are more than one answer can have: ask for fewer keys."
             ) from error
-        size = content_bytes(part)  # what is not there costs little, and is soon dropped where windows are tried
+        size = content_bytes(part)  # absent values cost little, and are soon dropped where windows are tried
         reserve_memory(size)
         parts.append(part)
         at, nbytes = at + len(part), nbytes + size
@@ -74,7 +76,7 @@ def values_of(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.Bina
 
 
 def require_bytes(nbytes: int) -> None:
-    """Raises ``RequestLimitError`` for more than one Arrow array can have."""
+    """Raise ``RequestLimitError`` for more bytes than one Arrow array can have."""
     if nbytes > MAX_BYTES:
         raise RequestLimitError(
             f"The answer has {nbytes:,} bytes, more than the {MAX_BYTES:,} that one can have: ask for fewer keys."
@@ -82,7 +84,7 @@ def require_bytes(nbytes: int) -> None:
 
 
 def joined(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
-    """Keys or values one behind the other. Raises ``RequestLimitError`` if they are too many bytes."""
+    """Return keys or values one behind the other. Raises ``RequestLimitError`` if they have too many bytes."""
     try:
         return concatenated(parts)
     except pa.ArrowInvalid:
@@ -91,7 +93,7 @@ def joined(parts: Sequence[pa.BinaryArray]) -> pa.BinaryArray:
 
 
 def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, positions: Positions) -> FoundPairs:
-    """What a partition has of grouping keys, whose positions ascend."""
+    """Return the pairs that a partition has of grouping keys, whose positions ascend."""
     values = _sorted_values(view, keys, _family(rows))
     is_there = pc.is_valid(values)
     keys, values = keys.filter(is_there), values.filter(is_there)
@@ -100,7 +102,7 @@ def find_pairs(view: PartitionView, rows: VariableRows, keys: pa.BinaryArray, po
 
 
 def _family(rows: VariableRows) -> str:
-    return family_of(rows.variable, TIMERS_BY_KEY)[0] if rows.kind == "timers" else rows.main
+    return family_of(rows.variable, TIMERS_BY_KEY)[0] if rows.kind == TIMERS else rows.main
 
 
 def _sorted_values(view: PartitionView, keys: pa.BinaryArray, family: str) -> pa.BinaryArray:
@@ -116,14 +118,14 @@ def _more(
     if rows.second is None or not len(keys):
         return {}
     stored = rows.variable.families[rows.main].decode_values(values)
-    if rows.kind == "list":
-        is_long = np.asarray(stored.column("chunks").fill_null(0)) > 0
+    if rows.kind == LIST:
+        is_long = np.asarray(stored.column(NUM_CHUNKS).fill_null(0)) > 0
     else:
-        is_long = np.asarray(stored.column("large").fill_null(False))
+        is_long = np.asarray(stored.column(IS_LARGE).fill_null(False))
     asked = np.flatnonzero(is_long).tolist()
     if not asked or rows.second not in view.state.column_families(view.version, head=view.head):
         return {}
-    # One by one: a key that is asked for twice is read twice.
+    # An iterator for each position: a key that is asked for twice is read twice.
     return {
         int(positions[i]): view.state.scan(
             view.version, *prefix_range(keys[i].as_py()), column_family=rows.second, head=view.head
@@ -135,7 +137,8 @@ def _more(
 def rows_of_keys(
     plan: OperatorPlan, rows: VariableRows, found: Sequence[FoundPairs], *, by_window: bool
 ) -> Iterator[pa.RecordBatch]:
-    """The columns of ``VariableRows.output`` and the position of each row's key, ascending; within a key as in a scan.
+    """Yield rows in the columns of ``VariableRows.output`` and the position of each row's key, ascending; within a key
+    as in a scan.
 
     ``by_window``: the rows of one key are in several partitions, and come in the order of their windows.
     """
@@ -144,8 +147,8 @@ def rows_of_keys(
     values = joined([f.values for f in found])
     more = {position: pairs for f in found for position, pairs in f.more.items()}
     if by_window:
-        # Without their key groups, keys of one grouping key are in the order of what they are made of.
-        ids = behind(keys)
+        # Without their key groups, the stored keys of one grouping key are in the order of their windows.
+        ids = without_prefix(keys)
         order = np.lexsort((_ranks(ids), positions))
     else:
         order = np.argsort(positions, kind="stable")
@@ -173,7 +176,7 @@ def _ranks(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
 def _rows_of_long(
     plan: OperatorPlan, rows: VariableRows, pairs: Iterator[pa.RecordBatch], position: int
 ) -> Iterator[pa.RecordBatch]:
-    """The part of a key's rows that is kept elsewhere, which comes before what is beside the key."""
+    """Yield the part of a key's rows that is stored elsewhere; it comes before the part beside the key."""
     for batch in pairs:
         raise_if_cancelled()
         for at in range(0, batch.num_rows, LONG_ROWS):
@@ -189,7 +192,7 @@ def _decoded(
     values: pa.BinaryArray,
     positions: Positions,
 ) -> pa.RecordBatch:
-    made = _timers(rows, keys, values) if rows.kind == "timers" else rows.decode(family, keys, values)
+    made = _timers(rows, keys, values) if rows.kind == TIMERS else rows.decode(family, keys, values)
     groups = key_groups_of(keys)[made.pair]
     n = len(rows.key)
     columns = [
@@ -204,7 +207,7 @@ def _decoded(
 
 def _timers(rows: VariableRows, keys: pa.BinaryArray, values: pa.BinaryArray) -> Rows:
     schema = family_of(rows.variable, TIMERS_BY_KEY)[1]
-    expiries, offsets = list_parts(schema.decode_values(values).column("expiries"))
+    expiries, offsets = list_parts(schema.decode_values(values).column(EXPIRIES))
     pair = np.repeat(np.arange(len(keys)), np.diff(offsets))
     columns = [column.take(pa.array(pair)) for column in decode_keys(keys, rows.key).columns]
     return Rows(pair, [*columns, expiries])

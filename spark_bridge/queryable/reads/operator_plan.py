@@ -1,4 +1,6 @@
-"""What a host must know of an operator to read its state for others."""
+"""What a host must know of an operator to read its state: layout, state variables, key groups, and which partition owns
+a key.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,23 @@ from backends.encoding.keys import GROUP_BYTES
 from backends.encoding.operator_schema import OperatorSchema, StateVariable
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
+from coordinator_actor.reading.stored_versions import StatePlace
 from spark_bridge.exceptions import RequestError, UnknownKvStateIdError, UnknownOperatorError
+from spark_bridge.state_format.layouts import TIMERS
 from spark_bridge.state_format.stored_rows import VariableRows
 
-TIMERS = "timers"
 
-
-def behind(keys: pa.BinaryArray, skipped: int = GROUP_BYTES) -> pa.BinaryArray:
-    """The bytes of each key without the first ones, by default without the key group; no key is shorter."""
+def without_prefix(keys: pa.BinaryArray, skipped: int = GROUP_BYTES) -> pa.BinaryArray:
+    """Return the bytes of each key without the first ``skipped``, by default without the key group. No key is shorter
+    than that.
+    """
     content, offsets = binary_content(keys)
     return binary_array(*gather_ranges(content, offsets[:-1] + skipped, offsets[1:]))
 
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """One operator of one run: its layout, its state variables. Make one with ``of``."""
+    """One operator of one run: its layout and its state variables. Make one with ``of``."""
 
     registration: QueryRegistration
     spec: OperatorSpec
@@ -37,7 +41,7 @@ class OperatorPlan:
 
     @classmethod
     def of(cls, registration: QueryRegistration, operator: str) -> OperatorPlan:
-        """Raises ``UnknownOperatorError`` naming the operators that the run has."""
+        """Return the plan of an operator. Raises ``UnknownOperatorError`` naming the operators that the run has."""
         spec = next((o for o in registration.operators if o.name == operator), None)
         if spec is None:
             raise UnknownOperatorError(
@@ -48,7 +52,7 @@ class OperatorPlan:
 
     @property
     def run_id(self) -> str:
-        """The run."""
+        """The id of the run."""
         return self.registration.run_id
 
     @property
@@ -56,20 +60,27 @@ class OperatorPlan:
         """The operator's name."""
         return self.spec.name
 
+    @property
+    def place(self) -> StatePlace:
+        """Where the query's state is in storage."""
+        of = self.registration
+        return StatePlace(of.checkpoint_location, of.state_location, of.storage_options)
+
     @cached_property
     def variables(self) -> tuple[StateVariable, ...]:
-        """The state variables that are in use."""
+        """The state variables that are in use, without deleted ones."""
         return tuple(v for v in self.schema.variables if not v.deleted)
 
     @cached_property
     def families(self) -> frozenset[str]:
-        """The column families that they are kept in."""
+        """The column families of the state variables."""
         return frozenset(name for v in self.variables for name in v.families)
 
     def variable(self, name: str | None) -> StateVariable:
-        """The variable of that name; None is the only one, timers apart, or that of the operator's own rows.
+        """Return the state variable of a name; None means the operator's own rows, or the only variable apart from
+        timers.
 
-        Raises ``UnknownKvStateIdError`` naming those that there are.
+        Raises ``UnknownKvStateIdError`` naming the state variables that there are.
         """
         if name is None:
             own = [v for v in self.variables if v.name == DEFAULT_FAMILY]
@@ -77,23 +88,21 @@ class OperatorPlan:
             if len(found) == 1:
                 return found[0]
             raise UnknownKvStateIdError(
-                f"Operator {self.operator!r} needs state=, one of its state variables: {self._there()}."
+                f"Operator {self.operator!r} needs state=, one of its state variables: {self._variable_names()}."
             )
         for variable in self.variables:
             if variable.name == name:
                 return variable
         raise UnknownKvStateIdError(
-            f"Operator {self.operator!r} has no state variable {name!r}; there are {self._there()}."
+            f"Operator {self.operator!r} has no state variable {name!r}; there are {self._variable_names()}."
         )
 
     def rows(self, variable: StateVariable, alive_at: int, *, collect: bool = False) -> VariableRows:
-        """How rows of a variable are made, without those that have expired by then (ms since 1970)."""
-        held = self._rows.get((variable.name, collect))
-        if held is None:
-            held = self._rows[(variable.name, collect)] = VariableRows(
-                self.schema, variable, collect, alive_at=alive_at
-            )
-        return replace(held, alive_at=alive_at) if held.has_ttl else held
+        """Return how rows of a variable are made, without rows that have expired at ``alive_at`` (ms since 1970)."""
+        known = self._rows.get((variable.name, collect))
+        if known is None:
+            known = self._rows[variable.name, collect] = VariableRows(self.schema, variable, collect, alive_at=alive_at)
+        return replace(known, alive_at=alive_at) if known.has_ttl else known
 
     @cached_property
     def _rows(self) -> dict[tuple[str, bool], VariableRows]:
@@ -103,14 +112,17 @@ class OperatorPlan:
         """Raise ``UnknownKvStateIdError`` unless the column family is that of a variable in use."""
         if family not in self.families:
             raise UnknownKvStateIdError(
-                f"Operator {self.operator!r} keeps no column family {family!r}; its state variables: {self._there()}."
+                f"Operator {self.operator!r} keeps no column family {family!r}; its state variables: "
+                f"{self._variable_names()}."
             )
 
-    def _there(self) -> str:
+    def _variable_names(self) -> str:
         return ", ".join(f"{v.name!r} ({v.kind})" for v in self.variables) or "none"
 
     def partitions(self, given: list[int] | None) -> list[int]:
-        """Partitions that were named, or all; raises ``RequestError`` for one that cannot be."""
+        """Return the partitions that a request names, or all. Raises ``RequestError`` for partitions that there are
+        not.
+        """
         n = self.spec.num_partitions
         if given is None:
             return list(range(n))
@@ -122,7 +134,9 @@ class OperatorPlan:
         return given
 
     def groups_of(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
-        """The key groups that stored keys begin with; raises ``RequestError`` for what is no key of this operator."""
+        """Return the key groups that stored keys begin with. Raises ``RequestError`` for other bytes than keys of this
+        operator.
+        """
         if keys.null_count:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")
         even = even_rows(keys)
@@ -139,21 +153,23 @@ class OperatorPlan:
         groups: npt.NDArray[np.int64] = stored.astype(np.int64)
         if len(groups) and int(groups.max()) >= self.registration.key_groups:
             raise RequestError(
-                f"A key is of key group {int(groups.max())}, but query {self.registration.query_id} has {self.registration.key_groups}."
+                f"A key is of key group {int(groups.max())}, but query {self.registration.query_id} has "
+                f"{self.registration.key_groups}."
             )
         return groups
 
     def partition_of(self, key: bytes) -> int:
-        """The partition of one stored key. Raises as ``groups_of`` does."""
+        """Return the partition of one stored key. Raises as ``groups_of`` does."""
         group = int.from_bytes(key[:GROUP_BYTES], "big")
         if len(key) < GROUP_BYTES or group >= self.registration.key_groups:
             raise RequestError(
-                f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key groups."
+                f"{key[:16].hex()} is no stored key: it begins with none of the {self.registration.key_groups} key "
+                "groups."
             )
         return group * self.spec.num_partitions // self.registration.key_groups
 
     def partitions_of_keys(self, keys: pa.BinaryArray) -> npt.NDArray[np.uint16]:
-        """The partitions of stored keys. Raises as ``groups_of`` does."""
+        """Return the partitions of stored keys. Raises as ``groups_of`` does."""
         return self._partitions_of_groups.take(self.groups_of(keys))
 
     @cached_property
@@ -161,10 +177,10 @@ class OperatorPlan:
         return self.partitions_of(np.arange(self.registration.key_groups)).astype(np.uint16)
 
     def partitions_of(self, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The partitions of key groups."""
+        """Return the partitions of key groups."""
         found: npt.NDArray[np.int64] = groups * self.spec.num_partitions // self.registration.key_groups
         return found
 
     def key_groups_of(self, partition: int) -> range:
-        """The key groups of a partition."""
+        """Return the key groups of a partition."""
         return range(*partition_range(partition, self.spec.num_partitions, self.registration.key_groups))

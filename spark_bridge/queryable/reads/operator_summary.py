@@ -1,4 +1,4 @@
-"""Operators in words, ready for JSON: what can be asked of them, and by which columns."""
+"""Summaries of operators, ready for JSON: the state variables that can be queried, and their columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from spark_bridge.state_format.windowed_keys import window_of
 
 
 def operator_summary(found: RunningOperator) -> dict[str, Any]:
-    """One operator: where it belongs, its versions, its state variables with the columns of keys and values."""
+    """Return the summary of one operator: its query, its versions, its state variables with the columns of keys and
+    values.
+    """
     schema = OperatorSchema.from_json(found.operator.schema)
     return {
         "operator": found.operator.name,

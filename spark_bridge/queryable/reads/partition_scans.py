@@ -1,4 +1,4 @@
-"""The pairs of a state variable in one partition, within bounds of the grouping key, and how many rows they are."""
+"""Scans of one partition: the stored pairs of a state variable, within bounds of the grouping key."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from backends.ids import DEFAULT_FAMILY
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 from spark_bridge.queryable.reads.answer_version import PartitionView
-from spark_bridge.queryable.reads.operator_plan import behind
+from spark_bridge.queryable.reads.operator_plan import without_prefix
 from spark_bridge.queryable.reads.row_stream import gathered
+from spark_bridge.state_format.layouts import ROWS, TIMERS, VALUE
 from spark_bridge.state_format.stored_rows import VariableRows
 
-MOST_RANGES = 4096
-"""So many ranges are opened one by one; where there are more, one range is read that has all of them, and what is between is dropped."""
+MAX_RANGES = 4096
+"""Ranges that are opened one by one. Where there are more, one range that has all of them is read, and filtered."""
 _EXPIRY_BYTES = 9
-"""What stands between key group and grouping key where timers are kept by time."""
+"""Where timers are stored by time, the time stands between key group and grouping key."""
 
 Pairs = dict[str, Iterator[pa.RecordBatch]]
 
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """Grouping keys from ``start`` (included) to ``end`` (not included), by their columns' bytes, in each key group."""
+    """Grouping keys from ``start`` (included) to ``end`` (not included), by the bytes of their columns, in each key
+    group.
+    """
 
     start: bytes | None = None
     end: bytes | None = None
@@ -39,21 +42,21 @@ class KeyBounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether all keys are within."""
+        """Whether all keys are within the bounds."""
         return not self.start and self.end is None
 
     def ranges(self, groups: range) -> list[KeyRange]:
-        """Where the keys lie in these key groups."""
+        """Return the ranges of stored keys in these key groups."""
         found: list[KeyRange] = []
         for group in groups:
             begin = group.to_bytes(GROUP_BYTES, "big")
-            behind = (group + 1).to_bytes(GROUP_BYTES, "big") if group + 1 < 1 << 16 else None
-            found.append((begin + (self.start or b""), behind if self.end is None else begin + self.end))
+            after = (group + 1).to_bytes(GROUP_BYTES, "big") if group + 1 < 1 << 16 else None
+            found.append((begin + (self.start or b""), after if self.end is None else begin + self.end))
         return found
 
     def within(self, pairs: pa.RecordBatch, skipped: int = GROUP_BYTES) -> pa.RecordBatch:
-        """The pairs whose keys are within, of keys whose first ``skipped`` bytes do not count."""
-        keys = behind(pairs.column(0), skipped)
+        """Return the pairs whose keys are within the bounds; the first ``skipped`` bytes of a key do not count."""
+        keys = without_prefix(pairs.column(0), skipped)
         if self.start:
             chosen = pc.greater_equal(keys, self.start)
             pairs, keys = pairs.filter(chosen), keys.filter(chosen)
@@ -61,12 +64,16 @@ class KeyBounds:
 
 
 def pairs_of(view: PartitionView, rows: VariableRows, groups: range, bounds: KeyBounds) -> Pairs:
-    """The pairs that rows are made of, by family. All is opened at once: it shows this moment, however long it is read."""
+    """Return the pairs that rows are made of, by family. All iterators are opened at once, so that they show the same
+    moment.
+    """
     return {family: _checked(_pairs(view, rows, family, groups, bounds)) for family in rows.families}
 
 
 def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same, as long as the request is wanted: here, for of what is read there may be no rows for long."""
+    """Yield the pairs as long as the request is wanted. The check is here because many pairs may make no row for
+    long.
+    """
     for batch in pairs:
         raise_if_cancelled()
         yield batch
@@ -80,17 +87,19 @@ def _pairs(
         return iter(())
     if bounds.is_open:
         return state.scan(at, None, None, family, head=view.head)
-    if rows.kind == "timers":
-        # Kept by time: those of some keys are everywhere.
+    if rows.kind == TIMERS:
+        # Stored by time: the timers of some keys may be anywhere.
         found = state.scan(at, None, None, family, head=view.head)
         return gathered(bounds.within(batch, GROUP_BYTES + _EXPIRY_BYTES) for batch in _checked(found))
     ranges = bounds.ranges(groups)
-    if len(ranges) > MOST_RANGES:
+    if len(ranges) > MAX_RANGES:
         found = state.scan(at, ranges[0][0], ranges[-1][1], family, head=view.head)
         return gathered(bounds.within(batch) for batch in _checked(found))
     return gathered(chain.from_iterable(state.scan_ranges(ranges, at, family, head=view.head)))
 
 
 def has_row_per_pair(rows: VariableRows) -> bool:
-    """Whether every stored pair is one row that never expires, so that rows can be counted without reading values."""
-    return rows.kind in ("rows", "value", "timers") and not rows.has_ttl
+    """Return whether every stored pair is one row that never expires, so that rows can be counted without reading
+    values.
+    """
+    return rows.kind in (ROWS, VALUE, TIMERS) and not rows.has_ttl

@@ -1,4 +1,4 @@
-"""Which rows and columns of a state variable are asked for: comparisons and projection, on whole columns."""
+"""The rows and columns of an answer: comparisons and projection, on whole columns."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ _COMPARE: dict[str, Callable[[pa.Array, pa.Scalar], pa.Array]] = {
 }
 _NESTED = (pa.types.is_struct, pa.types.is_list, pa.types.is_map)
 
-Condition = Callable[[pa.RecordBatch], pa.Array]
+RowPredicate = Callable[[pa.RecordBatch], pa.Array]
+"""Returns for each row whether it passes (boolean)."""
 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """From the columns of ``VariableRows.output`` to those of an answer. Make one with ``of``.
+    """Turns rows in the columns of ``VariableRows.output`` into the rows and columns of an answer. Make one with
+    ``of``.
 
-    ``schema`` is the answer's, ``taken`` the places of its columns among those given.
+    ``schema`` is the answer's; ``taken`` are the positions of its columns among the given ones.
     """
 
     schema: pa.Schema
     taken: tuple[int, ...]
-    conditions: tuple[Condition, ...]
+    predicates: tuple[RowPredicate, ...]
 
     @classmethod
     def of(
@@ -48,10 +50,11 @@ class RowSelection:
         *,
         with_position: bool = False,
     ) -> RowSelection:
-        """``columns`` in their order; by default all but the key group, the partition, and when a row expires.
+        """Return the selection of ``columns``, in their order; None means all but key group, partition, and when a row
+        expires.
 
-        ``with_position``: the rows given have the position of their key behind the other columns, and those of the answer before
-        them. Raises ``RequestError`` for an unknown column, or a value that is not of a column's type.
+        ``with_position``: the given rows have the position of their key as last column, the rows of the answer as first
+        one. Raises ``RequestError`` for an unknown column, or a value that is not of a column's type.
         """
         output = rows.output
         hidden = {len(output) - 1, len(output) - 2}
@@ -73,14 +76,14 @@ class RowSelection:
                 name += "_"
             taken = [len(output), *taken]
             fields = [pa.field(name, pa.int64()), *fields]
-        return cls(pa.schema(fields), tuple(taken), tuple(_condition(output, c) for c in where))
+        return cls(pa.schema(fields), tuple(taken), tuple(_predicate(output, comparison) for comparison in where))
 
     def rows(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows and columns of the answer among those given."""
+        """Return the rows and columns of the answer among the given ones."""
         columns = [batch.column(i) for i in self.taken]
-        if self.conditions:
-            chosen = reduce(pc.and_, [condition(batch) for condition in self.conditions])
-            columns = [column.filter(chosen) for column in columns]
+        if self.predicates:
+            passing = reduce(pc.and_, [predicate(batch) for predicate in self.predicates])
+            columns = [column.filter(passing) for column in columns]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
 
@@ -91,30 +94,32 @@ def _place(output: pa.Schema, name: str) -> int:
     return places[0]
 
 
-def _condition(output: pa.Schema, asked: Comparison) -> Condition:
-    place = _place(output, asked.column)
+def _predicate(output: pa.Schema, comparison: Comparison) -> RowPredicate:
+    place = _place(output, comparison.column)
     kind = output.field(place).type
-    if asked.comparison in ("is null", "is not null"):
-        if asked.values:
-            raise RequestError(f"{asked.column!r} {asked.comparison} takes no values, not {asked.values}.")
-        test = pc.is_null if asked.comparison == "is null" else pc.is_valid
+    if comparison.comparison in ("is null", "is not null"):
+        if comparison.values:
+            raise RequestError(
+                f"{comparison.column!r} {comparison.comparison} takes no values, not {comparison.values}."
+            )
+        test = pc.is_null if comparison.comparison == "is null" else pc.is_valid
         return lambda batch: test(batch.column(place))
     if any(is_kind(kind) for is_kind in _NESTED):
         raise RequestError(
-            f"Column {asked.column!r} is {kind}: it can be compared with null alone (is null, is not null)."
+            f"Column {comparison.column!r} is {kind}: it can be compared with null alone (is null, is not null)."
         )
-    values = [_cast(asked.column, value, kind) for value in asked.values]
-    if asked.comparison == "in":
+    values = [_cast(comparison.column, value, kind) for value in comparison.values]
+    if comparison.comparison == "in":
         among = pa.array([v.as_py() for v in values], kind)
         return lambda batch: pc.is_in(batch.column(place), among)
     if len(values) != 1:
-        raise RequestError(f"{asked.column!r} {asked.comparison} takes one value, not {len(values)}.")
-    compare, value = _COMPARE[asked.comparison], values[0]
+        raise RequestError(f"{comparison.column!r} {comparison.comparison} takes one value, not {len(values)}.")
+    compare, value = _COMPARE[comparison.comparison], values[0]
     return lambda batch: compare(batch.column(place), value)
 
 
 def _cast(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
-    """A value as JSON has it in a column's type."""
+    """Return a JSON value as a scalar of a column's type."""
     try:
         if isinstance(value, bool) and not pa.types.is_boolean(kind):
             raise TypeError("a truth value")
@@ -131,5 +136,5 @@ def _cast(column: str, value: Any, kind: pa.DataType) -> pa.Scalar:
 def _instant(given: pa.Scalar, kind: pa.DataType) -> pa.Scalar:
     try:
         return given.cast(kind)
-    except pa.ArrowInvalid:  # without a zone it is UTC
+    except pa.ArrowInvalid:  # a time without a zone is UTC
         return pc.assume_timezone(given.cast(pa.timestamp(kind.unit)), "UTC").cast(kind)

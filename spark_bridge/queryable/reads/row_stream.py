@@ -1,4 +1,4 @@
-"""Batches of rows as they are made: limited, put together from small ones, and let go of wherever they end."""
+"""Streams of row batches: limited, gathered from small batches, and released wherever they end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 
 BATCH_ROWS = 1 << 14
 BATCH_BYTES = 1 << 20
-"""Smaller batches are put together until there is one of so many rows or bytes."""
+"""Smaller batches are gathered until they have so many rows or bytes."""
 
 
 class RowStream(Iterator[pa.RecordBatch]):
-    """An iterator that calls ``release`` once: at its end, at a failure, when it is closed, or when nobody has it any more."""
+    """An iterator that calls ``release`` once: at its end, at a failure, when it is closed, or when it is garbage
+    collected.
+    """
 
     def __init__(self, batches: Iterator[pa.RecordBatch], release: Callable[[], None]) -> None:
         self._batches: Iterator[pa.RecordBatch] | None = batches
@@ -30,7 +32,7 @@ class RowStream(Iterator[pa.RecordBatch]):
             raise
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the batches, and release what they hold."""
         batches, self._batches = self._batches, None
         if batches is None:
             return
@@ -45,14 +47,14 @@ class RowStream(Iterator[pa.RecordBatch]):
 
 
 def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa.RecordBatch]:
-    """The first ``limit`` rows; no batch is empty."""
+    """Yield the first ``limit`` rows (None: all); no batch is empty."""
     left = limit
     for batch in batches if limit != 0 else ():
         rows = batch if left is None else batch.slice(0, left)
         if rows.num_rows:
             yield rows
         else:
-            raise_if_cancelled()  # much may be read without anything being found
+            raise_if_cancelled()  # much may be read without a row being found
         if left is not None:
             left -= rows.num_rows
             if not left:
@@ -60,7 +62,9 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
 
 
 def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``, or of what they are if that is more."""
+    """Yield the same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``; larger batches stay as they
+    are.
+    """
     held: list[pa.RecordBatch] = []
     num_rows = nbytes = 0
     for batch in batches:

@@ -1,4 +1,6 @@
-"""Partitions at retained versions that a host has no longer in memory: copies from storage, shared by their readers."""
+"""Copies from storage of partitions at retained versions that a host no longer has in memory, shared by their
+readers.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,10 @@ from spark_bridge.exceptions import HostUnavailableError, StateVersionError, Too
 from spark_bridge.host.host import Host
 from spark_bridge.queryable.protocol.request_context import before_slow_work
 
-KEPT_VERSIONS = 4
-"""So many versions of operators are held at most, each with the partitions that were asked for."""
-IDLE_SECONDS = 60.0
-WAIT_SECONDS = 2.0
-LOADS_AT_ONCE = 2
+MAX_VERSIONS = 4
+"""Versions of operators that are held at most, each with the partitions that were asked for."""
+COPY_IDLE_SECONDS = 60.0
+COPY_LOADS_AT_ONCE = 2
 """Loading takes disk and network, which reads and commits need as well."""
 CopyKey = tuple[str, str, int]
 """Run id, operator, version."""
@@ -31,7 +32,11 @@ CopyKey = tuple[str, str, int]
 
 @dataclass(eq=False)
 class _Copies:
-    """The partitions of one operator at one version. ``users`` read or load them; ``used`` is when the last one has begun or ended."""
+    """The partitions of one operator at one version.
+
+    ``users`` is the number of readers and loads; ``used`` is when the last one began or ended. ``dropped``: the copies
+    are destroyed when the last user ends.
+    """
 
     users: int = 0
     used: float = 0.0
@@ -45,19 +50,20 @@ class _Copies:
 
 
 class VersionCopies:
-    """Thread-safe. A reader waits only for the loading of what it reads itself, ``LOADS_AT_ONCE`` of which go on together.
+    """Holds copies for their readers. Thread-safe; the lock guards the copies and their numbers of users.
 
-    It waits for ``wait_seconds`` at most; the loading goes on then, for who asks again.
+    A reader waits only for the loading of the partitions that it reads itself, and for ``wait_seconds`` at most. A load
+    goes on then, for later readers. ``COPY_LOADS_AT_ONCE`` loads go on together.
     """
 
-    def __init__(
-        self, host: Host, clock: Callable[[], float] = time.monotonic, *, wait_seconds: float = WAIT_SECONDS
-    ) -> None:
+    def __init__(self, host: Host, clock: Callable[[], float] = time.monotonic, *, wait_seconds: float) -> None:
         self._host = host
         self._wait = wait_seconds
         self._clock = clock
-        self._lock = threading.RLock()  # a stream that nobody has any more may be released by any allocation
-        self._loads = ThreadPoolExecutor(LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
+        # An RLock: garbage collection may release an abandoned stream at any allocation, also in a thread that has the
+        # lock.
+        self._lock = threading.RLock()
+        self._loads = ThreadPoolExecutor(COPY_LOADS_AT_ONCE, thread_name_prefix="statestore-copy")
         self._held: dict[CopyKey, _Copies] = {}
         host.held.on_run_ended(self.drop)
         host.maintenance.on_maintenance(self.release_idle)
@@ -66,10 +72,10 @@ class VersionCopies:
     def at(
         self, registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int
     ) -> Iterator[PartitionState]:
-        """A copy of a partition, which stays at that version as long as it is used.
+        """Give a copy of a partition for a ``with``; the copy stays at that version meanwhile.
 
-        Raises ``StateVersionError`` if the version is not kept, ``TooManyRequestsError`` if as many others as may be are in use,
-        ``HostUnavailableError`` if it is not loaded yet, and what loading raises.
+        Raises ``StateVersionError`` if the version is not retained, ``TooManyRequestsError`` if as many other versions
+        as possible are in use, ``HostUnavailableError`` if the copy is not loaded yet, and what loading raises.
         """
         key = (registration.run_id, spec.name, version)
         self.release_idle()
@@ -86,7 +92,8 @@ class VersionCopies:
         try:
             if not wait([loaded], self._wait).done:
                 raise HostUnavailableError(
-                    f"Version {version} of partition {partition} of operator {spec.name!r} (run {registration.run_id}) is being "
+                    f"Version {version} of partition {partition} of operator {spec.name!r} (run "
+                    f"{registration.run_id}) is being "
                     "loaded from storage, which takes longer; ask again in a moment."
                 )
             yield loaded.result()
@@ -103,12 +110,13 @@ class VersionCopies:
         held = self._held.get(key)
         if held is not None:
             return held
-        if len(self._held) >= KEPT_VERSIONS:
+        if len(self._held) >= MAX_VERSIONS:
             idle = [k for k, c in self._held.items() if not c.users]
             if not idle:
                 raise TooManyRequestsError(
-                    f"This host reads {KEPT_VERSIONS} older versions from storage already: "
-                    f"{', '.join(f'{v} of {o!r}' for _, o, v in self._held)}. Try again later, or ask for a newer version."
+                    f"This host reads {MAX_VERSIONS} older versions from storage already: "
+                    f"{', '.join(f'{v} of {o!r}' for _, o, v in self._held)}. Try again later, or ask for a newer "
+                    "version."
                 )
             self._held.pop(min(idle, key=lambda k: self._held[k].used)).destroy()
         made = self._held[key] = _Copies(used=self._clock())
@@ -141,9 +149,9 @@ class VersionCopies:
                 state.destroy()
                 raise
             loaded.set_result(state)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for it is told
+        except BaseException as error:  # noqa: BLE001 - the readers that wait are told
             with self._lock:
-                del copies.partitions[partition]  # the next one tries again
+                del copies.partitions[partition]  # the next reader tries again
             loaded.set_exception(error)
         finally:
             self._release(copies)
@@ -152,7 +160,7 @@ class VersionCopies:
         try:
             state.load(self._lineage(run_id, operator, partition, version))
         except MissingFileError:
-            self._lineage(run_id, operator, partition, version)  # says so if the version was given up meanwhile
+            self._lineage(run_id, operator, partition, version)  # raises if the version was given up meanwhile
             raise
 
     def _lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
@@ -162,8 +170,8 @@ class VersionCopies:
             raise StateVersionError(str(error)) from error
 
     def release_idle(self) -> None:
-        """Remove what nobody has used for a while."""
-        until = self._clock() - IDLE_SECONDS
+        """Destroy copies that were not used for a while."""
+        until = self._clock() - COPY_IDLE_SECONDS
         with self._lock:
             idle = [key for key, c in self._held.items() if not c.users and c.used <= until]
             gone = [self._held.pop(key) for key in idle]
@@ -171,7 +179,7 @@ class VersionCopies:
             copies.destroy()
 
     def drop(self, run_id: str | None) -> None:
-        """Remove what is of a run (None: of all runs), as soon as it is not read any more."""
+        """Destroy the copies of a run (None: of all runs), those in use as soon as they are no longer read."""
         with self._lock:
             keys = [key for key in self._held if run_id in (None, key[0])]
             gone = [self._held.pop(key) for key in keys]

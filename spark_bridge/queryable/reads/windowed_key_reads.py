@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""The rows of grouping keys of an aggregate by windows, whose windows may be in any partition."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from spark_bridge.state_format.stored_rows import Positions, VariableRows
 
 CANDIDATES = 1 << 16
 """Keys with windows that are looked up at once."""
-
-
 _Candidates: TypeAlias = tuple[pa.BinaryArray, Positions, Positions]
-"""Stored keys that may be there, their partitions, and the positions of the keys that they belong to."""
+"""Stored keys that may be there, their partitions, and the positions of their grouping keys."""
 
 
 @dataclass(frozen=True)
 class WindowedKeys:
-    """Grouping keys of a windowed aggregate, as columns without the window, whose place in the stored key is ``place``."""
+    """Grouping keys of an aggregate by windows: columns without the window, whose position in the stored key is
+    ``place``.
+    """
 
     rows: VariableRows
     place: int
@@ -39,7 +39,7 @@ class WindowedKeys:
 
     @classmethod
     def of(cls, rows: VariableRows, place: int, keys: pa.BinaryArray) -> WindowedKeys:
-        """Raises ``RequestError`` if those are no such keys."""
+        """Return the grouping keys of stored keys. Raises ``RequestError`` if these are other bytes."""
         schema = rows.key.remove(place)
         try:
             return cls(rows, place, decode_keys(keys, schema))
@@ -50,7 +50,7 @@ class WindowedKeys:
             ) from error
 
     def find(self, plan: OperatorPlan, view: PartitionView) -> FoundPairs:
-        """What a partition has of the keys, in the order of the keys and then of the windows."""
+        """Return the pairs that a partition has of the keys, in the order of the keys and then of the windows."""
         index = KeyWindowIndex.of(view.instance, self.rows.key, self.place)
         found: list[FoundPairs] = []
         for keys, partitions, positions in self._candidates(plan, index, index.windows(view)):
@@ -70,7 +70,9 @@ class WindowedKeys:
     def _candidates(
         self, plan: OperatorPlan, index: KeyWindowIndex, windows: frozenset[bytes]
     ) -> Iterator[_Candidates]:
-        """All keys with all windows, some at a time. Partitions mostly have the same windows."""
+        """Yield all keys with all windows, ``CANDIDATES`` at a time. They are kept, because partitions mostly have the
+        same windows.
+        """
         made = self._made.get(windows)
         if made is not None:
             yield made

@@ -1,1 +1,1 @@
-"""Send one request to several hosts and combine their answers at one version (scatter-gather)."""
+"""Routing of requests to the owners of partitions, and their answers put together at one version."""

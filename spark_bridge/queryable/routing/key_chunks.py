@@ -45,8 +45,8 @@ def joined_values(arrays: Sequence[pa.BinaryArray], places: Sequence[KeyPosition
 def shifted_positions(batch: pa.RecordBatch, places: KeyPositions | None, begin: int) -> pa.RecordBatch:
     """Return ``batch`` with ``position``, the first column, counted among all keys instead of those of one request.
 
-    ``places`` are the positions of the request's keys among the keys of its chunk (None: the same ones), ``begin`` is that of
-    the chunk's first key.
+    ``places`` are the positions of the request's keys among the keys of its chunk (None: the same ones), ``begin`` is
+    that of the chunk's first key.
     """
     if places is None and not begin:
         return batch

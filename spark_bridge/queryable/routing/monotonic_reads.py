@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from spark_bridge.queryable.protocol.messages import At
 
-REMEMBERED_RUNS = 4096
+MAX_SEEN_RUNS = 4096
 
 
 class SeenVersions:
@@ -33,9 +33,10 @@ class SeenVersions:
         with self._lock:
             if version <= self._versions.get(run_id, 0):
                 return
-            if run_id not in self._versions and len(self._versions) >= REMEMBERED_RUNS:
+            if run_id not in self._versions and len(self._versions) >= MAX_SEEN_RUNS:
                 del self._versions[next(iter(self._versions))]
-            # In place, unlike in a ``BoundedDict``: ``get`` takes no lock, and must never find a lower version in between.
+            # In place, unlike in a ``BoundedDict``: ``get`` takes no lock, and must never find a lower version in
+            # between.
             self._versions[run_id] = version
 
     def floor(self, run_id: str, at: At) -> At:

@@ -1,4 +1,4 @@
-"""When a failed question is asked again: what may help, how long it is waited, and when it is given up."""
+"""Retries: which failed requests are repeated, after how long, and when they are given up."""
 
 from __future__ import annotations
 
@@ -33,24 +33,29 @@ MOVED = (
     UnknownKvStateKeyGroupLocationError,
     UnknownRunError,
 )
-"""Looking up the location again may help: a host has moved or died, the query or the coordinator was restarted."""
+"""Errors after which a new look-up of the location may help: a host has moved or died, the query or the coordinator was
+restarted.
+"""
 GONE = (QueryEndedError, UnknownOperatorError)
-"""Final for who asks for the first time; who has had answers of the operator waits for the query to be started again, until the deadline."""
+"""Errors that are final for a client that asks for the first time.
+
+A client that has had answers of the operator waits until its deadline for the query to be started again.
+"""
 FIRST_DELAY = 0.02
-"""In seconds; doubled with each failure up to ``LONGEST_DELAY``, and made random by half."""
+"""In seconds. The delay doubles with each failure up to ``LONGEST_DELAY``, and up to half of it is random."""
 LONGEST_DELAY = 0.5
 
 
 def should_locate(error: Exception) -> bool:
-    """Whether an error says that what is known of the owners is wrong or old."""
+    """Return whether an error says that what is known of the owners is wrong or old."""
     return isinstance(error, (*MOVED, *GONE)) and not isinstance(error, (QueryTimeoutError, AccessDeniedError))
 
 
 class Attempts:
-    """The attempts at one answer until ``deadline``, a time of ``clock``; ``begun``, by default now, is when they began.
+    """The attempts at one answer until ``deadline``, a time of ``clock``. ``begun`` is when they began, by default now.
 
-    ``what`` begins the message of the ``QueryTimeoutError``. ``had_answer``: this client has had answers of that operator before.
-    Knows no waiting, so that threads and coroutines can both use it; ``retrying`` waits.
+    ``what`` begins the message of a ``QueryTimeoutError``. ``had_answer``: this client has had answers of that operator
+    before. The class does not wait itself, so that threads and coroutines can both use it; ``retrying`` waits.
     """
 
     def __init__(
@@ -72,10 +77,11 @@ class Attempts:
         self._failures = 0
 
     def delay(self, error: Exception) -> float:
-        """The seconds to wait until the next attempt.
+        """Return the seconds to wait until the next attempt.
 
-        Raises ``error`` itself if another attempt does not help; if there is no time for one, ``QueryTimeoutError``, or again ``error``
-        if it is one of ``GONE``: that the query has not come back is an answer.
+        Raises ``error`` itself if another attempt does not help. If there is no time for one, raises
+        ``QueryTimeoutError``, or ``error`` if it is one of ``GONE``, because that the query has not come back is an
+        answer.
         """
         if not self._may_help(error):
             raise error
@@ -87,7 +93,8 @@ class Attempts:
             if isinstance(error, GONE):
                 raise error
             raise QueryTimeoutError(
-                f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in {self._failures} "
+                f"{self._what} was not answered within {max(0.0, self.deadline - self._begun):.1f} s, in "
+                f"{self._failures} "
                 f"attempts; last failure: {type(error).__name__}: {error}"
             ) from error
         return delay
@@ -108,17 +115,18 @@ def retrying(
     sleep: Callable[[float], None] = time.sleep,
     failure: Exception | None = None,
 ) -> T:
-    """What ``call`` returns, once it does; before each further attempt ``relocate`` forgets the location, if that may help.
+    """Repeat ``call`` until it returns. Before each further attempt ``relocate`` forgets the location, if that may
+    help.
 
-    ``failure`` is that of a first attempt that the caller has made himself.
-    Raises what ``Attempts.delay`` does. ``call`` must look up the location itself if it is forgotten: that may fail in the same ways.
+    ``failure`` is that of a first attempt that the caller has made itself. Raises what ``Attempts.delay`` does.
+    ``call`` must look up a forgotten location itself, because the look-up may fail in the same ways.
     """
     while True:
         try:
             if failure is not None:
                 raise failure
             return call()
-        except Exception as error:  # noqa: BLE001 - delay raises what no attempt can help
+        except Exception as error:  # noqa: BLE001 - delay raises errors that no attempt can help
             failure = None
             delay = attempts.delay(error)
             if should_locate(error):

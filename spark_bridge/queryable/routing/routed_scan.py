@@ -1,7 +1,7 @@
 """The rows of several hosts as one stream, which goes on when one of the hosts dies.
 
-There is no thread and no queue: the thread that takes the rows reads from a connection that has some. What a host sends ahead
-waits in the socket, so a slow reader holds the hosts back, and memory stays flat.
+There is no thread and no queue: the thread that takes the rows reads from a connection that has some. What a host sends
+ahead waits in the socket, so a slow reader holds the hosts back, and memory stays flat.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Stream:
 class RoutedScan(Iterator[pa.RecordBatch]):
     """The rows of ``shares``: addresses, and the partitions that each address is asked for.
 
-    With ``in_order`` the rows of the first share come first, and so on; else rows come as they arrive. A caller that stops early
-    must ``close`` the scan. ``version`` is the lowest of the hosts' versions, all of which are the same if an exact one is
-    asked for.
+    With ``in_order`` the rows of the first share come first, and so on; else rows come as they arrive. A caller that
+    stops early must ``close`` the scan. ``version`` is the lowest of the hosts' versions, all of which are the same if
+    an exact one is asked for.
     """
 
     def __init__(
@@ -73,17 +73,21 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             raise
 
     def _check_same(self) -> None:
-        """Raise ``ConnectionClosedError`` unless all hosts answer with the version asked for, and with the same columns."""
+        """Raise ``ConnectionClosedError`` unless all hosts answer with the version asked for, and with the same
+        columns.
+        """
         at = self._plan.request.at
         for stream in self._streams:
             source = stream.source
             if at.isolation == "version" and source.version != at.version:
                 raise ConnectionClosedError(
-                    f"Version {at.version} of run {self._plan.request.run_id} was asked for, version {source.version} came."
+                    f"Version {at.version} of run {self._plan.request.run_id} was asked for, version "
+                    f"{source.version} came."
                 )
             if not source.schema.equals(self.schema):
                 raise ConnectionClosedError(
-                    f"Partitions {stream.partitions} have other columns than the rest: {source.schema}, not {self.schema}."
+                    f"Partitions {stream.partitions} have other columns than the rest: {source.schema}, not "
+                    f"{self.schema}."
                 )
 
     def __next__(self) -> pa.RecordBatch:

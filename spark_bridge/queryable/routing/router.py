@@ -1,4 +1,6 @@
-"""``StateRouter``: ask the owners of an operator's partitions, all at once, and put their answers together at one version."""
+"""``StateRouter``: ask the owners of an operator's partitions, all at once, and put their answers together at one
+version.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import HostUnavailableError, RequestError, StateVersionError
 from spark_bridge.queryable.protocol.byte_arrays import pack_one, unpack_one
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, Await, Counted, End, KeyRows, Lookup, Scan, Values
+from spark_bridge.queryable.protocol.messages import (
+    At,
+    AwaitRequest,
+    CountReply,
+    EndOfRows,
+    KeyRowsRequest,
+    LookupReply,
+    LookupRequest,
+    ScanRequest,
+)
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
 from spark_bridge.queryable.routing.key_chunks import joined_values, key_chunks, shifted_positions
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
@@ -44,7 +55,8 @@ class StateRouter:
 
     Every ``deadline`` is a time of ``clock``, which must be the clock of the connections (``time.monotonic``).
 
-    - ``via``: None asks the owners. Else a proxy is asked for everything: its address, or a function that returns the address.
+    - ``via``: None asks the owners. Else a proxy is asked for everything: its address, or a function that returns the
+      address.
     - ``local``: this process's own query address, and its reads, which are used without a network.
     - ``seen``: the versions seen (``SeenVersions``); no answer is older than they are. Routers may share them.
 
@@ -89,7 +101,7 @@ class StateRouter:
         is_completed = at.isolation == "completed"
         if is_completed:
             at = self.seen.floor(run_id, at)
-        request = Lookup(run_id, location.operator.name, at, family, self._forward)
+        request = LookupRequest(run_id, location.operator.name, at, family, self._forward)
         address = table.address_of(key) if self._via is None else self._proxy()
         value: bytes | None
         try:
@@ -97,7 +109,7 @@ class StateRouter:
                 version, value = self._local.lookup_one(request, key)
             else:
                 reply, body = self._connections.request(address, request, pack_one(key), deadline)
-                if type(reply) is not Values:
+                if type(reply) is not LookupReply:
                     unexpected(address, reply)
                 version, value = reply.version, unpack_one(body)
         except StateVersionError as error:
@@ -131,12 +143,12 @@ class StateRouter:
         return version, joined_values(values, [share.positions for share in shares if share.positions is not None])
 
     def key_rows(
-        self, location: OperatorLocation, request: KeyRows, keys: pa.BinaryArray, deadline: float
+        self, location: OperatorLocation, request: KeyRowsRequest, keys: pa.BinaryArray, deadline: float
     ) -> StateAnswer:
         """Return the rows of stored grouping keys.
 
-        The column ``position`` is the position of the row's key in ``keys``, and ascends within a batch. The rows of one key
-        come together and in order, except for the rows of an aggregate by windows, which come from all hosts.
+        The column ``position`` is the position of the row's key in ``keys``, and ascends within a batch. The rows of
+        one key come together and in order, except for the rows of an aggregate by windows, which come from all hosts.
         """
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         is_windowed = self._table(location).is_windowed(request.state)
@@ -172,7 +184,7 @@ class StateRouter:
 
     # -- ranges --------------------------------------------------------------------------------
 
-    def count(self, location: OperatorLocation, request: Scan, deadline: float) -> tuple[int, int]:
+    def count(self, location: OperatorLocation, request: ScanRequest, deadline: float) -> tuple[int, int]:
         """Return the version, and how many rows ``scan`` would give."""
         asked = replace(request, run_id=location.run_id, forward=self._forward)
         if self._via is not None:
@@ -189,7 +201,7 @@ class StateRouter:
     def scan(
         self,
         location: OperatorLocation,
-        request: Scan,
+        request: ScanRequest,
         deadline: float,
         relocate: Callable[[Exception], OperatorLocation] | None = None,
         *,
@@ -197,11 +209,11 @@ class StateRouter:
     ) -> StateAnswer:
         """Return the rows of all partitions (or of ``request.partitions``), all owners in parallel, at one version.
 
-        ``deadline`` is for the beginning; while rows come there is none. A stream that breaks later is resumed at the same
-        version, at the owners that ``relocate(error)`` returns, within the connections' ``timeout``. The next run of the query
-        resumes it too, if that run has the same layout and has not been rolled back. Without ``relocate``, with ``latest``, or
-        if rows have a TTL, the error is raised. The batches come in any order, but the rows of one partition in their order;
-        with ``in_order`` the partitions come one after the other, as they are asked for.
+        ``deadline`` is for the beginning; while rows come there is none. A stream that breaks later is resumed at the
+        same version, at the owners that ``relocate(error)`` returns, within the connections' ``timeout``. The next run
+        of the query resumes it too, if that run has the same layout and has not been rolled back. Without ``relocate``,
+        with ``latest``, or if rows have a TTL, the error is raised. The batches come in any order, but the rows of one
+        partition in their order; with ``in_order`` the partitions come one after the other, as they are asked for.
         """
         shares = self._scan_shares(location, request.partitions, in_order)
         if not shares:
@@ -249,9 +261,10 @@ class StateRouter:
         return [(proxy, group) for group in groups if group]
 
     def _completed_now(
-        self, location: OperatorLocation, request: Scan, shares: list[tuple[str, list[int]]], deadline: float
+        self, location: OperatorLocation, request: ScanRequest, shares: list[tuple[str, list[int]]], deadline: float
     ) -> int:
-        """Return the version that all hosts are asked for in a scan: the later one of what an owner and the location say.
+        """Return the version that all hosts are asked for in a scan: the later one of what an owner and the location
+        say.
 
         An owner is asked because other hosts may not have heard of the run for long.
         """
@@ -260,14 +273,14 @@ class StateRouter:
             # A scan of no rows of one partition: the partition's owner answers.
             beginning = replace(request, partitions=partitions[:1], limit=0)
             reply, _ = list(self._connections.stream(address, beginning, b"", deadline))[-1]
-            if type(reply) is not End:
+            if type(reply) is not EndOfRows:
                 unexpected(address, reply)
             completed = reply.version
         elif self._local is not None and any(owner == self._local_address for owner, _ in shares):
             completed = self._local.await_completed(request.run_id, 0, 0.0)
         else:
-            reply, _ = self._connections.request(address, Await(request.run_id, 0, 0.0), b"", deadline)
-            if type(reply) is not Counted:
+            reply, _ = self._connections.request(address, AwaitRequest(request.run_id, 0, 0.0), b"", deadline)
+            if type(reply) is not CountReply:
                 unexpected(address, reply)
             completed = reply.count
         if completed < 0:
@@ -279,7 +292,7 @@ class StateRouter:
         self.seen.note(request.run_id, completed)
         return max(request.at.version, completed)
 
-    def _open_scan(self, address: str, request: Scan, deadline: float) -> PendingScan:
+    def _open_scan(self, address: str, request: ScanRequest, deadline: float) -> PendingScan:
         if self._local is not None and address == self._local_address:
             return partial(self._local.scan, request)
         return self._connections.stream(address, request, b"", deadline)

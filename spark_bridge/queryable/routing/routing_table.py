@@ -28,8 +28,8 @@ KeyPositions: TypeAlias = npt.NDArray[np.int64]
 class KeyShare:
     """The keys that one host is asked for.
 
-    ``positions`` are those of its keys among all keys; None if the host is asked for all keys, in order. ``partitions`` are
-    the partitions to look in; None means the partitions of the keys.
+    ``positions`` are those of its keys among all keys; None if the host is asked for all keys, in order. ``partitions``
+    are the partitions to look in; None means the partitions of the keys.
     """
 
     address: str
@@ -81,7 +81,9 @@ class RoutingTable:
         return address or self._no_owner()
 
     def shares_of(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """Return stored keys by owner. Keys of one partition come together, so that the owner need not order them again."""
+        """Return stored keys by owner. Keys of one partition come together, so that the owner need not order them
+        again.
+        """
         if len(self.addresses) == 1 or not len(keys):
             return [KeyShare(self.addresses[0] or self._no_owner(), keys, None)]
         even = even_rows(keys)
@@ -130,7 +132,8 @@ class RoutingTable:
         for partition in range(self.num_partitions) if partitions is None else partitions:
             if not 0 <= partition < self.num_partitions:
                 raise UnknownKvStateKeyGroupLocationError(
-                    f"Operator {self.location.operator.name!r} (run {self.location.run_id}) has no partition {partition}; "
+                    f"Operator {self.location.operator.name!r} (run {self.location.run_id}) has no partition "
+                    f"{partition}; "
                     f"it has {self.num_partitions}."
                 )
             address = self.addresses[self._hosts[partition]] or self._no_owner()
@@ -151,7 +154,8 @@ class RoutingTable:
 
     def _no_key(self, key: bytes) -> UnknownKeyOrNamespaceError:
         return UnknownKeyOrNamespaceError(
-            f"{key!r} is no stored key of operator {self.location.operator.name!r}: it begins with none of the {self.key_groups} "
+            f"{key!r} is no stored key of operator {self.location.operator.name!r}: it begins with none of the "
+            f"{self.key_groups} "
             "key groups."
         )
 
@@ -159,7 +163,8 @@ class RoutingTable:
         location = self.location
         silent = sorted({owner.host_id for owner in location.owners if not owner.query_address})
         raise UnknownKvStateKeyGroupLocationError(
-            f"Some partitions of operator {location.operator.name!r} (run {location.run_id}) have no owner that answers queries; "
+            f"Some partitions of operator {location.operator.name!r} (run {location.run_id}) have no owner that "
+            "answers queries; "
             f"hosts without a query address: {', '.join(silent)}."
         )
 
@@ -178,7 +183,8 @@ def is_stable(schema: str, state: str | None) -> bool:
 
 
 def _variables(schema: str, state: str | None) -> list[StateVariable]:
-    """Return the state variable that a host would read (``OperatorPlan.variable``), or all that the host might choose from.
+    """Return the state variable that a host would read (``OperatorPlan.variable``), or all that the host might choose
+    from.
 
     Empty if the schema is not known.
     """

@@ -1,10 +1,11 @@
 """The rest of a scan whose stream has broken, partition by partition, from the hosts that own the partitions now.
 
-A host gives its partitions one after the other, in the order in which they were asked for. The rows of a partition at an exact
-version always come in the same order. So a stream is resumed by counting: the rows that were given already are asked for again
-and dropped. Each partition is asked for by itself, for the partitions may have other owners by now. A query that was restarted
-goes on from the version that it had, so its next run is asked for the rest; that run refuses if it has made the version anew (a
-rollback). Rows that expire by the clock cannot be counted: a stream that has given some of those is not resumed.
+A host gives its partitions one after the other, in the order in which they were asked for. The rows of a partition at
+an exact version always come in the same order. So a stream is resumed by counting: the rows that were given already are
+asked for again and dropped. Each partition is asked for by itself, for the partitions may have other owners by now. A
+query that was restarted goes on from the version that it had, so its next run is asked for the rest; that run refuses
+if it has made the version anew (a rollback). Rows that expire by the clock cannot be counted: a stream that has given
+some of those is not resumed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import ConnectionClosedError
-from spark_bridge.queryable.protocol.messages import At, Scan
+from spark_bridge.queryable.protocol.messages import At, ScanRequest
 from spark_bridge.queryable.protocol.request_context import raise_if_cancelled
 from spark_bridge.queryable.routing.retries import Attempts, should_locate
 from spark_bridge.queryable.routing.scan_sources import PendingScan, ScanSource, scan_source
@@ -31,15 +32,15 @@ class ScanPlan:
 
     - ``open_stream(address, request, deadline)`` sends the request without waiting for an answer.
     - ``address_of(location, partition)`` returns the address to ask for a partition.
-    - ``relocate(error)`` finds out who owns what now, also if the query has been restarted. It raises ``RetiredRunError`` if
-      no other run than that of ``location`` will do. With None, a broken stream is an error.
+    - ``relocate(error)`` finds out who owns what now, also if the query has been restarted. It raises
+      ``RetiredRunError`` if no other run than that of ``location`` will do. With None, a broken stream is an error.
     - ``timeout``: the seconds that the resumption may take.
     - ``is_stable``: a second scan of a version finds the same rows.
     """
 
-    request: Scan
+    request: ScanRequest
     location: OperatorLocation
-    open_stream: Callable[[str, Scan, float], PendingScan]
+    open_stream: Callable[[str, ScanRequest, float], PendingScan]
     address_of: Callable[[OperatorLocation, int], str]
     relocate: Callable[[Exception], OperatorLocation] | None
     timeout: float
@@ -117,13 +118,17 @@ class ScanResumption:
         return source
 
     def _check_same_rows(self, location: OperatorLocation) -> None:
-        """Raise ``RetiredRunError`` unless each partition has the rows, in the order, that it had when the scan began."""
+        """Raise ``RetiredRunError`` unless each partition has the rows, in the order, that it had when the scan
+        began.
+        """
         before = self.plan.location
         if location.query_id == before.query_id and _layout(location) == _layout(before):
             return
         raise RetiredRunError(
-            f"Operator {before.operator.name!r} of query {before.query_id} (run {before.run_id}) was scanned, which then "
-            f"ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, partitions or "
+            f"Operator {before.operator.name!r} of query {before.query_id} (run {before.run_id}) was scanned, which "
+            "then "
+            f"ended; run {location.run_id} of query {location.query_id} has the operator now, with other state, "
+            "partitions or "
             "columns: scan it again."
         )
 

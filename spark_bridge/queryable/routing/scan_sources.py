@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from spark_bridge.exceptions import ConnectionClosedError
 from spark_bridge.queryable.protocol.exchange import KvStream
-from spark_bridge.queryable.protocol.messages import Batch, End
+from spark_bridge.queryable.protocol.messages import EndOfRows, RowsReply
 from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.scattered_requests import unexpected
@@ -19,7 +19,9 @@ PendingScan: TypeAlias = KvStream | Callable[[], StateAnswer]
 
 
 class RemoteRows:
-    """The rows that come over a connection. The constructor waits for the first frame: then version and schema are known."""
+    """The rows that come over a connection. The constructor waits for the first frame: then version and schema are
+    known.
+    """
 
     def __init__(self, stream: KvStream) -> None:
         self.stream = stream
@@ -43,11 +45,11 @@ class RemoteRows:
     def _next(self) -> pa.RecordBatch | None:
         while True:
             reply, body = next(self.stream)
-            if type(reply) is End:
+            if type(reply) is EndOfRows:
                 self._is_over = True
                 self.version = reply.version
                 return None
-            if type(reply) is not Batch:
+            if type(reply) is not RowsReply:
                 self.stream.close()
                 unexpected(self.stream.address, reply)
             self.version = reply.version

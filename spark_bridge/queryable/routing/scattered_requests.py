@@ -16,15 +16,15 @@ from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.exchange import KvExchange, KvStream
 from spark_bridge.queryable.protocol.messages import (
     At,
-    Batch,
-    Count,
-    Counted,
-    End,
-    KeyRows,
-    Lookup,
+    CountReply,
+    CountRequest,
+    EndOfRows,
+    KeyRowsRequest,
+    LookupReply,
+    LookupRequest,
     Reply,
-    Scan,
-    Values,
+    RowsReply,
+    ScanRequest,
 )
 from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.protocol.state_reads import StateReads
@@ -64,8 +64,8 @@ class ScatteredLookup:
         """See ``ScatteredRequest``."""
         return self.share.address
 
-    def _request(self, at: At) -> Lookup:
-        return Lookup(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
+    def _request(self, at: At) -> LookupRequest:
+        return LookupRequest(self.location.run_id, self.location.operator.name, at, self.family, self.forward)
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
         """See ``ScatteredRequest``."""
@@ -74,7 +74,7 @@ class ScatteredLookup:
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, pa.BinaryArray]:
         """See ``ScatteredRequest``."""
         reply, body = exchange.finish()
-        if type(reply) is not Values:
+        if type(reply) is not LookupReply:
             unexpected(exchange.address, reply)
         return reply.version, self._checked(unpack_bytes(body))
 
@@ -96,7 +96,7 @@ class ScatteredKeyRows:
     """Ask one host for the rows of some grouping keys: for their schema and batches."""
 
     share: KeyShare
-    request: KeyRows
+    request: KeyRowsRequest
 
     @property
     def address(self) -> str:
@@ -113,10 +113,10 @@ class ScatteredKeyRows:
         batches = []
         version = 0
         for reply, body in KvStream(exchange, deadline, max(0.0, deadline - time.monotonic())):
-            if type(reply) is not Batch and type(reply) is not End:
+            if type(reply) is not RowsReply and type(reply) is not EndOfRows:
                 unexpected(exchange.address, reply)
             version = reply.version
-            if type(reply) is Batch:
+            if type(reply) is RowsReply:
                 batch = decoder.decode(body)
                 if batch is not None and batch.num_rows:
                     batches.append(batch)
@@ -135,16 +135,16 @@ class ScatteredCount:
     """Ask one host how many rows a scan would give."""
 
     address: str
-    request: Scan
+    request: ScanRequest
 
     def send(self, connections: KvConnections, at: At, deadline: float) -> KvExchange:
         """See ``ScatteredRequest``."""
-        return connections.begin(self.address, Count(replace(self.request, at=at)), b"", deadline)
+        return connections.begin(self.address, CountRequest(replace(self.request, at=at)), b"", deadline)
 
     def receive(self, exchange: KvExchange, deadline: float) -> tuple[int, int]:
         """See ``ScatteredRequest``."""
         reply, _ = exchange.finish()
-        if type(reply) is not Counted:
+        if type(reply) is not CountReply:
             unexpected(exchange.address, reply)
         return reply.version, reply.count
 

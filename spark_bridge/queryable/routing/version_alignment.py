@@ -1,8 +1,8 @@
 """The version of a query's answer, where several hosts answer: all answers are brought to one version.
 
-Hosts hear of a completed version one after the other, so their first answers may be of different versions. Then the hosts
-that are ahead are asked again for exactly the lowest version, which they usually still hold. So two round trips are enough,
-unless one host is far behind.
+Hosts hear of a completed version one after the other, so their first answers may be of different versions. Then the
+hosts that are ahead are asked again for exactly the lowest version, which they usually still hold. So two round trips
+are enough, unless one host is far behind.
 
 A large request goes out in chunks, one after the other. The answer to the first chunk fixes the version of all chunks.
 """
@@ -89,8 +89,8 @@ def _replaced(answers: list[tuple[int, T]], places: list[int], newer: list[tuple
 def retryable(at: At, error: StateVersionError) -> Exception:
     """Return the error to raise instead of ``error`` for a request at ``at``: a retryable one for ``completed``.
 
-    A caller that asks for the completed version has named none. A host that does not know the version which other hosts have
-    shown, or no longer has it, is a passing failure.
+    A caller that asks for the completed version has named none. A host that does not know the version which other hosts
+    have shown, or no longer has it, is a passing failure.
     """
     if at.isolation != "completed":
         return error
@@ -100,9 +100,9 @@ def retryable(at: At, error: StateVersionError) -> Exception:
 class PinnedVersion:
     """The version of chunks that are read one after the other: ``at`` is what the next chunk asks for.
 
-    The first answer fixes the version. If the chunks take long, hosts may no longer hold that version in memory. Then all
-    chunks are read again, a few times. If that does not help, the other chunks are read from storage, which takes every host
-    much longer.
+    The first answer fixes the version. If the chunks take long, hosts may no longer hold that version in memory. Then
+    all chunks are read again, a few times. If that does not help, the other chunks are read from storage, which takes
+    every host much longer.
     """
 
     def __init__(self, asked: At) -> None:

@@ -1,1 +1,3 @@
-"""The TCP server of a host and its proxy (Flink's KvStateServer and KvStateClientProxy): tokens, limits, statistics."""
+"""The TCP server of a host and its proxy (Flink's KvStateServer and KvStateClientProxy): tokens, admission,
+statistics.
+"""

@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from spark_bridge.exceptions import TooManyRequestsError
 from spark_bridge.queryable.server.request_limits import RequestLimits
 
-MAX_WAITING = 4096
+MAX_QUEUE = 4096
 COORDINATOR_REQUESTS = 4
-"""Requests about operators and hosts that are answered at once: the coordinator answers them, and has commits to take."""
+"""Requests about operators and hosts that are answered at once: the coordinator answers them, and has commits to take.
+"""
 COMPUTE_PATIENCE_SECONDS = 0.05
 
 
 class AdmissionLimiter:
-    """Admits an ``amount`` of something at once; the others wait in order (``threading.Semaphore`` lets newcomers overtake).
+    """Admits an ``amount`` of something at once; the others wait in order (``threading.Semaphore`` lets newcomers
+    overtake).
 
     ``what`` names it in errors. The lock guards the free amount and the queue.
     """
@@ -31,12 +33,14 @@ class AdmissionLimiter:
         self._waiting: deque[_Waiter] = deque()
 
     def acquire(self, wait_seconds: float, amount: int = 1) -> None:
-        """Take ``amount``, after ``wait_seconds`` at most. Raises ``TooManyRequestsError`` if so much is not free by then."""
+        """Take ``amount``, after ``wait_seconds`` at most. Raises ``TooManyRequestsError`` if so much is not free by
+        then.
+        """
         with self._lock:
             if not self._waiting and self._free >= amount:
                 self._free -= amount
                 return
-            if amount > self.amount or len(self._waiting) >= MAX_WAITING:
+            if amount > self.amount or len(self._waiting) >= MAX_QUEUE:
                 raise self._refusal(wait_seconds=0.0, amount=amount)
             waiter = _Waiter(amount)
             self._waiting.append(waiter)
@@ -79,7 +83,8 @@ class AdmissionLimiter:
     def _refusal(self, wait_seconds: float, amount: int) -> TooManyRequestsError:
         wanted = f"{amount:,} more" if amount > 1 else "one more"
         return TooManyRequestsError(
-            f"This host has room for {self.amount:,} {self._what} at once and found none for {wanted} within {wait_seconds:g} s; "
+            f"This host has room for {self.amount:,} {self._what} at once and found none for {wanted} within "
+            f"{wait_seconds:g} s; "
             "try again later, or ask other hosts."
         )
 
@@ -95,9 +100,10 @@ class _Waiter:
 class ComputeSlot:
     """Lets threads compute one at a time: a ``with`` waits until the slot is free.
 
-    Every call of numpy and Arrow releases the interpreter's lock and wants it back at once. With eight threads that do so, half
-    of all time is spent handing the lock over. The slot is no limit: a thread that has waited ``patience`` seconds takes the slot
-    from its holder. The holder may be waiting for something else, and so delays only one other thread.
+    Every call of numpy and Arrow releases the interpreter's lock and wants it back at once. With eight threads that do
+    so, half of all time is spent handing the lock over. The slot is no limit: a thread that has waited ``patience``
+    seconds takes the slot from its holder. The holder may be waiting for something else, and so delays only one other
+    thread.
     """
 
     def __init__(self, patience: float) -> None:
@@ -121,13 +127,15 @@ class ComputeSlot:
 class AdmissionControl:
     """The limiters of one server, by kind of request.
 
-    Forwarded requests have limiters of their own: two hosts that forward to each other would wait for each other otherwise.
+    Forwarded requests have limiters of their own: two hosts that forward to each other would wait for each other
+    otherwise.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
         self.lookups = AdmissionLimiter(limits.max_requests, "lookups")
         self.forwarded_lookups = AdmissionLimiter(limits.max_requests, "lookups for other hosts")
-        # Lookups that have to load an old version, or have many rows, move here: the other lookups must not wait for them.
+        # Lookups that have to load an old version, or have many rows, move here: the other lookups must not wait for
+        # them.
         self.slow = AdmissionLimiter(limits.max_scans, "long lookups")
         self.forwarded_slow = AdmissionLimiter(limits.max_scans, "long lookups for other hosts")
         # These may wait for the coordinator, and lookups must not wait for them.

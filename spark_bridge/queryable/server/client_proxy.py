@@ -1,4 +1,4 @@
-"""``KvStateClientProxy``: in every host, a server that answers for all hosts (Flink's class of that name, which is a ``KvStateServer`` too)."""
+"""``KvStateClientProxy``: in every host, a server that answers for all hosts (Flink's class of that name)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import Describe, Described
+from spark_bridge.queryable.protocol.messages import DescribeReply, DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
 from spark_bridge.queryable.server.location_cache import LocationCache, OracleSource
@@ -23,16 +23,17 @@ from spark_bridge.queryable.server.server import KvStateServer
 if TYPE_CHECKING:
     from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
-ANSWER_SECONDS = 30.0
-"""How long another host may take for an answer, or for the next rows of one."""
+FORWARDED_SECONDS = 30.0
+"""Another host may take so long for an answer, or for the next rows of one."""
 DESCRIBE_SECONDS = 5.0
 
 
 class KvStateClientProxy(KvStateServer):
-    """Answers queries of this host's state, and those that have ``forward`` for all hosts.
+    """Answers queries of this host's state, and requests with ``forward`` for all hosts.
 
-    ``reads`` gives what this host answers from: it is first called when something is asked. ``coordinator`` says where state is, ``token``
-    is the cluster's, for the other hosts, and ``client_tls`` the context of a client of theirs. The rest as for ``KvStateServer``.
+    ``reads`` returns what this host answers from; it is first called when something is asked. ``coordinator`` says
+    where state is. ``token`` is the cluster's, for other hosts, and ``client_tls`` the TLS context of a client of
+    theirs. The other arguments are those of ``KvStateServer``.
     """
 
     def __init__(
@@ -49,38 +50,41 @@ class KvStateClientProxy(KvStateServer):
         client_tls: ssl.SSLContext | None = None,
         statistics: RequestStatistics | None = None,
         host_id: str = "",
-        answer_seconds: float = ANSWER_SECONDS,
+        answer_seconds: float = FORWARDED_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hosts = KvConnections(token, client_tls, answer_seconds)
-        self._oracles = LocationCache(coordinator, clock)
-        forwarding = ForwardingReads(reads, lambda: self.server_address, self._oracles, self._hosts)
+        self._locations = LocationCache(coordinator, clock)
+        forwarding = ForwardingReads(reads, lambda: self.server_address, self._locations, self._hosts)
         super().__init__(
             forwarding, tokens, ip=ip, port=port, limits=limits, tls=tls, statistics=statistics, host_id=host_id
         )
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Who owns what of a query (``job_id`` is its query id), as this proxy knows it; None if it knows nothing. From any thread."""
-        return self._oracles.get(job_id)
+        """Return who owns which partitions of a query (``job_id`` is its query id), as far as this proxy knows; else
+        None. From any thread.
+        """
+        return self._locations.get(job_id)
 
     def update_kv_state_location_oracle(self, job_id: str, oracle: KvStateLocationOracle | None) -> None:
-        """Tell the proxy who owns what of a query; None makes it forget. From any thread.
+        """Tell the proxy who owns which partitions of a query; None makes it forget. From any thread.
 
-        It fetches what it needs by itself, and again what is old or proves wrong: this is for who knows better.
+        The proxy fetches what it needs by itself, and again if it is old or proves wrong. This method is for callers
+        that know better.
         """
-        self._oracles.update(job_id, oracle)
+        self._locations.update(job_id, oracle)
 
-    def describe(self, request: Describe) -> dict[str, Any]:
-        """See ``KvStateServer``; with ``forward`` that of all hosts of the operator's query, as ``hosts``."""
+    def describe(self, request: DescribeRequest) -> dict[str, Any]:
+        """See ``KvStateServer``; with ``forward`` the answer has all hosts of the operator's query, as ``hosts``."""
         if not request.forward or request.operator is None:
             return super().describe(request)
         location = self._reads.locate(request.operator, request.query)
         addresses = dict.fromkeys(owner.query_address for owner in location.owners)
-        asked = Describe(request.operator, location.run_id)
+        asked = DescribeRequest(request.operator, location.run_id)
         return {"hosts": self._described(addresses, asked)}
 
-    def _described(self, addresses: Iterable[str], request: Describe) -> list[dict[str, Any]]:
-        """What hosts say of themselves; of one that does not answer, why."""
+    def _described(self, addresses: Iterable[str], request: DescribeRequest) -> list[dict[str, Any]]:
+        """Return what hosts say of themselves; for a host that does not answer, why."""
         deadline = time.monotonic() + DESCRIBE_SECONDS
         answers: list[dict[str, Any]] = []
         begun = []
@@ -98,16 +102,16 @@ class KvStateClientProxy(KvStateServer):
             except (SparkBridgeError, CoordinatorError, OSError) as error:
                 answers.append({"query_address": exchange.address, "failure": str(error)})
                 continue
-            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is Described else {})
+            answers.append(json_decoder(dict[str, Any]).decode(body) if type(reply) is DescribeReply else {})
         return answers
 
     def start(self) -> None:
         """See ``KvStateServer``."""
-        self._oracles.start()
+        self._locations.start()
         super().start()
 
     def shutdown(self) -> None:
         """See ``KvStateServer``."""
-        self._oracles.stop()
+        self._locations.stop()
         super().shutdown()
         self._hosts.drop()

@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
 TOKEN_SECONDS = 1.0
-"""A token that was checked longer ago is checked again: a revoked token ends its connections by the next request or rows."""
+"""A token that was checked longer ago is checked again: a revoked token ends its connections by the next request or
+rows.
+"""
 
 
 class ClientSession:
@@ -37,7 +39,9 @@ class ClientSession:
         self._checked_at = now
 
     def check_client(self, now: float) -> None:
-        """Check that the client is connected and its token valid. Raises ``ClientGoneError`` or ``AccessDeniedError``."""
+        """Check that the client is connected and its token valid. Raises ``ClientGoneError`` or
+        ``AccessDeniedError``.
+        """
         if self._frames.is_closed_by_client():
             raise ClientGoneError("The client has left.")
         self.check_token(now)

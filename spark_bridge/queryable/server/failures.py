@@ -18,8 +18,8 @@ MAX_MESSAGE_CHARS = 8192
 def failure_of(error: Exception) -> Failure:
     """Return the ``Failure`` that tells a client of an error.
 
-    The project's own errors cross the network with their text. Of other errors only the class does, because their text may
-    disclose too much.
+    The project's own errors cross the network with their text. Of other errors only the class does, because their text
+    may disclose too much.
     """
     name = type(error).__name__
     if isinstance(error, PUBLIC_ERRORS):

@@ -1,4 +1,6 @@
-"""Answers for all hosts: what this host owns from its own state, the rest by asking the owners."""
+"""``ForwardingReads``: answers for all hosts. This host's partitions are read here; the owners are asked for the
+others.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from coordinator_actor.exceptions import RetiredRunError
 from coordinator_actor.messages import OperatorLocation
 from spark_bridge.exceptions import QueryTimeoutError
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import Changes, KeyRows, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
 from spark_bridge.queryable.routing.retries import GONE, MOVED, Attempts, should_locate
 from spark_bridge.queryable.routing.router import StateRouter
@@ -21,31 +23,34 @@ from spark_bridge.queryable.server.location_cache import LocationCache
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 1.0
-"""How long a request is repeated here when owners have moved. The client has more of it, and would hold nobody's turn meanwhile."""
+MAX_RETRY_SECONDS = 1.0
+"""When owners have moved, a request is repeated here for so long. The client has more time, and waits without taking
+room here.
+"""
 
 
 class ForwardingReads:
-    """``StateReads`` of a proxy: a request with ``forward`` is answered for all partitions, another one only for this host's.
+    """``StateReads`` of a proxy: a request with ``forward`` is answered for all partitions, another one only for this
+    host's.
 
-    ``own`` gives what this host answers itself, and ``address`` its own query address; both are called once, when something is asked. What is
-    asked of others has no ``forward``, so nothing goes further than one step.
+    ``own`` returns what this host answers by itself, and ``address`` its own query address; both are called once, when
+    something is asked. Requests to other hosts have no ``forward``, so no request goes further than one step.
     """
 
     def __init__(
         self,
         own: Callable[[], StateReads],
         address: Callable[[], str],
-        oracles: LocationCache,
+        locations: LocationCache,
         connections: KvConnections,
         *,
-        patience: float = PATIENCE_SECONDS,
+        patience: float = MAX_RETRY_SECONDS,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._find_own = own
         self._address = address
-        self._oracles = oracles
+        self._locations = locations
         self._connections = connections
         self._patience = patience
         self._clock = clock
@@ -53,17 +58,17 @@ class ForwardingReads:
 
     @cached_property
     def own(self) -> StateReads:
-        """Answers for this host."""
+        """The answers of this host."""
         return self._find_own()
 
     @cached_property
     def router(self) -> StateRouter:
-        """Asks the other hosts."""
+        """The router that asks the other hosts."""
         return StateRouter(self._connections, local=(self._address(), self.own), clock=self._clock, sleep=self._sleep)
 
     # -- for all hosts -------------------------------------------------------------------------
 
-    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.lookup(request, keys)
@@ -72,7 +77,7 @@ class ForwardingReads:
             lambda location, deadline: self.router.lookup(location, request.column_family, keys, request.at, deadline),
         )
 
-    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.lookup_one(request, key)
@@ -83,7 +88,7 @@ class ForwardingReads:
             ),
         )
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.key_rows(request, keys)
@@ -95,17 +100,19 @@ class ForwardingReads:
             )
         )
 
-    def scan(self, request: Scan) -> StateAnswer:
-        """See ``StateReads``. The rows of ``partitions`` come in the order of these; without them those of all hosts as they come."""
+    def scan(self, request: ScanRequest) -> StateAnswer:
+        """See ``StateReads``. The rows of ``partitions`` come in their order; without ``partitions`` the hosts' rows
+        come as they arrive.
+        """
         if not request.forward:
             return self.own.scan(request)
 
         def relocate(error: Exception) -> OperatorLocation:
             self._moved(request.run_id, error)
             try:
-                return self._oracles.location(request.run_id, request.operator, with_schema=True)
+                return self._locations.location(request.run_id, request.operator, with_schema=True)
             except GONE as gone:
-                raise RetiredRunError(str(gone)) from gone  # which run is next, the client must find out
+                raise RetiredRunError(str(gone)) from gone  # the client must find out which run is next
 
         in_order = request.partitions is not None
         return _state_answer(
@@ -116,19 +123,19 @@ class ForwardingReads:
             )
         )
 
-    def count(self, request: Scan) -> tuple[int, int]:
+    def count(self, request: ScanRequest) -> tuple[int, int]:
         """See ``StateReads``."""
         if not request.forward:
             return self.own.count(request)
         return self._answer(request, lambda location, deadline: self.router.count(location, request, deadline))
 
-    # -- what any host can answer --------------------------------------------------------------
+    # -- requests that any host can answer -----------------------------------------------------
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
         """See ``StateReads``."""
         return self.own.locate(operator, query)
 
-    def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         """See ``StateReads``."""
         return self.own.changes(request, keys)
 
@@ -144,26 +151,28 @@ class ForwardingReads:
         """See ``StateReads``."""
         return self.own.describe(operator, query)
 
-    # -- how it is asked -----------------------------------------------------------------------
+    # -- attempts ------------------------------------------------------------------------------
 
     def _answer(
         self,
-        request: Lookup | KeyRows | Scan,
+        request: LookupRequest | KeyRowsRequest | ScanRequest,
         ask: Callable[[OperatorLocation, float], T],
         *,
         with_schema: bool = False,
     ) -> T:
-        """What ``ask`` returns, repeated for a little while if partitions have moved. Raises what the owners raise."""
+        """Return what ``ask`` returns; repeat it for a little while if partitions have moved. Raises what the owners
+        raise.
+        """
         run_id, operator = request.run_id, request.operator
         begun = self._clock()
         attempts: Attempts | None = None
         while True:
             try:
-                location = self._oracles.location(run_id, operator, with_schema=with_schema)
+                location = self._locations.location(run_id, operator, with_schema=with_schema)
                 return ask(location, begun + self._connections.timeout)
             except (RetiredRunError, *GONE) as error:
                 self._moved(run_id, error)
-                raise  # the client named a run, and must find out which one is next
+                raise  # the client has named a run, and must find out which one is next
             except MOVED as error:
                 attempts = attempts or Attempts("", begun + self._patience, clock=self._clock)
                 try:
@@ -175,7 +184,7 @@ class ForwardingReads:
 
     def _moved(self, run_id: str, error: Exception) -> None:
         if should_locate(error):
-            self._oracles.refresh(run_id)
+            self._locations.refresh(run_id)
 
 
 def _state_answer(answer: StateAnswer) -> StateAnswer:

@@ -1,7 +1,7 @@
 """The server's end of a connection: frames in and out with few system calls, and bounds on bytes and seconds.
 
-A plain socket stays blocking and has its time-outs in the kernel: with Python's own, each call polls first, and gives the
-interpreter's lock away twice.
+A plain socket stays blocking and has its time-outs in the kernel. With Python's own time-outs each call polls first,
+and releases the interpreter's lock twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from spark_bridge.exceptions import RequestError, RequestLimitError
-from spark_bridge.queryable.protocol.messages import MAX_HEADER_BYTES, PREFIX
+from spark_bridge.queryable.protocol.messages import FRAME_PREFIX, MAX_HEADER_BYTES
 from spark_bridge.queryable.server.admission import AdmissionLimiter, seconds_left
 
-BUFFER_BYTES = 1 << 16
-"""What one ``recv`` may bring, usually whole frames. Larger frames get memory of their own."""
+RECEIVE_BUFFER_BYTES = 1 << 16
+"""The most bytes that one ``recv`` brings, usually whole frames. Larger frames get memory of their own."""
 SEND_TICK_SECONDS = 1.0
-"""How often a send that does not get on looks at its deadline."""
+"""A send that makes no progress looks at its deadline so often."""
 LINGER_SECONDS = 1.0
 LINGER_BYTES = 64 << 20
 
@@ -33,23 +33,25 @@ _TIMES = struct.Struct("@ll")
 
 
 class ClientGoneError(Exception):
-    """The client has left, or takes no answers. Not one of the errors that travel: a forwarded request may raise those."""
+    """The client has left, or takes no answers. This error does not cross the network, unlike errors of forwarded
+    requests.
+    """
 
 
 class IdleClientError(ClientGoneError):
-    """Nothing was asked for long."""
+    """The client has asked for nothing for long."""
 
 
 class FramedSocket:
-    """Frames over a connected socket, for one thread; only ``wake`` may be called from others.
+    """Frames over a connected socket, for one thread; other threads may only call ``wake``.
 
-    ``buffered`` is what large frames take together in this process, ``wait_seconds`` how long one waits for its share.
+    ``buffered`` limits the bytes of all large frames in this process; a frame waits ``wait_seconds`` for its share.
     """
 
     def __init__(self, connected: socket.socket, buffered: AdmissionLimiter, wait_seconds: float) -> None:
         self._socket = connected
         self._is_tls = isinstance(connected, ssl.SSLSocket)
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._buffer = memoryview(bytearray(RECEIVE_BUFFER_BYTES))
         self._begin = 0
         self._end = 0
         self._buffered = buffered
@@ -71,12 +73,13 @@ class FramedSocket:
     def receive(
         self, max_bytes: int, idle_seconds: float, transfer_seconds: float
     ) -> tuple[memoryview, memoryview] | None:
-        """Header and body of the next frame; None if the other side has closed between frames.
+        """Return header and body of the next frame; None if the other side has closed the connection between frames.
 
-        Both are valid until the next call; ``keep`` makes a body last. Waits ``idle_seconds`` for the frame to begin, and
-        ``transfer_seconds`` for the rest of it. Raises ``RequestLimitError`` before more than the lengths have been read if the frame
-        is larger than ``max_bytes``, ``RequestError`` if its lengths make no sense, ``TooManyRequestsError`` if large frames take all
-        the memory that they may, and ``ClientGoneError``; nothing more can be received then.
+        Both are valid until the next call; ``keep`` makes a body last. Waits ``idle_seconds`` for the frame to begin,
+        and ``transfer_seconds`` for the rest of it. Nothing more can be received after an error. Raises
+        ``RequestLimitError`` if the frame is larger than ``max_bytes``, before more than its lengths have been read,
+        ``RequestError`` if its lengths make no sense, ``TooManyRequestsError`` if large frames take all the memory that
+        they may, and ``ClientGoneError``.
         """
         if self._reserved:
             self._give_back()
@@ -88,36 +91,38 @@ class FramedSocket:
             if not end:
                 return None
         deadline = math.inf
-        if end - begin < PREFIX.size:
+        if end - begin < FRAME_PREFIX.size:
             deadline = time.monotonic() + transfer_seconds
-            begin, end = self._fill(begin, end, PREFIX.size, deadline)
-        length, header_length = PREFIX.unpack_from(self._buffer, begin)
+            begin, end = self._fill(begin, end, FRAME_PREFIX.size, deadline)
+        length, header_length = FRAME_PREFIX.unpack_from(self._buffer, begin)
         if length > max_bytes:
             raise RequestLimitError(
                 f"A request of {length:,} bytes is more than the {max_bytes:,} allowed here: ask for less at once."
             )
         if not 0 < header_length <= min(length, MAX_HEADER_BYTES):
             raise RequestError(
-                f"A frame of {length:,} bytes cannot have a header of {header_length:,}; a header has at least 1 and at most {MAX_HEADER_BYTES:,}."
+                f"A frame of {length:,} bytes cannot have a header of {header_length:,}; a header has at least 1 and "
+                "at most "
+                f"{MAX_HEADER_BYTES:,}."
             )
-        frame_length = PREFIX.size + length
+        frame_length = FRAME_PREFIX.size + length
         if end - begin < frame_length:
             if deadline == math.inf:
                 deadline = time.monotonic() + transfer_seconds
-            if frame_length > BUFFER_BYTES:
-                return self._receive_large(begin + PREFIX.size, end, length, header_length, deadline)
+            if frame_length > RECEIVE_BUFFER_BYTES:
+                return self._receive_large(begin + FRAME_PREFIX.size, end, length, header_length, deadline)
             begin, end = self._fill(begin, end, frame_length, deadline)
         self._begin, self._end = begin + frame_length, end
-        body = begin + PREFIX.size + header_length
-        return self._buffer[begin + PREFIX.size : body], self._buffer[body : begin + frame_length]
+        body = begin + FRAME_PREFIX.size + header_length
+        return self._buffer[begin + FRAME_PREFIX.size : body], self._buffer[body : begin + frame_length]
 
     def keep(self, body: memoryview) -> memoryview:
-        """A body that stays as it is when more is received."""
+        """Return a body that stays as it is when more is received."""
         return memoryview(bytes(body)) if body.obj is self._buffer.obj else body
 
     def _fill(self, begin: int, end: int, wanted: int, deadline: float) -> tuple[int, int]:
-        """Receive until ``wanted`` bytes are in the buffer."""
-        if begin + wanted > BUFFER_BYTES:
+        """Receive until ``wanted`` bytes are in the buffer; return where they begin and end."""
+        if begin + wanted > RECEIVE_BUFFER_BYTES:
             self._buffer[: end - begin] = self._buffer[begin:end]
             begin, end = 0, end - begin
         while end - begin < wanted:
@@ -128,7 +133,7 @@ class FramedSocket:
         self, begin: int, end: int, length: int, header_length: int, deadline: float
     ) -> tuple[memoryview, memoryview]:
         self.reserve(length)
-        # Memory that is only taken as bytes arrive: who announces much and sends little costs little.
+        # The system provides this memory as bytes arrive: a client that announces much and sends little costs little.
         memory = np.empty(length, np.uint8).data
         filled = end - begin
         memory[:filled] = self._buffer[begin:end]
@@ -161,12 +166,12 @@ class FramedSocket:
     # -- sending -------------------------------------------------------------------------------
 
     def send(self, parts: Sequence[Any], deadline: float = math.inf) -> None:
-        """Send bytes-like objects one behind the other. Raises ``ClientGoneError`` if they are not taken by the ``deadline``.
+        """Send bytes-like objects one behind the other.
 
-        ``deadline`` is a time of ``time.monotonic()``.
+        Raises ``ClientGoneError`` if they are not taken by ``deadline``, a time of ``time.monotonic``.
         """
         size = sum(map(len, parts))
-        if size <= BUFFER_BYTES:
+        if size <= RECEIVE_BUFFER_BYTES:
             data = b"".join(parts)
             sent = self._send_once(lambda: self._socket.send(data), deadline)
             if sent == size:
@@ -198,7 +203,7 @@ class FramedSocket:
                 raise ClientGoneError(str(error)) from error
 
     def reserve(self, amount: int) -> None:
-        """Take a share of what large frames may have until the next ``receive``. Raises ``TooManyRequestsError``."""
+        """Reserve a share of the memory of large frames until the next ``receive``. Raises ``TooManyRequestsError``."""
         self._buffered.acquire(self._wait_seconds, amount)
         self._reserved += amount
 
@@ -209,7 +214,7 @@ class FramedSocket:
     # -- the end -------------------------------------------------------------------------------
 
     def is_closed_by_client(self) -> bool:
-        """Whether the client has closed its side, whatever it has sent before, or the connection is broken. Does not wait."""
+        """Return whether the client has closed its side, or the connection is broken. Does not wait."""
         poll = select.poll()
         poll.register(self._socket, getattr(select, "POLLRDHUP", select.POLLHUP))
         return bool(poll.poll(0))
@@ -223,13 +228,13 @@ class FramedSocket:
                 max_bytes -= self._receive_by(self._buffer, deadline)
 
     def wake(self) -> None:
-        """End whatever the connection's thread is waiting for; from any thread."""
+        """End every wait of the connection's thread; from any thread."""
         with contextlib.suppress(OSError):
-            # Not the method of SSLSocket, which would take the encryption away under the thread.
+            # Not the method of SSLSocket, which would remove the encryption while the thread uses it.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket and give back the memory."""
+        """Close the socket and release the memory."""
         if self._reserved:
             self._give_back()
         self._socket.close()

@@ -1,4 +1,4 @@
-"""TODO docstring."""
+"""A histogram of latencies, for percentiles in little memory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import math
 from array import array
 
 SUB_BUCKETS = 8
-"""Per power of two. A percentile is the middle of its bucket, so it is wrong by 1/16 (6 %) at most."""
-
-
+"""Buckets per power of two. A percentile is the middle of its bucket, so it is wrong by 1/16 (6 %) at most."""
 OCTAVES = 26
-"""From 1 microsecond to 67 seconds (2^26 microseconds); what is faster or slower counts as such. The slowest is known exactly."""
-
-
+"""Powers of two, from 1 microsecond to 67 seconds (2^26 microseconds). Faster and slower requests count as the first or
+last.
+"""
 QUANTILES = (0.5, 0.9, 0.99)
-
-
 _frexp = math.frexp
 
 
@@ -37,21 +33,23 @@ class LatencyHistogram:
         self.total += 1
 
     def since(self, earlier: LatencyHistogram) -> LatencyHistogram:
-        """What was added since an earlier copy."""
+        """Return what was added since an earlier copy."""
         difference = LatencyHistogram()
         difference.counts = array("Q", [a - b for a, b in zip(self.counts, earlier.counts, strict=True)])
         difference.total = self.total - earlier.total
         return difference
 
     def copy(self) -> LatencyHistogram:
-        """As it is now."""
+        """Return a copy of the counts as they are now."""
         copied = LatencyHistogram()
         copied.counts = self.counts[:]
         copied.total = self.total
         return copied
 
     def quantiles(self, wanted: tuple[float, ...] = QUANTILES) -> list[float]:
-        """Latencies in seconds that the shares ``wanted`` (ascending) did not exceed; 0.0 if there are none."""
+        """Return the latencies in seconds that the shares ``wanted`` (ascending) did not exceed; 0.0 without
+        requests.
+        """
         if not self.total:
             return [0.0] * len(wanted)
         found: list[float] = []
@@ -66,7 +64,7 @@ class LatencyHistogram:
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket of a latency."""
+    """Return the bucket of a latency in seconds."""
     mantissa, exponent = _frexp(seconds * 1e6)
     if exponent < 1:
         return 0
@@ -76,6 +74,6 @@ def bucket_of(seconds: float) -> int:
 
 
 def middle_of(bucket: int) -> float:
-    """The middle of a bucket, in seconds."""
+    """Return the middle of a bucket, in seconds."""
     octave, step = divmod(bucket, SUB_BUCKETS)
     return float(1 << octave) * (1 + (step + 0.5) / SUB_BUCKETS) * 1e-6

@@ -1,4 +1,6 @@
-"""The answers to the requests of one client: each request is admitted, read from ``StateReads``, and answered in frames."""
+"""The answers to the requests of one client: each request is admitted, read from ``StateReads``, and answered in
+frames.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,21 @@ from backends.encoding.columns import content_bytes
 from spark_bridge.exceptions import RequestError, RequestLimitError
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.messages import (
-    Await,
-    Changes,
-    Count,
-    Counted,
-    Describe,
-    Described,
-    KeyRows,
-    Locate,
-    Located,
-    Lookup,
-    Operators,
+    AwaitRequest,
+    ChangesRequest,
+    CountReply,
+    CountRequest,
+    DescribeReply,
+    DescribeRequest,
+    KeyRowsRequest,
+    LocateOperatorRequest,
+    LocateReply,
+    LookupReply,
+    LookupRequest,
+    OperatorsRequest,
     Reply,
     Request,
-    Scan,
-    Values,
+    ScanRequest,
     frame,
 )
 from spark_bridge.queryable.protocol.state_reads import StateAnswer, StateReads
@@ -49,7 +51,9 @@ MAX_AWAIT_SECONDS = 30.0
 AWAIT_SLICE_SECONDS = 1.0
 """A thread that waits for a version checks so often whether the server still runs and the client is still there."""
 COMPUTE_SLOT_BYTES = 1 << 18
-"""Lookups of up to so many bytes of keys are worked on one at a time. A larger one would keep the others waiting for too long."""
+"""Lookups of up to so many bytes of keys are worked on one at a time. A larger one would keep the others waiting for
+too long.
+"""
 _ONE_KEY = memoryview(b"\x01\x00\x00\x00")
 _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 """``pack_bytes`` of one null."""
@@ -57,14 +61,16 @@ _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the connections of one server share. ``describe`` answers a ``Describe``; ``stopping`` is set when the server stops."""
+    """What the connections of one server share. ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when
+    the server stops.
+    """
 
     reads: StateReads
     tokens: TokenVerifier
     limits: RequestLimits
     statistics: RequestStatistics
     host_id: str
-    describe: Callable[[Describe], dict[str, Any]]
+    describe: Callable[[DescribeRequest], dict[str, Any]]
     admission: AdmissionControl
     stopping: threading.Event = field(default_factory=threading.Event)
 
@@ -83,46 +89,46 @@ class RequestHandler:
         """Answer a request. Raises what the client is to be told, and ``ClientGoneError``."""
         reads, wait_seconds = self._server.reads, self._limits.wait_seconds
         match request:
-            case Lookup():
+            case LookupRequest():
                 self._lookup(request, body)
-            case KeyRows():
+            case KeyRowsRequest():
                 keys = self._keys(body)
                 with self._lookup_context(request.forward, may_stay=False) as context:
                     last = self._send_rows(reads.key_rows(request, keys), context, is_short=True)
                 self._frames.send(last, time.monotonic() + self._limits.transfer_seconds)
-            case Scan():
+            case ScanRequest():
                 with self._scan_context(request.forward) as context:
                     self._frames.send(self._send_rows(reads.scan(request), context), context.deadline)
-            case Count():
+            case CountRequest():
                 with self._scan_context(request.scan.forward):
                     version, count = reads.count(request.scan)
-                self.send(Counted(version, count))
-            case Changes():
+                self.send(CountReply(version, count))
+            case ChangesRequest():
                 some_keys = self._keys(body) if len(body) else None
                 with self._scan_context(False) as context:
                     last = self._send_rows(reads.changes(request, some_keys), context)
                     self._frames.send(last, context.deadline)
-            case Await():
+            case AwaitRequest():
                 completed = self._await(request)
-                self.send(Counted(completed, completed))
-            case Locate():
+                self.send(CountReply(completed, completed))
+            case LocateOperatorRequest():
                 with self._admission.locates.admitted(wait_seconds):
                     location = reads.locate(request.operator, request.query)
-                self.send(Located(), msgspec.json.encode(location))
-            case Operators():
+                self.send(LocateReply(), msgspec.json.encode(location))
+            case OperatorsRequest():
                 with self._admission.descriptions.admitted(wait_seconds):
                     operators = reads.operators()
-                self.send(Described(), msgspec.json.encode(operators))
-            case Describe():
+                self.send(DescribeReply(), msgspec.json.encode(operators))
+            case DescribeRequest():
                 admission = self._admission
                 limiter = admission.forwarded_descriptions if request.forward else admission.descriptions
                 with limiter.admitted(wait_seconds):
                     described = self._server.describe(request)
-                self.send(Described(), msgspec.json.encode(described))
+                self.send(DescribeReply(), msgspec.json.encode(described))
             case _:
                 raise RequestError("A Hello is only said once, at the beginning.")
 
-    def _lookup(self, request: Lookup, body: memoryview) -> None:
+    def _lookup(self, request: LookupRequest, body: memoryview) -> None:
         reads, admission = self._server.reads, self._admission
         if body[:4] == _ONE_KEY:
             key = unpack_one(body)
@@ -138,7 +144,7 @@ class RequestHandler:
                     version, value = reads.lookup_one(request, key)
                 finally:
                     limiter.release()
-            self.send(Values(version), _ABSENT_VALUE if value is None else pack_one(value))
+            self.send(LookupReply(version), _ABSENT_VALUE if value is None else pack_one(value))
             return
         takes_slot = not request.forward and len(body) <= COMPUTE_SLOT_BYTES
         with admission.compute_slot if takes_slot else nullcontext():
@@ -147,7 +153,7 @@ class RequestHandler:
                 version, values = reads.lookup(request, keys)
                 context.reserve_at_least(4 * len(values) + content_bytes(values))
                 packed = pack_bytes(values)
-        self.send(Values(version), packed)
+        self.send(LookupReply(version), packed)
 
     def _lookup_context(self, forward: bool, *, may_stay: bool = True) -> ServedRequest:
         admission = self._admission
@@ -176,7 +182,7 @@ class RequestHandler:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null.")
         return keys
 
-    def _await(self, request: Await) -> int:
+    def _await(self, request: AwaitRequest) -> int:
         """Wait for a version, in slices. No limiter is needed, because the thread only waits."""
         deadline = time.monotonic() + min(request.seconds, MAX_AWAIT_SECONDS)
         while True:
@@ -193,7 +199,7 @@ class RequestHandler:
 
         ``is_short``: the last rows are among those frames, so that a short answer is one write.
         """
-        sender = context.rows = RowSender(self._frames, answer, context, is_short)
+        sender = context.rows = RowSender(self._frames, answer, context.deadline, is_short)
         try:
             for batch in slices(answer.batches):
                 context.raise_if_cancelled()

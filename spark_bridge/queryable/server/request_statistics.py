@@ -1,6 +1,6 @@
-"""How a host has answered: requests, failures and latency percentiles by operator and verb.
+"""Statistics of a host's answers: requests, failures and latency percentiles by operator and verb.
 
-For ``describe()`` since the start, for Ray's metrics since they were last taken.
+``describe()`` has them since the start, Ray's metrics since they were last taken.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from spark_bridge.queryable.server.latency_histogram import QUANTILES, LatencyHistogram, bucket_of
 
 MAX_SERIES = 512
-"""Operators times verbs that are counted apart. Names come from clients, and must not make memory grow."""
+"""Pairs of operator and verb that are counted apart. Names come from clients, and must not make memory grow."""
 OTHER = "(other)"
-"""Where requests for operators that nobody knows are counted, and those beyond ``MAX_SERIES``."""
+"""The operator under which requests for unknown operators are counted, and those beyond ``MAX_SERIES``."""
 
 
 class _Series:
-    """One operator and verb."""
+    """One operator and verb; the lock guards all figures."""
 
     __slots__ = ("failures", "histogram", "lock", "slowest", "slowest_lately")
 
@@ -43,7 +43,9 @@ class _Series:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """What one operator and verb had since the deltas were last taken. ``latencies`` are seconds by quantile, 1.0 the slowest."""
+    """The figures of one operator and verb since the deltas were last taken. ``latencies`` are seconds by quantile; 1.0
+    is the slowest.
+    """
 
     operator: str
     verb: str
@@ -55,8 +57,9 @@ class RequestDelta:
 class RequestStatistics:
     """Counts requests; safe from many threads.
 
-    An operator gets figures of its own once a request for it has been answered; until then, and beyond ``MAX_SERIES``, it counts as
-    ``OTHER``. Requests that name no operator have the operator "".
+    An operator gets figures of its own once a request for it has been answered. Until then, and beyond ``MAX_SERIES``,
+    it counts as ``OTHER``. Requests that name no operator have the operator "". One lock guards which series there are,
+    another the taken deltas.
     """
 
     def __init__(self) -> None:
@@ -67,7 +70,7 @@ class RequestStatistics:
         self._taken: dict[tuple[str, str], tuple[LatencyHistogram, int]] = {}
 
     def observe(self, operator: str, verb: str, seconds: float, failed: bool = False) -> None:
-        """Count one request, which took ``seconds``. ``verb`` is one of ours, never a client's word."""
+        """Count one request, which took ``seconds``. ``verb`` is one of ``VERBS``, never a client's word."""
         series = self._series.get((operator, verb))
         if series is None:
             series = self._new_series(operator, verb, failed)
@@ -86,9 +89,10 @@ class RequestStatistics:
             return self._series.setdefault((operator, verb), _Series())
 
     def snapshot(self, operator: str | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-        """Since the start, by operator and verb: ``requests``, ``failures``, ``p50_ms``, ``p90_ms``, ``p99_ms``, ``max_ms``.
+        """Return the figures since the start, by operator and verb.
 
-        Of ``operator`` only, if one is given.
+        They are ``requests``, ``failures``, ``p50_ms``, ``p90_ms``, ``p99_ms``, ``max_ms``. With ``operator`` only
+        those of one operator.
         """
         answer: dict[str, dict[str, dict[str, Any]]] = {}
         for (name, verb), series in self._all():
@@ -106,7 +110,7 @@ class RequestStatistics:
         return answer
 
     def deltas(self) -> list[RequestDelta]:
-        """What has come since the last call, only of operators and verbs that had something."""
+        """Return the figures since the last call, of operators and verbs with requests."""
         found = []
         with self._taking:
             for key, series in self._all():

@@ -1,35 +1,37 @@
-"""The rows of an answer on their way to the client: ``Batch`` frames and the ``End``."""
+"""The rows of an answer on their way to the client: ``RowsReply`` frames and the ``EndOfRows``."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
-from spark_bridge.queryable.protocol.messages import Batch, End, frame
+from spark_bridge.queryable.protocol.messages import EndOfRows, RowsReply, frame
+from spark_bridge.queryable.protocol.request_context import before_slow_work
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.server.framed_socket import FramedSocket
 
-if TYPE_CHECKING:
-    from spark_bridge.queryable.server.served_request import ServedRequest
-
 FRAME_BYTES = 4 << 20
-"""The most bytes that the rows of one ``Batch`` take, unless one row is larger."""
+"""The most bytes that the rows of one ``RowsReply`` take, unless one row is larger."""
 QUIET_SECONDS = 1.0
-"""A scan that has found nothing for so long sends an empty batch: the client sees that the scan goes on, the server whether the
-client is gone."""
+"""A scan that has found nothing for so long sends an empty batch: the client sees that the scan goes on, the server
+whether the client is gone.
+"""
 
 
 class RowSender:
-    """Sends the rows of one answer. ``is_short``: the last batch is held back, to be sent together with the end."""
+    """Sends the rows of one answer until ``deadline``, in the context of the request.
 
-    def __init__(self, frames: FramedSocket, answer: StateAnswer, request: ServedRequest, is_short: bool) -> None:
+    ``is_short``: the last batch is held back, to be sent together with the end.
+    """
+
+    def __init__(self, frames: FramedSocket, answer: StateAnswer, deadline: float, is_short: bool) -> None:
         self.num_rows = 0
         self._frames = frames
         self._answer = answer
-        self._request = request
+        self._deadline = deadline
         self._is_short = is_short
         self._held: list[Any] = []
         self._is_begun = False
@@ -47,11 +49,11 @@ class RowSender:
             self._is_begun = True
             body = b"".join((self._answer.schema.serialize(), body))
         if self._held:
-            self._request.before_slow_work()  # a client that reads slowly must not keep others from their lookups
-            self._frames.send(self._held, self._request.deadline)
-        self._held = frame(Batch(self._answer.version), body)
+            before_slow_work()  # a client that reads slowly must not keep others from their lookups
+            self._frames.send(self._held, self._deadline)
+        self._held = frame(RowsReply(self._answer.version), body)
         if not self._is_short:
-            self._frames.send(self._held, self._request.deadline)
+            self._frames.send(self._held, self._deadline)
             self._held = []
 
     def keep_alive(self, now: float) -> None:
@@ -63,8 +65,8 @@ class RowSender:
     def last_frames(self) -> list[Any]:
         """Return the frames that are still to be sent: the rows held back, and the end."""
         if not self._is_begun:
-            self._held = frame(Batch(self._answer.version), self._answer.schema.serialize())
-        return [*self._held, *frame(End(self._answer.version, self.num_rows))]
+            self._held = frame(RowsReply(self._answer.version), self._answer.schema.serialize())
+        return [*self._held, *frame(EndOfRows(self._answer.version, self.num_rows))]
 
 
 def slices(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

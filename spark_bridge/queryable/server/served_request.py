@@ -22,9 +22,9 @@ LARGE_ANSWER_BYTES = 1 << 16
 class ServedRequest:
     """Implements ``RequestContext`` for one request, within a ``with``. For the thread of the connection.
 
-    The ``with`` waits until ``limiter`` admits the request. When the work becomes slow the request moves to the limiter ``slow``:
-    when it says so (``before_slow_work``), and unless ``may_stay`` also after ``SLOW_SECONDS``. ``stopping`` is set when the
-    server stops.
+    The ``with`` waits until ``limiter`` admits the request. When the work becomes slow the request moves to the limiter
+    ``slow``: when it says so (``before_slow_work``), and unless ``may_stay`` also after ``SLOW_SECONDS``. ``stopping``
+    is set when the server stops.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class ServedRequest:
         if now > self.deadline:
             so_far = "" if self.rows is None else f", after {self.rows.num_rows:,} rows"
             raise RequestLimitError(
-                f"The answer took longer than the {self._limits.scan_seconds:g} s allowed here{so_far}: ask for less, or "
+                f"The answer took longer than the {self._limits.scan_seconds:g} s allowed here{so_far}: ask for "
+                "less, or "
                 "read faster."
             )
         if now - self._checked_at < min(QUIET_SECONDS, TOKEN_SECONDS):

@@ -1,6 +1,7 @@
-"""``KvStateServer``: the TCP server of a host that answers queries of its state (``wire``), after Flink's class of that name.
+"""``KvStateServer``: the TCP server of a host that answers queries of its state (``messages``), after Flink's class of
+that name.
 
-A thread for each connection: lookups spend their time in RocksDB and Arrow, which let other threads run.
+Each connection has a thread. Lookups spend their time in RocksDB and Arrow, which let other threads run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from spark_bridge.exceptions import TooManyRequestsError
-from spark_bridge.queryable.protocol.messages import Describe
+from spark_bridge.queryable.protocol.messages import DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.admission import AdmissionControl, seconds_left
 from spark_bridge.queryable.server.request_handler import ServerContext
@@ -30,19 +31,23 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 128
 MAX_UNAUTHENTICATED = 64
-"""So many connections may be there whose clients have not said who they are; they count apart from ``max_connections``."""
+"""Connections whose clients have not shown a valid token yet; they count apart from ``max_connections``."""
 REFUSED_AT_ONCE = 16
-"""So many clients beyond ``MAX_UNAUTHENTICATED`` are told why; the others only find the connection closed."""
+"""Clients beyond ``MAX_UNAUTHENTICATED`` that are told why they are refused; further ones only find the connection
+closed.
+"""
 SHUTDOWN_SECONDS = 10.0
 ACCEPT_SECONDS = 1.0
-"""How long the accepting thread waits at a time: where closing the listener does not wake it, it sees the end so."""
+"""The accepting thread waits so long at a time: so it sees the end also where closing the listener does not wake it."""
 
 
 class KvStateServer:
-    """Answers queries at ``server_address`` from ``reads``; ``port`` 0 takes a free one, which it keeps when it is started again.
+    """Answers queries at ``server_address`` from ``reads``. ``port`` 0 takes a free port, which the server keeps when
+    started again.
 
-    ``tokens`` decides who may ask. ``host_id`` is what clients are told in the ``Welcome``. With ``tls``, only encrypted connections
-    are answered. Raises ``OSError`` if the address cannot be bound.
+    ``tokens`` decides which clients may ask. Clients are told ``host_id`` in the ``Welcome``. With ``tls``, only
+    encrypted connections are answered. Raises ``OSError`` if the address cannot be bound. ``_lock`` guards the
+    connections and what runs now.
     """
 
     def __init__(
@@ -73,11 +78,13 @@ class KvStateServer:
 
     @property
     def server_address(self) -> str:
-        """Where clients connect: "ip:port". Known before ``start``."""
+        """The address where clients connect, "ip:port". Known before ``start``."""
         return f"[{self._ip}]:{self._port}" if ":" in self._ip else f"{self._ip}:{self._port}"
 
     def start(self) -> None:
-        """Begin to answer; nothing happens if it has. After ``shutdown`` it listens at the same address again, or raises ``OSError``."""
+        """Begin to answer; nothing happens if the server runs. After ``shutdown`` it listens at the same address again,
+        or raises ``OSError``.
+        """
         with self._lock:
             if self._acceptor is not None:
                 return
@@ -101,14 +108,18 @@ class KvStateServer:
             self._acceptor.start()
 
     def shutdown(self) -> None:
-        """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs. May be repeated."""
+        """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs. May be
+        repeated.
+        """
         with self._lock:
             listener, acceptor, running = self._listener, self._acceptor, self._running
             self._listener = self._acceptor = self._running = None
         if running is not None:
             running.stopping.set()
         if listener is not None:
-            with contextlib.suppress(OSError):  # not connected, say some systems; the accepting thread looks by itself
+            with contextlib.suppress(
+                OSError
+            ):  # some systems say "not connected"; the accepting thread sees the end by itself
                 listener.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         if acceptor is not None:
@@ -135,14 +146,16 @@ class KvStateServer:
                 ", ".join(left[:5]),
             )
 
-    def describe(self, request: Describe) -> dict[str, Any]:
-        """What ``reads`` says, and ``requests``: how this server has answered. A proxy overrides it for what has ``forward``."""
+    def describe(self, request: DescribeRequest) -> dict[str, Any]:
+        """Return what ``reads`` says, and as ``requests`` how this server has answered. A proxy overrides it for
+        ``forward``.
+        """
         described = self._reads.describe(request.operator, request.query)
         return {**described, "requests": self.statistics.snapshot(request.operator)}
 
     @property
     def num_connections(self) -> int:
-        """How many there are now."""
+        """The number of connections now."""
         return len(self._connections)
 
     def _bind(self, port: int) -> socket.socket:
@@ -162,7 +175,7 @@ class KvStateServer:
             except TimeoutError:
                 continue
             except OSError as error:
-                if not running.stopping.wait(0.1):  # such as too many open files, which passes
+                if not running.stopping.wait(0.1):  # an error that passes, such as too many open files
                     log.warning("A connection to %s could not be accepted: %s", self.server_address, error)
                 continue
             unauthenticated = len(self._connections) - running.admission.connections.taken
@@ -195,7 +208,7 @@ class KvStateServer:
                 with self._lock:
                     self._connections[this] = connected
                 if running.stopping.is_set():
-                    return  # it was woken as the plain socket that it is no more
+                    return  # the shutdown has woken the plain socket, not this one
                 connected.do_handshake()
             connection = ServerConnection(running, connected)
             with self._lock:
@@ -207,11 +220,12 @@ class KvStateServer:
             else:
                 connection.refuse(
                     TooManyRequestsError(
-                        f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may; try again, or "
+                        f"{MAX_UNAUTHENTICATED} clients of this host have yet to say who they are, as many as may; "
+                        "try again, or "
                         "ask other hosts."
                     )
                 )
-        except OSError as error:  # in the handshake: the client speaks no TLS, or another one, or is gone
+        except OSError as error:  # in the handshake: the client speaks no TLS, or another version, or is gone
             log.debug("A connection was not made: %s", error)
             if isinstance(error, ssl.SSLError) and connection is None:
                 refuse_handshake(connected, error)
@@ -219,7 +233,7 @@ class KvStateServer:
             log.exception("A connection ended with an error")
         finally:
             with self._lock:
-                # Under the lock: who wakes connections must not meet another one under the same file descriptor.
+                # Under the lock: ``shutdown`` must not wake another connection with the same file descriptor.
                 if connection is not None:
                     connection.close()
                 else:

@@ -11,17 +11,17 @@ from spark_bridge.exceptions import AccessDeniedError, RequestError, RequestLimi
 from spark_bridge.queryable.protocol.messages import (
     MAX_HEADER_BYTES,
     PROTOCOL,
-    Await,
-    Changes,
-    Count,
-    Describe,
+    AwaitRequest,
+    ChangesRequest,
+    CountRequest,
+    DescribeRequest,
     Hello,
-    KeyRows,
-    Locate,
-    Lookup,
-    Operators,
+    KeyRowsRequest,
+    LocateOperatorRequest,
+    LookupRequest,
+    OperatorsRequest,
     Request,
-    Scan,
+    ScanRequest,
     Welcome,
     decode_request,
 )
@@ -38,20 +38,22 @@ MAX_HELLO_BYTES = 4096
 UNREADABLE = "unreadable"
 
 VERBS: dict[type[Any], str] = {
-    Locate: "locate",
-    Lookup: "lookup",
-    KeyRows: "rows",
-    Scan: "scan",
-    Count: "count",
-    Changes: "changes",
-    Await: "await",
-    Operators: "operators",
-    Describe: "describe",
+    LocateOperatorRequest: "locate",
+    LookupRequest: "lookup",
+    KeyRowsRequest: "rows",
+    ScanRequest: "scan",
+    CountRequest: "count",
+    ChangesRequest: "changes",
+    AwaitRequest: "await",
+    OperatorsRequest: "operators",
+    DescribeRequest: "describe",
 }
 
 
 class ServerConnection:
-    """Answers one client, in one thread, until the client leaves, its bytes can no longer be understood, or the server stops."""
+    """Answers one client, in one thread, until the client leaves, its bytes can no longer be understood, or the server
+    stops.
+    """
 
     def __init__(self, server: ServerContext, connected: socket.socket) -> None:
         self._server = server
@@ -90,7 +92,9 @@ class ServerConnection:
             self._server.admission.connections.release()
 
     def _greet(self) -> bool:
-        """Check the token in the first frame, before anything else of the client is read. Return whether it is valid."""
+        """Check the token in the first frame, before anything else of the client is read. Return whether it is
+        valid.
+        """
         started = time.monotonic()
         try:
             try:
@@ -107,7 +111,8 @@ class ServerConnection:
             self._session.authenticate(hello.token, started)
             if hello.protocol != PROTOCOL:
                 raise RequestError(
-                    f"The client speaks protocol {hello.protocol}, this host {PROTOCOL}: use the same ray-statestore for both."
+                    f"The client speaks protocol {hello.protocol}, this host {PROTOCOL}: use the same ray-statestore "
+                    "for both."
                 )
             # Only now, so that clients without a token take no place of those with one.
             self._server.admission.connections.acquire(0.0)
@@ -146,7 +151,7 @@ class ServerConnection:
         try:
             request = decoded_request(header)
             verb = VERBS.get(type(request), verb)
-            of_operator = request.scan if type(request) is Count else request
+            of_operator = request.scan if type(request) is CountRequest else request
             operator = getattr(of_operator, "operator", None) or ""
             self._session.check_token(started)
             self._handler.handle(request, body)

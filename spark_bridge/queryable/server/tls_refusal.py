@@ -1,4 +1,4 @@
-"""Tell a client whose TLS handshake failed why."""
+"""The answer to a client whose TLS handshake has failed: why it failed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ LINGER_READS = 16
 
 
 def refuse_handshake(connected: socket.socket, error: ssl.SSLError) -> None:
-    """Tell a client whose handshake failed why, and wait a moment: closing while it still sends would take the reason from it.
+    """Tell a client why its handshake failed, and wait a moment: closing while it still sends would take the reason
+    from it.
 
     The caller closes the socket.
     """
     deadline = time.monotonic() + LINGER_SECONDS
     with contextlib.suppress(OSError):
         if error.reason in NO_TLS:
-            # It will not understand an alert, but our own words. As a plain socket, which it has been until now.
+            # A client without TLS understands no TLS alert, but a frame; as a plain socket, which this one was until
+            # now.
             said = Failure(TlsError.__name__, "This host answers by TLS only: give tls= to connect.")
             socket.socket.sendall(connected, b"".join(frame(said)))
         socket.socket.shutdown(connected, socket.SHUT_WR)

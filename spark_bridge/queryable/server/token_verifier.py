@@ -1,8 +1,9 @@
-"""Who may ask: no token, no answer.
+"""The token check: a client without a valid token gets no answer.
 
-There are two kinds. The cluster's secret token allows everything on every port; the coordinator gives it to any process attached to the
-Ray cluster, since Ray's namespaces are no boundary between those. Read-only tokens (``coordinator_actor.access_tokens``) are for
-clients outside: they are good for the query port alone, which only reads.
+There are two kinds of tokens. The cluster's secret token allows everything on every port. The coordinator gives it to
+every process of the Ray cluster, because Ray's namespaces are no boundary between processes. Read-only tokens
+(``coordinator_actor.access_tokens``) are for clients outside; they are valid for the query port alone, which only
+reads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 
 @dataclass(frozen=True)
 class Grant:
-    """What a token allows. ``name``: ``cluster``, or the id of a read-only token as ``statestore token list`` shows it."""
+    """What a token allows. ``name`` is ``cluster``, or the id of a read-only token as ``statestore token list`` shows
+    it.
+    """
 
     name: str
     read_only: bool
@@ -30,19 +33,20 @@ CLUSTER = Grant("cluster", read_only=False)
 
 
 class TokenVerifier(Protocol):
-    """Says what a token allows."""
+    """Checks tokens."""
 
     def verify(self, token: str) -> Grant:
-        """What it allows now. Raises ``AccessDeniedError``.
+        """Return what a token allows now. Raises ``AccessDeniedError``.
 
-        Takes a few microseconds, so that a connection can be checked again while it is used, and a revocation ends it.
+        The check takes a few microseconds, so a connection can be checked again while it is used, and a revocation ends
+        it.
         """
 
 
 class ClusterTokens:
-    """Verifies the tokens of one cluster: its secret, and read-only ones signed by it.
+    """Checks the tokens of one cluster: its secret, and read-only tokens signed with the secret.
 
-    ``revoked`` gives the ids that have been revoked, None while that is not known; ``clock`` seconds since 1970.
+    ``revoked`` returns the ids of revoked tokens, None while they are not known; ``clock`` returns seconds since 1970.
     """
 
     def __init__(
@@ -54,10 +58,13 @@ class ClusterTokens:
         self._clock = clock
 
     def verify(self, token: str) -> Grant:
-        """See ``TokenVerifier``. Raises ``HostUnavailableError`` too, of which asking again is the remedy."""
+        """See ``TokenVerifier``. Raises also ``HostUnavailableError`` if revocations are not known; the remedy is to
+        ask again.
+        """
         if not token:
             raise AccessDeniedError(
-                "No token was given, and without one nothing is answered: a process attached to the Ray cluster gets one by itself, "
+                "No token was given, and without one nothing is answered: a process attached to the Ray cluster gets "
+                "one by itself, "
                 "others need token= or STATESTORE_TOKEN (statestore token issue)."
             )
         if not is_read_only(token):

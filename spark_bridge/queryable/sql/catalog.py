@@ -1,4 +1,6 @@
-"""The tables that SQL may name: the state variables of running queries, and which of them a name in a statement means."""
+"""The tables that SQL may name: the state variables of running queries, and which of them a name in a statement
+means.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,8 @@ class UnclearNameError(Exception):
 def resolve(name: tuple[str, ...], known: Sequence[CatalogTable]) -> CatalogTable | None:
     """Return the table that a name in SQL means; None if there is none. Case counts only if it tells two tables apart.
 
-    A single name with dots is also read as several parts. Raises ``UnclearNameError``, which names the tables that there are.
+    A single name with dots is also read as several parts. Raises ``UnclearNameError``, which names the tables that
+    there are.
     """
     readings = [name, *([tuple(name[0].split("."))] if len(name) == 1 and "." in name[0] else [])]
     for fold in (str, str.lower):

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 _database: duckdb.DuckDBPyConnection | None = None
 _database_lock = threading.Lock()
-"""Guards ``_database``. All SELECTs share an empty DuckDB, which takes tens of milliseconds to make; none can change it."""
+"""Guards ``_database``. All SELECTs share an empty DuckDB, which takes tens of milliseconds to make; none can change
+it.
+"""
 
 
 def import_duckdb() -> Any:
@@ -34,14 +36,17 @@ def statement_kind(duckdb: Any, statement: str) -> str:
     kinds = [s.type.name for s in duckdb.extract_statements(statement)]
     if kinds not in (["SELECT"], ["EXPLAIN"]):
         raise RequestError(
-            f"One statement that reads is possible, not {', '.join(kinds) or 'none'}: the state cannot be changed. To keep what "
+            f"One statement that reads is possible, not {', '.join(kinds) or 'none'}: the state cannot be changed. "
+            "To keep what "
             "is read in tables of your own, give connection=."
         )
     return str(kinds[0])
 
 
 def connection_with_tables(duckdb: Any, tables: Mapping[tuple[str, ...], StateDataset], *, may_share: bool) -> Any:
-    """Return a connection to an empty database in memory with the tables: the shared database if possible, else a new one."""
+    """Return a connection to an empty database in memory with the tables: the shared database if possible, else a new
+    one.
+    """
     global _database
     if may_share and all(len(name) == 1 for name in tables):
         with _database_lock:
@@ -85,7 +90,8 @@ def run_on_own_connection(
 ) -> Any:
     """Run a statement on the user's own connection, and leave nothing behind in it.
 
-    DuckDB looks for unknown tables among the Python variables of its caller. Here the variables are the tables, and no others.
+    DuckDB looks for unknown tables among the Python variables of its caller. Here the variables are the tables, and no
+    others.
     """
     variables: dict[str, Any] = {name[0]: dataset for name, dataset in tables.items() if len(name) == 1}
     return eval(

@@ -1,9 +1,10 @@
 """Arrow expressions as trees of calls, fields and literals.
 
-Arrow has no interface for that. Its serialized form, which pickling uses, contains the whole tree. It is an Arrow IPC file:
-the metadata of its schema are the tree in prefix order, its columns are literals and options (``Serialize`` in Arrow's
-``compute/expression.cc``). The keys of that metadata repeat. Python's dict of the metadata loses repeated keys, so the metadata
-are read by the C data interface. (``str(expression)`` abbreviates long IN lists; Substrait has no IN, and would need protobuf.)
+Arrow has no interface for that. Its serialized form, which pickling uses, contains the whole tree. It is an Arrow IPC
+file: the metadata of its schema are the tree in prefix order, its columns are literals and options (``Serialize`` in
+Arrow's ``compute/expression.cc``). The keys of that metadata repeat. Python's dict of the metadata loses repeated keys,
+so the metadata are read by the C data interface. (``str(expression)`` abbreviates long IN lists; Substrait has no IN,
+and would need protobuf.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Predicate pushdown: the parts of a filter that hosts can apply, as comparisons, lookups of keys, and ranges of keys.
 
-Only parts that are understood are pushed down, and only conditions that hold for every row that passes the filter. The caller
-must apply the filter itself to the rows that come back. So a part that is missed here costs time, and never rows.
+Only parts that are understood are pushed down, and only conditions that hold for every row that passes the filter. The
+caller must apply the filter itself to the rows that come back. So a part that is missed here costs time, and never
+rows.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ _MIRRORED = {"=": "=", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 class ScanPushdown:
     """What a scan is asked for. ``columns`` (None: all) includes the columns that the filter reads.
 
-    ``keys``: only these keys have rows that pass. ``prefix``, or ``start`` (included) and ``end`` (not included): only keys
-    within these bounds have rows that pass.
+    ``keys``: only these keys have rows that pass. ``prefix``, or ``start`` (included) and ``end`` (not included): only
+    keys within these bounds have rows that pass.
     """
 
     columns: list[str] | None = None
@@ -77,8 +78,8 @@ def push_down(
 ) -> ScanPushdown:
     """Return what a scan is asked for, to get the rows of a table of ``schema`` that pass ``expression``.
 
-    ``columns`` are the wanted columns (None: all), ``key`` the columns of the grouping key in their order. ``has_ranges``: a
-    scan can be bounded by the key.
+    ``columns`` are the wanted columns (None: all), ``key`` the columns of the grouping key in their order.
+    ``has_ranges``: a scan can be bounded by the key.
     """
     if expression is None:
         return ScanPushdown(None if columns is None else list(columns))
@@ -138,7 +139,9 @@ def _comparison(schema: pa.Schema, column: str, operator: Any, value: pa.Scalar)
 
 
 def _in(schema: pa.Schema, column: str, options: pa.StructScalar, *, nulls: bool) -> ColumnCondition | None:
-    """Return an ``in`` condition. ``nulls``: a null among the values has no effect, because null rows do not pass anyway."""
+    """Return an ``in`` condition. ``nulls``: a null among the values has no effect, because null rows do not pass
+    anyway.
+    """
     values = [v for v in options["value_set"] if v.is_valid or not nulls]
     fitting = [_fitting(schema, column, v) for v in values]
     found = tuple(v for v in fitting if v is not None)
@@ -197,7 +200,9 @@ def _where(conditions: Sequence[ColumnCondition]) -> list[Comparison]:
 
 
 def as_json(value: pa.Scalar) -> str | int | float | bool | None:
-    """Return a value as ``Comparison`` has it: a JSON value, or a string that Arrow casts to exactly this value; else None."""
+    """Return a value as ``Comparison`` has it: a JSON value, or a string that Arrow casts to exactly this value; else
+    None.
+    """
     kind = value.type
     plain: Any = value.as_py()
     if isinstance(plain, bool | int | float | str):

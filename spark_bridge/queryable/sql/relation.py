@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class StateRelation:
-    """The result of a statement: a ``duckdb.DuckDBPyRelation`` that raises the client's own errors, not DuckDB's text of them.
+    """The result of a statement: a ``duckdb.DuckDBPyRelation`` that raises the client's own errors, not DuckDB's text
+    of them.
 
-    It has all methods of ``relation``, DuckDB's object. Rows are read when a method that needs rows is called; each such call
-    reads them again, at the same version. Not for several threads at once.
+    It has all methods of ``relation``, DuckDB's object. Rows are read when a method that needs rows is called; each
+    such call reads them again, at the same version. Not for several threads at once.
     """
 
     def __init__(self, relation: Any, connection: duckdb.DuckDBPyConnection, snapshot: StatementSnapshot) -> None:

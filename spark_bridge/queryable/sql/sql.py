@@ -1,8 +1,8 @@
 """SQL over the state of running queries: DuckDB on a client's scans.
 
-DuckDB takes each operator for a ``pyarrow.dataset.Dataset``, as it takes tables of Lance. DuckDB asks for a scanner of the
-columns and rows that it needs, and gets a scan of them from the hosts, as a stream. The hosts apply the part of a filter that
-``pushdown`` understands; Arrow then applies the whole filter to the rows that come.
+DuckDB takes each operator for a ``pyarrow.dataset.Dataset``, as it takes tables of Lance. DuckDB asks for a scanner of
+the columns and rows that it needs, and gets a scan of them from the hosts, as a stream. The hosts apply the part of a
+filter that ``pushdown`` understands; Arrow then applies the whole filter to the rows that come.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def sql(
     - ``query.operator.state``;
     - each of these as one quoted name with dots.
 
-    Everything of a query is read at one version: that of the first rows. Rows are fetched when the result is asked for, and
-    again each time.
+    Everything of a query is read at one version: that of the first rows. Rows are fetched when the result is asked for,
+    and again each time.
 
-    ``query_params`` are the values of ``?``, ``$1`` or ``$name``. Without ``connection`` only one statement that reads is
-    possible, on a DuckDB in memory that opens no files and whose time zone is UTC. With a ``connection`` of the user's own the
-    statement may be any, also with that connection's tables, which go before operators of the same name. Qualified names of
-    operators are then to be written as one name: ``"query.operator"``.
+    ``query_params`` are the values of ``?``, ``$1`` or ``$name``. Without ``connection`` only one statement that reads
+    is possible, on a DuckDB in memory that opens no files and whose time zone is UTC. With a ``connection`` of the
+    user's own the statement may be any, also with that connection's tables, which go before operators of the same name.
+    Qualified names of operators are then to be written as one name: ``"query.operator"``.
 
-    Raises ``UnknownOperatorError`` naming the tables that there are, ``RequestError`` for a statement that does not only read,
-    DuckDB's own errors for wrong SQL, and what a client's ``scan`` raises.
+    Raises ``UnknownOperatorError`` naming the tables that there are, ``RequestError`` for a statement that does not
+    only read, DuckDB's own errors for wrong SQL, and what a client's ``scan`` raises.
     """
     duckdb = import_duckdb()
     # An EXPLAIN does not share the database: EXPLAIN ANALYZE runs the statement that it explains.

@@ -1,4 +1,4 @@
-"""Queries whose hosts answer clients, all in the test's own process: real coordinator, hosts, proxies and connections."""
+"""Queries whose hosts answer clients, all in the test's own process: real coordinator, hosts, proxies, connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queries whose hosts are read from, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``."""
+"""Queries whose hosts are read, all in the test's own process: a key is an int, its state the ints ``n`` and ``w``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from backends.formats.changelog import Changes
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.host.host import Host
-from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
@@ -117,16 +117,16 @@ class HostWorld:
         self, keys: Iterable[int], at: At = COMPLETED, i: int = 0, run: str | None = None
     ) -> tuple[int, list[Any]]:
         """The version and the values of keys, of one host."""
-        version, values = self.reads[i].lookup(Lookup(run or self.run, "op", at), stored(keys))
+        version, values = self.reads[i].lookup(LookupRequest(run or self.run, "op", at), stored(keys))
         return version, STATE.decode_values(values).column("n").to_pylist()
 
     def one(self, key: int, at: At = COMPLETED, i: int = 0) -> tuple[int, Any]:
-        version, value = self.reads[i].lookup_one(Lookup(self.run, "op", at), stored([key])[0].as_py())
+        version, value = self.reads[i].lookup_one(LookupRequest(self.run, "op", at), stored([key])[0].as_py())
         return version, STATE.decode_values(pa.array([value], pa.binary())).column("n")[0].as_py()
 
     def scan(self, at: At = COMPLETED, i: int = 0, **asked: Any) -> tuple[int, dict[int, int]]:
         """The version and all that one host has."""
-        answer = self.reads[i].scan(Scan(self.run, "op", at=at, **asked))
+        answer = self.reads[i].scan(ScanRequest(self.run, "op", at=at, **asked))
         table = pa.Table.from_batches(list(answer.batches), answer.schema)
         return answer.version, dict(zip(table.column("k").to_pylist(), table.column("n").to_pylist(), strict=True))
 

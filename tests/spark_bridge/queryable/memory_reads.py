@@ -22,18 +22,18 @@ from spark_bridge.exceptions import (
     UnknownOperatorError,
 )
 from spark_bridge.queryable.protocol.messages import (
-    PREFIX,
+    FRAME_PREFIX,
     PROTOCOL,
-    Batch,
-    Changes,
-    End,
+    ChangesRequest,
+    EndOfRows,
     Failure,
     Hello,
-    KeyRows,
-    Lookup,
+    KeyRowsRequest,
+    LookupRequest,
     Reply,
     Request,
-    Scan,
+    RowsReply,
+    ScanRequest,
     Welcome,
     decode_reply,
     frame,
@@ -60,7 +60,7 @@ class OneToken:
 
 
 class MemoryReads:
-    """Operator "totals" has a dict of keys and values, and ``batches`` of rows; "broken" has a bug, "gone" a host that left."""
+    """Operator "totals" has a dict of keys and values, and ``batches``; "broken" has a bug, "gone" a host that left."""
 
     def __init__(self, values: dict[bytes, bytes] | None = None, batches: list[pa.RecordBatch] | None = None) -> None:
         self.values = values if values is not None else {b"k%d" % i: b"v%d" % i for i in range(1000)}
@@ -101,12 +101,12 @@ class MemoryReads:
         info = HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s")
         return OperatorLocation("q", "run", query, OperatorSpec(operator, 1, schema), 1024, self.version, (info,))
 
-    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         self.check(request.operator)
         with self.working():
             return self.version, pa.array([self.values.get(k) for k in keys.to_pylist()], pa.binary())
 
-    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         self.check(request.operator)
         with self.working():
             return self.version, self.values.get(key)
@@ -125,19 +125,19 @@ class MemoryReads:
             with self._lock:
                 self.open_iterators -= 1
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         self.check(request.operator)
         return StateAnswer(self.version, ROWS, self._rows())
 
-    def scan(self, request: Scan) -> StateAnswer:
+    def scan(self, request: ScanRequest) -> StateAnswer:
         self.check(request.operator)
         return StateAnswer(self.version, ROWS, self._rows())
 
-    def count(self, request: Scan) -> tuple[int, int]:
+    def count(self, request: ScanRequest) -> tuple[int, int]:
         self.check(request.operator)
         return self.version, sum(b.num_rows for b in self.batches)
 
-    def changes(self, request: Changes, keys: pa.BinaryArray | None) -> StateAnswer:
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
         self.check(request.operator)
         return StateAnswer(self.version, ROWS, self._rows())
 
@@ -176,7 +176,7 @@ class RawClient:
 
     def hear(self) -> tuple[Reply, bytes]:
         """Raises ``EOFError`` if the server has closed."""
-        length, header_length = PREFIX.unpack(self._exactly(PREFIX.size))
+        length, header_length = FRAME_PREFIX.unpack(self._exactly(FRAME_PREFIX.size))
         received = self._exactly(length)
         return decode_reply(received[:header_length]), received[header_length:]
 
@@ -197,15 +197,15 @@ class RawClient:
         return self.hear()
 
     def stream(self, request: Request, body: Any = b"") -> tuple[pa.Table | None, Reply]:
-        """All rows, by the rule of ``Batch``, and what came last."""
+        """All rows, by the rule of ``RowsReply``, and what came last."""
         self.say(request, body)
         bodies = []
         while True:
             reply, part = self.hear()
-            if not isinstance(reply, Batch):
+            if not isinstance(reply, RowsReply):
                 break
             bodies.append(part)
-        table = pa.ipc.open_stream(b"".join(bodies)).read_all() if isinstance(reply, End) else None
+        table = pa.ipc.open_stream(b"".join(bodies)).read_all() if isinstance(reply, EndOfRows) else None
         return table, reply
 
     def is_closed(self) -> bool:

@@ -8,7 +8,7 @@ import threading
 
 
 class Relay:
-    """Passes bytes on to ``address``, and cuts each connection when it has passed on ``cut_after`` bytes of answers (None: never)."""
+    """Passes bytes on to ``address``, and cuts each connection after ``cut_after`` bytes of answers (None: never)."""
 
     def __init__(self, address: str, cut_after: int | None = None) -> None:
         ip, _, port = address.rpartition(":")

@@ -19,7 +19,7 @@ from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.protocol.byte_arrays import pack_one
 from spark_bridge.queryable.protocol.client_connection import ClientConnection
-from spark_bridge.queryable.protocol.messages import Lookup, Values
+from spark_bridge.queryable.protocol.messages import LookupReply, LookupRequest
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.flight_client import HostClient
@@ -67,7 +67,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 def looked_up(connection: ClientConnection) -> Any:
     deadline = time.monotonic() + PATIENCE
-    connection.send(Lookup("run", "totals"), pack_one(b"k1"), deadline)
+    connection.send(LookupRequest("run", "totals"), pack_one(b"k1"), deadline)
     return connection.receive(deadline)[0]
 
 
@@ -93,7 +93,7 @@ def test_the_clusters_token_is_for_every_port(cluster: Cluster) -> None:
     grant = cluster.verifier.verify(SECRET)
     assert grant.name == "cluster" and not grant.read_only
     connection = cluster.connect(SECRET)
-    assert isinstance(looked_up(connection), Values)
+    assert isinstance(looked_up(connection), LookupReply)
     connection.close()
     client = HostClient(cluster.flight.address, SECRET, 10)
     assert client.describe()["host_id"] == "h0"
@@ -106,7 +106,7 @@ def test_a_read_only_token_is_for_the_query_port_alone(cluster: Cluster) -> None
     grant = cluster.verifier.verify(token)
     assert grant.read_only and grant.name == cluster.tokens.list_tokens()[0].id
     connection = cluster.connect(token)
-    assert isinstance(looked_up(connection), Values)
+    assert isinstance(looked_up(connection), LookupReply)
     connection.close()
     client = HostClient(cluster.flight.address, token, 10)
     task = TaskIdentity("run", "op", 0, 0, "1", "i")
@@ -140,11 +140,11 @@ def test_a_revocation_ends_connections_that_are_open(cluster: Cluster) -> None:
     token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     connection = cluster.connect(token)
-    assert isinstance(looked_up(connection), Values)
+    assert isinstance(looked_up(connection), LookupReply)
     cluster.tokens.revoke_token("dashboard")
     cluster.host.heartbeat()
     deadline = time.monotonic() + PATIENCE
-    while isinstance(answer := looked_up(connection), Values):
+    while isinstance(answer := looked_up(connection), LookupReply):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert answer.error == "AccessDeniedError" and "revoked" in answer.message

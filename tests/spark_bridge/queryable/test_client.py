@@ -352,7 +352,7 @@ def test_a_killed_host_makes_answers_slower_and_not_wrong(cluster: Callable[...,
 
 @pytest.mark.parametrize("given", [(0, 1), (0,)])
 def test_a_client_goes_on_with_another_proxy(cluster: Callable[..., Cluster], given: tuple[int, ...]) -> None:
-    """With another one of those it was given, or that the first one has named; the restarted host has another address."""
+    """With another given proxy, or with one that the first one has named; a restarted host has another address."""
     c = cluster()
     c.batch(NAMES)
     client = c.client(hosts=given)
@@ -517,7 +517,8 @@ def test_a_process_that_forks_goes_on_with_its_client(filled: Cluster) -> None:
     code = f"""
 import os
 from spark_bridge import QueryableStateClient
-client = QueryableStateClient.connect(address={filled.hosts[0].address!r}, token={TOKEN!r}, timeout={PATIENCE}, direct=True)
+where = dict(address={filled.hosts[0].address!r}, token={TOKEN!r}, timeout={PATIENCE}, direct=True)
+client = QueryableStateClient.connect(**where)
 assert client.get("totals", 5)["n"] == 5
 child = os.fork()
 for k in range(100, 150):
@@ -536,7 +537,8 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         # All that is not msgspec, numpy, pyarrow or xxhash.
-        if name.split(".")[0] in ("ray", "pyspark", "raydp", "rocksdict", "obstore", "pandas", "psutil", "rich", "typer", "polars"):
+        storage, tools = ("rocksdict", "obstore"), ("pandas", "psutil", "rich", "typer", "polars")
+        if name.split(".")[0] in ("ray", "pyspark", "raydp", *storage, *tools):
             raise ImportError(f"{name} is not installed here")
 
 sys.meta_path.insert(0, Blocked())
@@ -572,6 +574,10 @@ except EnvironmentProblemError as error:
 else:
     raise AssertionError("connected without Ray")
 assert not [m for m in ("ray", "pyspark", "rocksdict", "obstore") if m in sys.modules]
+of_hosts = ("host", "host_actor", "task", "session", "operators", "stateful", "queryable.server", "queryable.reads")
+assert not [m for m in sys.modules if m.startswith(tuple(f"spark_bridge.{{one}}" for one in of_hosts))]
+of_storage = ("backends.partition", "backends.engines", "backends.storage.checkpoint")
+assert not [m for m in sys.modules if m.startswith(of_storage)]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG, env=in_this_tree())
 

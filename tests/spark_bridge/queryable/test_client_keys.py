@@ -22,13 +22,12 @@ from spark_bridge.queryable.client import state_views
 from spark_bridge.queryable.client.conditions import comparisons
 from spark_bridge.queryable.client.key_codec import KeyCodec
 from spark_bridge.queryable.client.key_ranges import bound, intersection, key_range
-from spark_bridge.queryable.client.results import KeyedResults, distinct, formed, plain_values
+from spark_bridge.queryable.client.results import KeyedResults, formed, plain_values
 from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.client.state_views import state_view
 from spark_bridge.queryable.protocol.messages import Comparison
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.state_format import stored_rows as state_rows
-from spark_bridge.state_format import user_columns
 from spark_bridge.state_format.layouts import PRESENT, TTL_COLUMN
 from tests.spark_bridge.state_flows import KEYS as FLOW_KEYS
 from tests.spark_bridge.state_flows import Everything
@@ -359,14 +358,7 @@ def test_a_scan_gives_no_more_rows_than_its_limit_and_ends_what_it_does_not_need
     assert ended
 
 
-# -- what clients and hosts must have the same idea of ----------------------------------------
-
-
-def test_names_that_clients_repeat_are_those_of_the_hosts() -> None:
-    assert state_views.EXPIRATION == user_columns.EXPIRATION
-    assert state_views.SESSION_WINDOW == user_columns.SESSION_WINDOW
-    fields = [pa.field(name, pa.int64()) for name in ("a", "A", "a__value", "b", "a")]
-    assert [f.name for f in distinct(fields)] == user_columns.with_distinct_names(fields).names
+# -- views of state variables ---------------------------------------------------------------------
 
 
 def everything() -> OperatorSchema:

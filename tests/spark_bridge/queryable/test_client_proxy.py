@@ -33,24 +33,24 @@ from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, un
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import (
     At,
-    Await,
-    Batch,
-    Count,
-    Counted,
-    Describe,
-    Described,
-    End,
-    KeyRows,
-    Locate,
-    Located,
-    Lookup,
-    Scan,
-    Values,
+    AwaitRequest,
+    CountReply,
+    CountRequest,
+    DescribeReply,
+    DescribeRequest,
+    EndOfRows,
+    KeyRowsRequest,
+    LocateOperatorRequest,
+    LocateReply,
+    LookupReply,
+    LookupRequest,
+    RowsReply,
+    ScanRequest,
 )
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing.retries import Attempts, retrying
 from spark_bridge.queryable.routing.router import StateRouter
-from spark_bridge.queryable.server import location_cache as kept_oracles
+from spark_bridge.queryable.server import location_cache
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.location_cache import LocationCache
 from spark_bridge.queryable.server.server import KvStateServer
@@ -82,9 +82,9 @@ def look_up(
     connections: KvConnections, cluster: Cluster, host: int, users: list[int] = USERS, run: str | None = None, **at: Any
 ) -> tuple[int, set[int | None]]:
     """The version, and the numbers found, by way of a proxy."""
-    request = Lookup(run or cluster.run, "totals", At(**at), FAMILY, forward=True)
+    request = LookupRequest(run or cluster.run, "totals", At(**at), FAMILY, forward=True)
     reply, body = connections.request(cluster.hosts[host].address, request, pack_bytes(stored(users)))
-    assert type(reply) is Values
+    assert type(reply) is LookupReply
     return reply.version, set(numbers(unpack_bytes(body)))
 
 
@@ -97,21 +97,21 @@ def test_every_proxy_answers_for_all_and_only_if_it_is_told_to(cluster: Cluster,
     for host in cluster.hosts:
         address = host.address
         reply, body = connections.request(
-            address, Lookup(cluster.run, "totals", forward=True), pack_bytes(stored([*USERS, 5000]))
+            address, LookupRequest(cluster.run, "totals", forward=True), pack_bytes(stored([*USERS, 5000]))
         )
-        assert reply == Values(1)
+        assert reply == LookupReply(1)
         assert numbers(unpack_bytes(body)) == [1] * 1000 + [None]
-        counted, _ = connections.request(address, Count(Scan(cluster.run, "totals", forward=True)))
+        counted, _ = connections.request(address, CountRequest(ScanRequest(cluster.run, "totals", forward=True)))
         assert (counted.version, counted.count) == (1, 1000)  # type: ignore[union-attr]
-        frames = list(connections.stream(address, Scan(cluster.run, "totals", forward=True)))
+        frames = list(connections.stream(address, ScanRequest(cluster.run, "totals", forward=True)))
         assert frames[-1][0].rows == 1000  # type: ignore[union-attr]
-        rows = KeyRows(cluster.run, "totals", forward=True)
+        rows = KeyRowsRequest(cluster.run, "totals", forward=True)
         frames = list(connections.stream(address, rows, pack_bytes(stored(USERS))))
         assert frames[-1][0].rows == 1000  # type: ignore[union-attr]
         with pytest.raises(NotOwnerError):
-            connections.request(address, Lookup(cluster.run, "totals"), pack_bytes(stored(USERS)))
-        located_there, body = connections.request(address, Locate("totals"))
-        assert type(located_there) is Located
+            connections.request(address, LookupRequest(cluster.run, "totals"), pack_bytes(stored(USERS)))
+        located_there, body = connections.request(address, LocateOperatorRequest("totals"))
+        assert type(located_there) is LocateReply
         assert msgspec.json.decode(body, type=OperatorLocation) == located(cluster)
 
 
@@ -119,9 +119,9 @@ def test_partitions_are_scanned_in_the_order_asked_whoever_owns_them(
     cluster: Cluster, connections: KvConnections
 ) -> None:
     def users(host: int, partitions: list[int], limit: int | None = None) -> list[int]:
-        request = Scan(cluster.run, "totals", partitions=partitions, forward=True, limit=limit)
+        request = ScanRequest(cluster.run, "totals", partitions=partitions, forward=True, limit=limit)
         bodies = connections.stream(cluster.hosts[host].address, request)
-        stream = b"".join(bytes(body) for reply, body in bodies if type(reply) is Batch)
+        stream = b"".join(bytes(body) for reply, body in bodies if type(reply) is RowsReply)
         found: list[int] = pa.ipc.open_stream(stream).read_all()["user"].to_pylist()
         return found
 
@@ -189,7 +189,7 @@ def test_all_proxies_agree_while_versions_advance(cluster: Cluster, connections:
             users = stored(rng.sample(USERS, 200))
             version, values = router.lookup(located(cluster), FAMILY, users, COMPLETED, soon())
             return version, set(numbers(values))
-        answer = router.scan(located(cluster), Scan("", "totals"), soon())
+        answer = router.scan(located(cluster), ScanRequest("", "totals"), soon())
         return answer.version, {n for b in answer.batches for n in b["n"].to_pylist()}
 
     def ask(seed: int) -> None:
@@ -236,8 +236,8 @@ def test_a_proxy_whose_host_has_nothing_of_the_query_gives_no_old_answers(
         owners = {o.host_id for o in located(cluster).owners}
         (idle,) = [h for h in cluster.hosts if h.host.info.host_id not in owners]
         router = StateRouter(connections, via=idle.address)
-        reply, _ = connections.request(idle.address, Await(cluster.run, 0, 0.0))
-        assert type(reply) is Counted and reply.count <= 1, (
+        reply, _ = connections.request(idle.address, AwaitRequest(cluster.run, 0, 0.0))
+        assert type(reply) is CountReply and reply.count <= 1, (
             "from now on it knows a version, and nobody tells it of others"
         )
         for version in range(2, 6):
@@ -246,11 +246,13 @@ def test_a_proxy_whose_host_has_nothing_of_the_query_gives_no_old_answers(
         for host in cluster.hosts:
             if host is not idle:
                 host.host.heartbeat()
-        answer = router.scan(located(cluster), Scan("", "totals"), soon())
+        answer = router.scan(located(cluster), ScanRequest("", "totals"), soon())
         assert (answer.version, {n for b in answer.batches for n in b["n"].to_pylist()}) == (5, {5})
-        frames = list(connections.stream(idle.address, Scan(cluster.run, "totals", forward=True)))
-        assert frames[-1][0] == End(5, 1000)
-        assert StateRouter(connections, via=idle.address).count(located(cluster), Scan("", "totals"), soon()) == (
+        frames = list(connections.stream(idle.address, ScanRequest(cluster.run, "totals", forward=True)))
+        assert frames[-1][0] == EndOfRows(5, 1000)
+        assert StateRouter(connections, via=idle.address).count(
+            located(cluster), ScanRequest("", "totals"), soon()
+        ) == (
             5,
             1000,
         )
@@ -262,11 +264,11 @@ def test_what_is_forwarded_is_not_forwarded_again(cluster: Cluster, connections:
     requests: list[Any] = []
 
     class Recording(MemoryReads):
-        def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
             requests.append(request)
             raise NotOwnerError("Not mine.")
 
-        def scan(self, request: Scan) -> StateAnswer:
+        def scan(self, request: ScanRequest) -> StateAnswer:
             requests.append(request)
             raise NotOwnerError("Not mine.")
 
@@ -281,7 +283,7 @@ def test_what_is_forwarded_is_not_forwarded_again(cluster: Cluster, connections:
         proxy.update_kv_state_location_oracle(Q, wrong)
         assert look_up(connections, cluster, 0) == (1, {1})
         proxy.update_kv_state_location_oracle(Q, wrong)
-        frames = list(connections.stream(proxy.server_address, Scan(cluster.run, "totals", forward=True)))
+        frames = list(connections.stream(proxy.server_address, ScanRequest(cluster.run, "totals", forward=True)))
         assert frames[-1][0].rows == 1000  # type: ignore[union-attr]
         assert len(requests) == 2
         assert not any(request.forward for request in requests)
@@ -331,7 +333,7 @@ class Away:
 def test_what_is_known_serves_while_the_coordinator_is_replaced(
     cluster: Cluster, connections: KvConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_oracles, "REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(location_cache, "MAX_AGE_SECONDS", 0.02)
     for host in range(3):
         look_up(connections, cluster, host)
     cluster.port.c = Away()
@@ -369,7 +371,7 @@ def test_a_query_that_has_ended_is_said_to_have_ended(cluster: Cluster, connecti
         eventually(has_ended)
         assert cluster.hosts[host].proxy.get_kv_state_location_oracle(Q) is None
         with pytest.raises(QueryEndedError, match="ended at"):
-            connections.request(cluster.hosts[host].address, Locate("totals"))
+            connections.request(cluster.hosts[host].address, LocateOperatorRequest("totals"))
     cluster.start("run2")
     for host in range(3):
         assert patiently(lambda host=host: look_up(connections, cluster, host)) == (1, {1})
@@ -379,7 +381,7 @@ def test_a_query_that_has_ended_is_said_to_have_ended(cluster: Cluster, connecti
 def test_a_query_that_is_restarted_is_located_again(
     cluster: Cluster, connections: KvConnections, partitions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_oracles, "REFRESH_SECONDS", 0.02)
+    monkeypatch.setattr(location_cache, "MAX_AGE_SECONDS", 0.02)
     for host in range(3):
         look_up(connections, cluster, host)
     cluster.partitions = partitions
@@ -408,7 +410,7 @@ def test_runs_and_operators_that_nobody_knows(cluster: Cluster, connections: KvC
     look_up(connections, cluster, 0)
     with pytest.raises(UnknownOperatorError, match="'totals'"):
         connections.request(
-            cluster.hosts[0].address, Lookup(cluster.run, "other", forward=True), pack_bytes(stored(USERS))
+            cluster.hosts[0].address, LookupRequest(cluster.run, "other", forward=True), pack_bytes(stored(USERS))
         )
 
 
@@ -418,8 +420,8 @@ def test_what_all_hosts_say_of_an_operator(
     monkeypatch.setattr("spark_bridge.queryable.server.client_proxy.DESCRIBE_SECONDS", PATIENCE)
 
     def described(**request: Any) -> Any:
-        reply, body = connections.request(cluster.hosts[1].address, Describe(**request))
-        assert type(reply) is Described
+        reply, body = connections.request(cluster.hosts[1].address, DescribeRequest(**request))
+        assert type(reply) is DescribeReply
         return msgspec.json.decode(body)
 
     look_up(connections, cluster, 0)
@@ -464,9 +466,9 @@ def test_hosts_that_use_tls_forward_by_tls() -> None:
         proxy.start()
         with KvConnections(TOKEN, theirs, timeout=PATIENCE) as connections:
             for forward, value in ((False, b"here"), (True, b"there")):
-                request = Lookup("r1", "totals", forward=forward)
+                request = LookupRequest("r1", "totals", forward=forward)
                 reply, body = connections.request(proxy.server_address, request, pack_one(key))
-                assert (reply, unpack_one(body)) == (Values(7), value)
+                assert (reply, unpack_one(body)) == (LookupReply(7), value)
     finally:
         proxy.shutdown()
         other.shutdown()

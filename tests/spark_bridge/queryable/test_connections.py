@@ -32,15 +32,25 @@ from spark_bridge.queryable.protocol import client_connection, connection_pool, 
 from spark_bridge.queryable.protocol import connections as connections_module
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import PREFIX, PROTOCOL, Batch, End, Lookup, Scan, Values, Welcome, frame
+from spark_bridge.queryable.protocol.messages import (
+    FRAME_PREFIX,
+    PROTOCOL,
+    EndOfRows,
+    LookupReply,
+    LookupRequest,
+    RowsReply,
+    ScanRequest,
+    Welcome,
+    frame,
+)
 from spark_bridge.queryable.protocol.row_batches import RowBatchDecoder
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.server_connection import ServerConnection
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.memory_reads import TOKEN, MemoryReads, eventually, frame_bytes, rows, serving
 
-LOOKUP = Lookup("run", "totals")
-SCAN = Scan("run", "totals")
+LOOKUP = LookupRequest("run", "totals")
+SCAN = ScanRequest("run", "totals")
 
 
 @pytest.fixture
@@ -51,7 +61,7 @@ def connections() -> Iterator[KvConnections]:
 
 def get(connections: KvConnections, address: str, key: bytes, deadline: float | None = None) -> bytes | None:
     reply, body = connections.request(address, LOOKUP, pack_one(key), deadline)
-    assert reply == Values(7)
+    assert reply == LookupReply(7)
     return unpack_one(body)
 
 
@@ -61,7 +71,9 @@ def soon(seconds: float) -> float:
 
 @contextmanager
 def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A peer that welcomes each connection in turn and then does anything but what a server does. What a script raises fails the test."""
+    """A peer that welcomes each connection in turn and then does anything but what a server does. What a script
+    raises fails the test.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(PATIENCE)
     failures: list[BaseException] = []
@@ -91,7 +103,7 @@ def scripted(*scripts: Callable[[socket.socket], None]) -> Iterator[str]:
 
 def hear(peer: socket.socket) -> bytes:
     peer.settimeout(PATIENCE)
-    length, _ = PREFIX.unpack(peer.recv(PREFIX.size, socket.MSG_WAITALL))
+    length, _ = FRAME_PREFIX.unpack(peer.recv(FRAME_PREFIX.size, socket.MSG_WAITALL))
     return peer.recv(length, socket.MSG_WAITALL)
 
 
@@ -114,7 +126,7 @@ def test_one_connection_serves_one_question_after_the_other(connections: KvConne
         assert server.num_connections == 1
         assert connections.welcome(address).max_keys == 1_000_000
         with pytest.raises(UnknownOperatorError, match="there is 'totals'"):
-            connections.request(address, Lookup("run", "other"), pack_one(b"k"))
+            connections.request(address, LookupRequest("run", "other"), pack_one(b"k"))
         assert get(connections, address, b"k3") == b"v3"
         assert server.num_connections == 1
 
@@ -138,8 +150,10 @@ def test_bodies_of_every_size_arrive_as_they_were_sent(connections: KvConnection
 def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connections: KvConnections) -> None:
     def in_pieces(peer: socket.socket) -> None:
         hear(peer)
-        frames = b"".join(said(Batch(7), bytes([i]) * size) for i, size in enumerate((3, 70_000, 0, 40_000, 40_000)))
-        frames += said(End(7, 5))
+        frames = b"".join(
+            said(RowsReply(7), bytes([i]) * size) for i, size in enumerate((3, 70_000, 0, 40_000, 40_000))
+        )
+        frames += said(EndOfRows(7, 5))
         rng = random.Random(1)
         while frames:
             size = rng.choice((1, 5, 9, 13, 1000, 65_000, 130_000))
@@ -147,10 +161,10 @@ def test_frames_that_come_in_pieces_and_several_at_once_are_taken_apart(connecti
             frames = frames[size:]
             time.sleep(0.001)
         assert hear(peer)
-        peer.sendall(said(Values(7), pack_one(b"x")))
+        peer.sendall(said(LookupReply(7), pack_one(b"x")))
 
     with scripted(in_pieces) as address:
-        bodies = [bytes(body) for reply, body in connections.stream(address, SCAN) if type(reply) is Batch]
+        bodies = [bytes(body) for reply, body in connections.stream(address, SCAN) if type(reply) is RowsReply]
         assert bodies == [bytes([i]) * size for i, size in enumerate((3, 70_000, 0, 40_000, 40_000))]
         assert get(connections, address, b"k") == b"x"  # on the same connection: there is only one
 
@@ -161,9 +175,9 @@ def test_a_connection_that_the_host_closed_meanwhile_is_replaced_without_a_word(
         assert get(connections, address, b"k1") == b"v1"
         hang_up(server)
         assert get(connections, address, b"k2") == b"v2"
-        first = [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is Batch]
+        first = [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is RowsReply]
         hang_up(server)
-        assert [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is Batch] == first
+        assert [bytes(b) for r, b in connections.stream(address, SCAN) if type(r) is RowsReply] == first
 
 
 def test_after_a_restart_all_old_connections_are_given_up(connections: KvConnections) -> None:
@@ -186,7 +200,7 @@ def test_a_new_connection_that_is_closed_at_once_is_an_error_and_not_tried_for_e
 ) -> None:
     def answer_once(peer: socket.socket) -> None:
         hear(peer)
-        peer.sendall(said(Values(7), pack_one(b"x")))
+        peer.sendall(said(LookupReply(7), pack_one(b"x")))
 
     with scripted(answer_once, hear, answer_once) as address:
         assert get(connections, address, b"k") == b"x"
@@ -198,7 +212,7 @@ def test_a_new_connection_that_is_closed_at_once_is_an_error_and_not_tried_for_e
 def test_an_answer_that_breaks_off_is_an_error_and_leaves_nothing_behind(connections: KvConnections) -> None:
     def break_off(peer: socket.socket) -> None:
         hear(peer)
-        peer.sendall(said(Values(7), pack_one(b"x" * 1000))[:200])
+        peer.sendall(said(LookupReply(7), pack_one(b"x" * 1000))[:200])
 
     with scripted(break_off, break_off) as address:
         for _ in range(2):
@@ -210,10 +224,10 @@ def test_an_answer_that_breaks_off_is_an_error_and_leaves_nothing_behind(connect
     "nonsense",
     [
         b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n" * 10,
-        PREFIX.pack(8, 9) + b"x" * 20,
-        PREFIX.pack(8, 8) + b"\xff" * 8,
-        said(Values(7), pack_one(b"x")) + b"more",
-        said(Values(7)) + said(Values(7)),
+        FRAME_PREFIX.pack(8, 9) + b"x" * 20,
+        FRAME_PREFIX.pack(8, 8) + b"\xff" * 8,
+        said(LookupReply(7), pack_one(b"x")) + b"more",
+        said(LookupReply(7)) + said(LookupReply(7)),
     ],
 )
 def test_what_makes_no_sense_closes_the_connection(connections: KvConnections, nonsense: bytes) -> None:
@@ -233,7 +247,7 @@ def test_a_host_that_does_not_answer_costs_the_deadline_and_the_connection(conne
     go_on = threading.Event()
 
     class Hanging(MemoryReads):
-        def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+        def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
             assert key != b"k9" or go_on.wait(HANG)
             return super().lookup_one(request, key)
 
@@ -289,8 +303,8 @@ def test_a_stream_gives_its_rows_and_its_connection_back(connections: KvConnecti
         for _ in range(3):
             decoder = RowBatchDecoder()
             frames = list(connections.stream(server.server_address, SCAN))
-            assert type(frames[-1][0]) is End
-            batches = [decoder.decode(body) for reply, body in frames if type(reply) is Batch]
+            assert type(frames[-1][0]) is EndOfRows
+            batches = [decoder.decode(body) for reply, body in frames if type(reply) is RowsReply]
             assert pa.Table.from_batches([b for b in batches if b is not None]) == pa.Table.from_batches(given)
         assert server.num_connections == 1
 
@@ -315,7 +329,7 @@ def test_a_stream_that_fails_in_the_middle_raises_the_hosts_error_and_the_connec
         seen = 0
         with pytest.raises(StateVersionError, match="no longer held"):
             for reply, _body in connections.stream(server.server_address, SCAN):
-                seen += type(reply) is Batch
+                seen += type(reply) is RowsReply
         assert seen == 3
         assert get(connections, server.server_address, b"k1") == b"v1"
         assert server.num_connections == 1
@@ -331,14 +345,15 @@ def test_a_silent_stream_is_given_up_frame_by_frame(
 
     def pause(peer: socket.socket) -> None:
         hear(peer)
-        peer.sendall(said(Batch(7), b"x") * 4)
+        peer.sendall(said(RowsReply(7), b"x") * 4)
         peer.recv(1)
 
     with scripted(pause) as address:
         stream = connections.stream(address, SCAN, deadline=soon(PATIENCE))
         for _ in range(4):
             next(stream)
-            ahead += HANG  # neither the deadline, which is only for the first frame, nor the time of one frame counts for the next
+            # Neither the deadline, which is only for the first frame, nor the time of one frame counts for the next.
+            ahead += HANG
         started = time.monotonic()
         with pytest.raises(HostUnavailableError, match="in time"):
             next(stream)
@@ -435,7 +450,7 @@ def test_tls_and_what_goes_wrong_with_it() -> None:
             for _ in range(3):
                 assert get(connections, address, b"k") == values[b"k"]
             stream = connections.stream(address, SCAN)
-            assert sum(type(reply) is Batch for reply, _ in stream) == 20
+            assert sum(type(reply) is RowsReply for reply, _ in stream) == 20
             server.shutdown()
             server.start()
             assert get(connections, address, b"k") == values[b"k"], "a restart is made up for here too"
@@ -464,8 +479,9 @@ class Blocked:
         if name == "pyarrow.flight":
             raise ImportError(f"{name} was imported")
 sys.meta_path.insert(0, Blocked())
-import spark_bridge.queryable.protocol.connections, spark_bridge.queryable.routing.router, spark_bridge.queryable.routing.retries
-import spark_bridge.queryable.protocol.messages, coordinator_actor.messages, backends.encoding.keys, backends.encoding.operator_schema
+import spark_bridge.queryable.protocol.connections, spark_bridge.queryable.protocol.messages
+import spark_bridge.queryable.routing.router, spark_bridge.queryable.routing.retries
+import coordinator_actor.messages, backends.encoding.keys, backends.encoding.operator_schema
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -21,22 +21,22 @@ from hypothesis import strategies as st
 from spark_bridge.exceptions import RequestError
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.messages import (
-    PREFIX,
+    FRAME_PREFIX,
     PROTOCOL,
     At,
-    Await,
-    Changes,
+    AwaitRequest,
+    ChangesRequest,
     Comparison,
-    Count,
-    Describe,
+    CountRequest,
+    DescribeRequest,
     Failure,
     Hello,
-    KeyRows,
-    Locate,
-    Lookup,
-    Operators,
-    Scan,
-    Values,
+    KeyRowsRequest,
+    LocateOperatorRequest,
+    LookupReply,
+    LookupRequest,
+    OperatorsRequest,
+    ScanRequest,
     decode_reply,
 )
 from spark_bridge.queryable.server import failures, request_handler
@@ -57,11 +57,11 @@ from tests.spark_bridge.queryable.memory_reads import (
 HELLO = frame_bytes(Hello(PROTOCOL, TOKEN))
 KEYS = pack_bytes(pa.array([b"k1", b"", b"nobody", b"k" * 300]))
 REQUESTS = [
-    frame_bytes(Lookup("run", "totals"), pack_one(b"k1")),
-    frame_bytes(Lookup("run", "totals", At("version", 7, True), "family", True), KEYS),
-    frame_bytes(KeyRows("run", "totals", "state", At("latest"), ["k", "v"]), KEYS),
+    frame_bytes(LookupRequest("run", "totals"), pack_one(b"k1")),
+    frame_bytes(LookupRequest("run", "totals", At("version", 7, True), "family", True), KEYS),
+    frame_bytes(KeyRowsRequest("run", "totals", "state", At("latest"), ["k", "v"]), KEYS),
     frame_bytes(
-        Scan(
+        ScanRequest(
             "run",
             "totals",
             None,
@@ -75,13 +75,13 @@ REQUESTS = [
             [0, 1],
         )
     ),
-    frame_bytes(Count(Scan("run", "totals"))),
-    frame_bytes(Changes("run", "totals", 1, 7), KEYS),
-    frame_bytes(Await("run", 7, 0.01)),
-    frame_bytes(Locate("totals", "query")),
-    frame_bytes(Operators()),
-    frame_bytes(Describe("totals", None, True)),
-    frame_bytes(Lookup("run", "broken"), pack_one(b"k1")),
+    frame_bytes(CountRequest(ScanRequest("run", "totals"))),
+    frame_bytes(ChangesRequest("run", "totals", 1, 7), KEYS),
+    frame_bytes(AwaitRequest("run", 7, 0.01)),
+    frame_bytes(LocateOperatorRequest("totals", "query")),
+    frame_bytes(OperatorsRequest()),
+    frame_bytes(DescribeRequest("totals", None, True)),
+    frame_bytes(LookupRequest("run", "broken"), pack_one(b"k1")),
 ]
 
 
@@ -99,7 +99,9 @@ def server() -> Iterator[tuple[KvStateServer, MemoryReads]]:
 
 
 def say(server: KvStateServer, sent: bytes) -> list[object]:
-    """Send it all and read all that comes, which must be frames of the protocol; the server closes within some seconds."""
+    """Send it all and read all that comes, which must be frames of the protocol; the server closes within some
+    seconds.
+    """
     ip, port = server.server_address.split(":")
     with socket.create_connection((ip, int(port)), timeout=10) as client:
         received = bytearray()
@@ -114,7 +116,7 @@ def say(server: KvStateServer, sent: bytes) -> list[object]:
             sender.join()
     replies = []
     while received:
-        length, header = PREFIX.unpack_from(received)
+        length, header = FRAME_PREFIX.unpack_from(received)
         replies.append(decode_reply(bytes(received[8 : 8 + header])))
         assert len(received) >= 8 + length
         del received[: 8 + length]
@@ -133,7 +135,8 @@ def random_bytes(rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         return noise
     return (
-        PREFIX.pack(rng.choice([0, 1, len(noise), rng.randrange(1 << 32)]), rng.choice([0, 1, 5, len(noise)])) + noise
+        FRAME_PREFIX.pack(rng.choice([0, 1, len(noise), rng.randrange(1 << 32)]), rng.choice([0, 1, 5, len(noise)]))
+        + noise
     )
 
 
@@ -185,20 +188,20 @@ def odd_request(rng: random.Random) -> bytes:
         said: object = [tag, *(anything(rng) for _ in range(rng.randrange(12)))]
     else:
         right = rng.choice(REQUESTS)
-        _, length = PREFIX.unpack_from(right)
+        _, length = FRAME_PREFIX.unpack_from(right)
         said = msgspec.msgpack.decode(right[8 : 8 + length])
         assert isinstance(said, list)
         for _ in range(rng.choice([0, 1, 1, 2])):
             said[rng.randrange(len(said))] = anything(rng)
     header = msgspec.msgpack.encode(said)
     body = rng.choice([b"", KEYS, pack_one(b"k1"), mutated(rng, KEYS), rng.randbytes(rng.randrange(30))])
-    return PREFIX.pack(len(header) + len(body), len(header)) + header + body
+    return FRAME_PREFIX.pack(len(header) + len(body), len(header)) + header + body
 
 
 def huge(rng: random.Random) -> bytes:
     """Announces much, sends little."""
     length = rng.choice([1 << 20, (1 << 20) + 5, 1 << 21, 1 << 31, (1 << 32) - 1])
-    return PREFIX.pack(length, rng.choice([1, 20, 1 << 20, length])) + rng.randbytes(rng.choice([0, 10, 70_000]))
+    return FRAME_PREFIX.pack(length, rng.choice([1, 20, 1 << 20, length])) + rng.randbytes(rng.choice([0, 10, 70_000]))
 
 
 def greeted(make: Callable[[random.Random], bytes]) -> Callable[[random.Random], bytes]:
@@ -253,8 +256,8 @@ def test_whatever_is_sent_is_answered_or_refused(server, kind, rounds):
             assert [type(r) for r in replies] == [Failure]
     eventually(lambda: no_more(figures(made, reads), before))
     with RawClient(made.server_address) as client:
-        reply, body = client.ask(Lookup("run", "totals"), pack_one(b"k1"))
-        assert (reply, unpack_one(body)) == (Values(7), b"v1")
+        reply, body = client.ask(LookupRequest("run", "totals"), pack_one(b"k1"))
+        assert (reply, unpack_one(body)) == (LookupReply(7), b"v1")
     assert set(made.statistics.snapshot()) <= {"", "(other)", "totals"}
 
 
@@ -287,7 +290,7 @@ def test_much_nonsense_takes_no_memory(server):
             say(made, HELLO + huge(rng))
             say(made, greeted(odd_request)(rng))
             say(made, frame_bytes(Hello(PROTOCOL, rng.randbytes(1000).hex())))
-            say(made, HELLO + frame_bytes(Locate(rng.randbytes(5000).hex())))
+            say(made, HELLO + frame_bytes(LocateOperatorRequest(rng.randbytes(5000).hex())))
         figures(made, reads)
         return psutil.Process().memory_info().rss
 
@@ -302,7 +305,7 @@ def test_announced_megabytes_that_do_not_come_take_no_memory(server):
     clients = []
     for _ in range(100):
         client = RawClient(made.server_address)
-        client.socket.sendall(PREFIX.pack(1 << 20, 10) + bytes(100))
+        client.socket.sendall(FRAME_PREFIX.pack(1 << 20, 10) + bytes(100))
         clients.append(client)
     running = made._running
     assert running is not None

@@ -1,4 +1,6 @@
-"""Requests that are well-formed and make little sense, to real hosts: an answer, or an error of ours that says what is wrong."""
+"""Requests that are well-formed and make little sense, to real hosts: an answer, or an error of ours that says what
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,22 @@ import pytest
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
 from spark_bridge.queryable.protocol.messages import (
     At,
-    Await,
-    Batch,
-    Changes,
+    AwaitRequest,
+    ChangesRequest,
     Comparison,
-    Count,
-    Describe,
-    End,
+    CountReply,
+    CountRequest,
+    DescribeRequest,
+    EndOfRows,
     Failure,
-    KeyRows,
-    Locate,
-    Lookup,
-    Operators,
+    KeyRowsRequest,
+    LocateOperatorRequest,
+    LookupReply,
+    LookupRequest,
+    OperatorsRequest,
     Request,
-    Scan,
+    RowsReply,
+    ScanRequest,
 )
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server import client_proxy, request_handler
@@ -109,8 +113,8 @@ class Odd:
     def partitions(self) -> list[int] | None:
         return self.mostly(self.one(None, None, [0], [3, 1]), [], [1, 1], [4], [1 << 40], list(range(4)))
 
-    def scan(self) -> Scan:
-        return Scan(
+    def scan(self) -> ScanRequest:
+        return ScanRequest(
             self.run(),
             self.operator(),
             self.state(),
@@ -144,9 +148,9 @@ class Odd:
         match self.rng.randrange(12):
             case 0 | 1 | 2:
                 family = self.mostly("default", "", "nothing", "a" * 3000)
-                return Lookup(self.run(), self.operator(), self.at(), family, self.one(False, True)), self.body()
+                return LookupRequest(self.run(), self.operator(), self.at(), family, self.one(False, True)), self.body()
             case 3 | 4:
-                request = KeyRows(
+                request = KeyRowsRequest(
                     self.run(),
                     self.operator(),
                     self.state(),
@@ -159,17 +163,17 @@ class Odd:
             case 5 | 6 | 7:
                 return self.scan(), b""
             case 8:
-                return Count(self.scan()), b""
+                return CountRequest(self.scan()), b""
             case 9:
-                changes = Changes(self.run(), self.operator(), self.number(), self.number(), self.state())
+                changes = ChangesRequest(self.run(), self.operator(), self.number(), self.number(), self.state())
                 return changes, self.one(b"", self.body())
             case 10:
-                return Await(self.run(), self.number(), self.one(0.0, 0.001, 1e300)), b""
+                return AwaitRequest(self.run(), self.number(), self.one(0.0, 0.001, 1e300)), b""
         query = self.one(None, "run1", "q", "name", "nothing", "")
         return self.one(
-            (Locate(self.operator(), query), b""),
-            (Operators(), b""),
-            (Describe(self.one(None, self.operator()), query, self.one(False, True)), b""),
+            (LocateOperatorRequest(self.operator(), query), b""),
+            (OperatorsRequest(), b""),
+            (DescribeRequest(self.one(None, self.operator()), query, self.one(False, True)), b""),
         )
 
 
@@ -183,8 +187,8 @@ def stored_keys(cluster: Cluster) -> list[bytes]:
 
 
 def last_of(client: RawClient) -> Any:
-    reply: Any = Batch(0)
-    while isinstance(reply, Batch):
+    reply: Any = RowsReply(0)
+    while isinstance(reply, RowsReply):
         reply, _ = client.hear()
     return reply
 
@@ -203,12 +207,14 @@ def test_hosts_know_what_is_wrong_with_a_request(cluster, rounds, caplog):
         answered[f"{type(request).__name__}: {kind}"] = answered.get(f"{type(request).__name__}: {kind}", 0) + 1
     unexpected = {f"{r.exc_info and r.exc_info[1]!r}" for r in caplog.records if r.levelno >= logging.ERROR}
     assert unexpected == set()
-    assert {"Lookup: Values", "Scan: End", "KeyRows: End", "Count: Counted"} <= set(answered), answered
+    ends = {LookupRequest: LookupReply, ScanRequest: EndOfRows, KeyRowsRequest: EndOfRows, CountRequest: CountReply}
+    expected = {f"{request.__name__}: {reply.__name__}" for request, reply in ends.items()}
+    assert expected <= set(answered), answered
     for client in clients:
-        reply, _ = client.ask(Count(Scan("run1", "totals", forward=True)))
+        reply, _ = client.ask(CountRequest(ScanRequest("run1", "totals", forward=True)))
         assert msgspec.structs.astuple(reply) == (3, 60)
-        client.say(Scan("run1", "totals", forward=True))
-        assert last_of(client) == End(3, 60)
+        client.say(ScanRequest("run1", "totals", forward=True))
+        assert last_of(client) == EndOfRows(3, 60)
         client.close()
 
 
@@ -217,15 +223,15 @@ def test_a_proxy_does_not_believe_in_versions_that_a_client_makes_up(cluster):
     client = RawClient(cluster.hosts[0].address, token=TOKEN)
     ahead = At("completed", 1 << 40)
     for request in (
-        Scan("run1", "totals", at=ahead, forward=True),
-        Count(Scan("run1", "totals", at=ahead, forward=True)),
-        KeyRows("run1", "totals", at=ahead, forward=True),
-        Lookup("run1", "totals", ahead, forward=True),
+        ScanRequest("run1", "totals", at=ahead, forward=True),
+        CountRequest(ScanRequest("run1", "totals", at=ahead, forward=True)),
+        KeyRowsRequest("run1", "totals", at=ahead, forward=True),
+        LookupRequest("run1", "totals", ahead, forward=True),
     ):
         client.say(request, pack_bytes(pa.array(stored_keys(cluster)[:9], pa.binary())))
         assert isinstance(last_of(client), Failure)
-        client.say(Scan("run1", "totals", forward=True))
-        assert last_of(client) == End(3, 60)
+        client.say(ScanRequest("run1", "totals", forward=True))
+        assert last_of(client) == EndOfRows(3, 60)
     client.close()
 
 

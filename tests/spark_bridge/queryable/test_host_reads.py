@@ -1,4 +1,6 @@
-"""What a host answers: all partitions of an answer at one version, whatever is committed, moved and restarted meanwhile."""
+"""What a host answers: all partitions of an answer at one version, whatever is committed, moved and restarted
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ from spark_bridge.exceptions import (
     StateVersionError,
     UnknownKvStateIdError,
 )
-from spark_bridge.queryable.protocol.messages import At, Comparison, Lookup, Scan
-from spark_bridge.queryable.reads import answer_version, host_reads, partition_scans, version_copies
+from spark_bridge.queryable.protocol.messages import At, Comparison, LookupRequest, ScanRequest
+from spark_bridge.queryable.reads import completion_wait, host_reads, partition_loading, partition_scans, version_copies
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -79,7 +81,7 @@ def test_partitions_are_read_at_one_version_while_a_commit_holds_one_of_them(mak
         held = exactly(2, held_only=True)
         assert w.lookup(KEYS, held) == (2, [2] * len(KEYS)), "base of the one, what the other keeps of the past"
         assert w.scan(held) == (2, filled(2))
-        assert w.reads[0].count(Scan(w.run, "op")) == (3, len(KEYS))
+        assert w.reads[0].count(ScanRequest(w.run, "op")) == (3, len(KEYS))
     w.hosts[0].heartbeat()
     assert [w.instance(p).state.version for p in (0, 1)] == [3, 3]
     assert w.lookup(KEYS) == (3, [3] * len(KEYS))
@@ -148,7 +150,7 @@ def test_a_version_is_not_refused_while_the_coordinator_does_not_answer(make):
     w = make()
     w.batch(filled(1))
     w.lookup(KEYS)
-    w.reads[0]._views.wait_seconds = 0.1
+    w.reads[0]._reader.wait_seconds = 0.1
     asked, go_on = threading.Event(), threading.Event()
 
     def silent(*args: str) -> Any:
@@ -186,7 +188,7 @@ def test_a_version_that_is_not_completed_is_waited_for_a_little_and_then_refused
     assert w.port.calls["completed"] < 60, "not more often than every 20 ms"
     with pytest.raises(StateVersionError, match="version 1 is the last"):
         w.lookup([1], exactly(9, held_only=True))
-    w.reads[0]._views.wait_seconds = HANG
+    w.reads[0]._reader.wait_seconds = HANG
     later = threading.Timer(0.1, lambda: w.complete(tell=False))
     later.start()
     assert w.lookup([1], At("completed", 2)) == (2, [2]), "completed while it waits"
@@ -248,7 +250,7 @@ def test_reads_wait_for_no_commit_and_no_commit_for_them(make):
     assert reading.wait(PATIENCE)
     assert w.lookup(KEYS) == (2, [2] * len(KEYS))
     assert w.scan() == (2, filled(2))
-    answer = w.reads[0].scan(Scan(w.run, "op"))
+    answer = w.reads[0].scan(ScanRequest(w.run, "op"))
     assert writer.is_alive(), "no read has waited for it"
     release.set()
     writer.join(PATIENCE)
@@ -292,7 +294,7 @@ def test_one_partition_is_loaded_behind_what_is_noted_for_the_others(make):
 
 
 def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, monkeypatch):
-    monkeypatch.setattr(answer_version, "REFUSED_SECONDS", HANG)
+    monkeypatch.setattr(partition_loading, "REFUSED_SECONDS", HANG)
     w = make(hosts=2, n=4)
     w.batch(filled(1))
     owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
@@ -316,7 +318,7 @@ def test_a_partition_of_another_host_is_refused_also_once_it_has_moved(make, mon
     w.c.expire()
     # The moment is over.
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG, sleep=time.sleep)
-    monkeypatch.setattr(answer_version, "time", later)
+    monkeypatch.setattr(partition_loading, "time", later)
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     w.hosts, w.reads = w.hosts[:1], w.reads[:1]
@@ -335,10 +337,10 @@ def test_a_version_without_a_head_of_a_loaded_partition_is_another_hosts(make):
     w.write(filled(2))  # what this host has made of version 2 is not what counts
     # Version 2 is another host's; this one still has version 1 loaded.
     w.hosts[0].completed.note(Completed(w.run, 2, {"op": {p: h for p, h in heads.items() if p != gone}}))
-    run = w.c._runs[w.run]
-    run.assignment = type(run.assignment).of(
-        99, run.assignment.generation, run.assignment.hosts, dict.fromkeys(run.tasks(), "h1")
-    )
+    run = w.c.registries.runs.by_id[w.run]
+    current = run.assignment.current
+    owners = dict.fromkeys(run.tasks(), "h1")
+    run.assignment.change(type(current).of(99, current.generation, current.hosts, owners), is_balanced=True)
     for read in (lambda: w.one(key), lambda: w.lookup([key])):
         with pytest.raises(NotOwnerError, match="belongs to host h1"):
             read()
@@ -373,7 +375,7 @@ def test_a_newer_run_that_begins_below_shows_its_own_state_and_the_older_one_non
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     assert w.scan() == (1, filled(1))
     with monkeypatch.context() as brief, pytest.raises(StateVersionError, match="version 1 is the last"):
-        brief.setattr(w.reads[0]._views, "wait_seconds", 0.1)
+        brief.setattr(w.reads[0]._reader, "wait_seconds", 0.1)
         w.lookup(KEYS, At("completed", 3))
     w.hosts[0].heartbeat()
     with pytest.raises((RetiredRunError, UnknownRunError)):
@@ -390,7 +392,7 @@ def test_a_coordinator_that_was_replaced_is_told_of_the_run_by_who_reads(make, m
     w.batch(filled(1))
     w.port.c = w.c = w.world.coordinator(0)
     with monkeypatch.context() as brief, pytest.raises(StateVersionError):
-        brief.setattr(w.reads[0]._views, "wait_seconds", 0.1)
+        brief.setattr(w.reads[0]._reader, "wait_seconds", 0.1)
         w.lookup(KEYS, At("completed", 2))  # has to ask, and is not answered by UnknownRunError
     assert w.lookup(KEYS) == (1, [1] * len(KEYS))
     registered = w.port.calls.get("register_host", 0)
@@ -413,7 +415,7 @@ def test_every_retained_version_can_be_read_from_memory_or_storage(make, backend
         assert w.scan(exactly(version)) == (version, expected)
         assert w.lookup(KEYS, exactly(version)) == (version, [expected.get(k) for k in KEYS])
         assert w.one(9, exactly(version)) == (version, expected.get(9))
-        assert w.reads[0].count(Scan(w.run, "op", at=exactly(version))) == (version, len(expected))
+        assert w.reads[0].count(ScanRequest(w.run, "op", at=exactly(version))) == (version, len(expected))
     assert w.scan(exactly(5, held_only=True))[0] == 5
     with pytest.raises(StateVersionError, match=r"Version 1 .*not held here; held: 4, 5, 6"):
         w.scan(exactly(1, held_only=True))
@@ -423,7 +425,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     w = make()
     for value in range(1, 10):
         w.batch(filled(value))
-    copies = w.reads[0]._views._copies
+    copies = w.reads[0]._reader._copies
     loaded: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
     fill = copies._fill
@@ -444,19 +446,19 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     for thread in threads:
         thread.join()
     assert loaded == [2, 2], "each partition once"
-    answer = w.reads[0].scan(Scan(w.run, "op", at=exactly(3)))
+    answer = w.reads[0].scan(ScanRequest(w.run, "op", at=exactly(3)))
     for version in (1, 2, 4, 5, 6):
         assert w.lookup(KEYS, exactly(version)) == (version, [version] * len(KEYS))
-    assert len(copies._held) == version_copies.KEPT_VERSIONS
+    assert len(copies._held) == version_copies.MAX_VERSIONS
     assert (w.run, "op", 3) in copies._held, "one that is read stays"
     assert sum(b.num_rows for b in answer.batches) == len(KEYS)
-    unfinished = [w.reads[0].scan(Scan(w.run, "op", at=exactly(v))) for v in (1, 2, 3, 4)]
+    unfinished = [w.reads[0].scan(ScanRequest(w.run, "op", at=exactly(v))) for v in (1, 2, 3, 4)]
     with pytest.raises(exceptions.TooManyRequestsError, match="4 older versions from storage"):
         w.lookup(KEYS, exactly(5))
     for answer in unfinished[:2]:
         answer.batches.close()
     assert w.lookup(KEYS, exactly(5)) == (5, [5] * len(KEYS))
-    copies._clock = lambda: time.monotonic() + version_copies.IDLE_SECONDS + 1
+    copies._clock = lambda: time.monotonic() + version_copies.COPY_IDLE_SECONDS + 1
     w.hosts[0].maintenance.do_maintenance()
     assert {key[2] for key in copies._held} == {3, 4}
     w.c.deactivate_instances(w.run)
@@ -499,7 +501,7 @@ def test_a_scan_shows_its_version_however_long_it_takes(make, monkeypatch, backe
     w.complete(tell=False)
     w.hosts[0].completed.note(w.c.completed(w.run, "h0"))  # base and delta
     at_three = {**{k: 3 for k in KEYS if k != 6}, 100: 3}
-    answers = [w.reads[0].scan(Scan(w.run, "op", at=at)) for at in (COMPLETED, exactly(2, held_only=True))]
+    answers = [w.reads[0].scan(ScanRequest(w.run, "op", at=at)) for at in (COMPLETED, exactly(2, held_only=True))]
     rows: list[dict[int, int]] = [{}, {}]
     for value in range(4, 9):
         w.batch({**filled(value), 7: None, 200 + value: 1})
@@ -517,7 +519,7 @@ def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make,
     monkeypatch.setattr("spark_bridge.queryable.reads.row_stream.BATCH_ROWS", 1)
     w = make()
     w.batch(filled(1))
-    answer = w.reads[0].scan(Scan(w.run, "op"))
+    answer = w.reads[0].scan(ScanRequest(w.run, "op"))
     for p in (0, 1):
         w.hosts[0].loading.unload(w.instance(p))
     with pytest.raises(NotOwnerError, match="left this host while it was read"):
@@ -528,7 +530,7 @@ def test_a_scan_of_a_partition_that_leaves_ends_with_an_error_that_says_so(make,
 
 
 def table(w: HostWorld, **asked: Any) -> pa.Table:
-    answer = w.reads[0].scan(Scan(w.run, "op", **asked))
+    answer = w.reads[0].scan(ScanRequest(w.run, "op", **asked))
     return pa.Table.from_batches(list(answer.batches), answer.schema)
 
 
@@ -538,7 +540,7 @@ def key_bytes(key: int) -> bytes:
 
 @pytest.mark.parametrize("most", [4096, 2])
 def test_bounds_of_keys_within_every_key_group(make, monkeypatch, most):
-    monkeypatch.setattr(partition_scans, "MOST_RANGES", most)
+    monkeypatch.setattr(partition_scans, "MAX_RANGES", most)
     w = make(n=3)
     values = {k: k for k in range(-20, 200)}
     w.batch(values)
@@ -554,7 +556,7 @@ def test_bounds_of_keys_within_every_key_group(make, monkeypatch, most):
         }
         expected = {k: v for k, v in values.items() if (low is None or k >= low) and (high is None or k < high)}
         assert w.scan(**bounds) == (2, expected), (low, high)
-        assert w.reads[0].count(Scan(w.run, "op", **bounds)) == (2, len(expected))
+        assert w.reads[0].count(ScanRequest(w.run, "op", **bounds)) == (2, len(expected))
     with pytest.raises(RequestError, match="is below its start"):
         w.scan(start=key_bytes(5), end=key_bytes(4))
 
@@ -573,10 +575,10 @@ def test_comparisons_limits_and_columns(make):
         ([Comparison("partition_id", "=", [5])], []),
     ):
         assert sorted(table(w, where=where).column("k").to_pylist()) == list(expected), where
-        assert w.reads[0].count(Scan(w.run, "op", where=where)) == (1, len(expected))
+        assert w.reads[0].count(ScanRequest(w.run, "op", where=where)) == (1, len(expected))
     assert table(w, limit=7).num_rows == 7
     assert table(w, limit=0).num_rows == 0
-    assert w.reads[0].count(Scan(w.run, "op", limit=7)) == (1, 7)
+    assert w.reads[0].count(ScanRequest(w.run, "op", limit=7)) == (1, 7)
     chosen = table(w, columns=["w", "partition_id", "k"], where=[Comparison("n", "<", [20])])
     assert chosen.column_names == ["w", "partition_id", "k"]
     assert sorted(chosen.to_pylist(), key=lambda r: r["k"]) == [
@@ -608,13 +610,13 @@ def test_counting_takes_no_scan_where_the_number_of_keys_is_at_hand(make, monkey
     real = host_reads.pairs_of
     monkeypatch.setattr(host_reads, "pairs_of", lambda *a: (opened.append(1), real(*a))[1])
     w.hosts[0].heartbeat()
-    assert w.reads[0].count(Scan(w.run, "op")) == (2, len(KEYS))
-    assert w.reads[0].count(Scan(w.run, "op", at=exactly(1))) == (1, len(KEYS))
+    assert w.reads[0].count(ScanRequest(w.run, "op")) == (2, len(KEYS))
+    assert w.reads[0].count(ScanRequest(w.run, "op", at=exactly(1))) == (1, len(KEYS))
     assert opened == []
     w.write({200: 1, 4: None, 5: None})
     w.complete(tell=False)
     w.hosts[0].completed.note(w.c.completed(w.run, "h0"))
-    assert w.reads[0].count(Scan(w.run, "op")) == (3, len(KEYS) - 1)
+    assert w.reads[0].count(ScanRequest(w.run, "op")) == (3, len(KEYS) - 1)
     assert opened
 
 
@@ -636,7 +638,7 @@ def test_what_is_no_key_is_refused(make):
     w = make()
     w.batch(filled(1))
     read = w.reads[0]
-    request = Lookup(w.run, "op")
+    request = LookupRequest(w.run, "op")
     for key in (b"", b"\x00", b"\x00\x10x", b"\xff\xff"):
         with pytest.raises(RequestError):
             read.lookup_one(request, key)
@@ -646,18 +648,18 @@ def test_what_is_no_key_is_refused(make):
         read.lookup(request, pa.array([None], pa.binary()))
     assert read.lookup_one(request, b"\x00\x00") == (1, None), "it is not there, that is all"
     with pytest.raises(UnknownKvStateIdError, match=r"no column family 'x'.*'default' \(rows\)"):
-        read.lookup_one(Lookup(w.run, "op", column_family="x"), stored([1])[0].as_py())
+        read.lookup_one(LookupRequest(w.run, "op", column_family="x"), stored([1])[0].as_py())
     with pytest.raises(UnknownKvStateIdError, match=r"no state variable 'x'; there are 'default' \(rows\)"):
         table(w, state="x")
     with pytest.raises(exceptions.UnknownOperatorError, match="no operator 'x'; operators that exist: 'op'"):
-        read.lookup(Lookup(w.run, "x"), stored([1]))
+        read.lookup(LookupRequest(w.run, "x"), stored([1]))
 
 
 # -- waiting, and what there is ------------------------------------------------------------------
 
 
 def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
-    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", HANG)
+    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", HANG)
     w = make()
     read = w.reads[0]
     assert read.await_completed(w.run, -1, 0.0) == 0
@@ -676,7 +678,7 @@ def test_who_waits_for_a_version_is_woken_by_it(make, monkeypatch):
 
 
 def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
-    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", 0.1)
+    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
     w = make(hosts=2, n=1)
     w.batch(filled(1))
     (read,) = [r for i, r in enumerate(w.reads) if w.instance(0, i) is None]
@@ -685,12 +687,12 @@ def test_a_host_without_any_partition_hears_of_versions_too(make, monkeypatch):
     w.complete(tell=False)
     assert read.await_completed(w.run, 1, PATIENCE) == 2
     with pytest.raises(NotOwnerError):
-        read.lookup(Lookup(w.run, "op"), stored(KEYS))
+        read.lookup(LookupRequest(w.run, "op"), stored(KEYS))
     assert read.describe("op", None)["operators"][0]["held"] == []
 
 
 def test_one_of_those_who_wait_asks_for_all_and_all_hear_of_the_end(make, monkeypatch):
-    monkeypatch.setattr(host_reads, "AWAIT_SECONDS", 0.2)
+    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.2)
     w = make()
     w.batch(filled(1))
     asked: list[float] = []

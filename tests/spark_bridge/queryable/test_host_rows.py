@@ -19,8 +19,15 @@ from spark_bridge.aggregates.outputs import Output
 from spark_bridge.exceptions import RequestError, StateVersionError, UnknownKvStateIdError
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.session_task import SessionLogic
-from spark_bridge.queryable.protocol.messages import At, Changes, Comparison, KeyRows, Lookup, Scan
-from spark_bridge.queryable.reads import change_feed, key_reads, window_index, windowed_key_reads
+from spark_bridge.queryable.protocol.messages import (
+    At,
+    ChangesRequest,
+    Comparison,
+    KeyRowsRequest,
+    LookupRequest,
+    ScanRequest,
+)
+from spark_bridge.queryable.reads import key_reads, previous_values, window_index, windowed_key_reads
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data import state_tables
 from spark_bridge.state_format.layouts import session_schema
@@ -52,15 +59,15 @@ class Asked:
         self.reads = HostReads(query.host, wait_seconds=0.5, **given)
 
     def scan(self, state: str | None = None, at: At = COMPLETED, **asked: Any) -> list[tuple[Any, ...]]:
-        return rows_of(self.reads.scan(Scan(self.query.run, "op", state, at, **asked)))[1]
+        return rows_of(self.reads.scan(ScanRequest(self.query.run, "op", state, at, **asked)))[1]
 
     def rows(
         self, keys: pa.BinaryArray, state: str | None = None, at: At = COMPLETED, columns: list[str] | None = None
     ) -> list[tuple[Any, ...]]:
-        return rows_of(self.reads.key_rows(KeyRows(self.query.run, "op", state, at, columns), keys))[1]
+        return rows_of(self.reads.key_rows(KeyRowsRequest(self.query.run, "op", state, at, columns), keys))[1]
 
     def changes(self, after: int, until: int, state: str | None = None, keys: Any = None) -> list[dict[str, Any]]:
-        answer = self.reads.changes(Changes(self.query.run, "op", after, until, state), keys)
+        answer = self.reads.changes(ChangesRequest(self.query.run, "op", after, until, state), keys)
         batches = list(answer.batches)
         assert all(len(b.column(0).unique()) == 1 for b in batches), "a batch is of one version"
         versions = [b.column(0)[0].as_py() for b in batches]
@@ -93,7 +100,7 @@ def test_scans_show_what_the_model_holds_at_every_version(flow, name):
         if name == "visits":
             for key in flow.at[version][name]:
                 assert [r for r in found if r[:2] == key] == [r for r in expected if r[:2] == key]
-        assert asked.reads.count(Scan(flow.run, "op", name, At("version", version)))[1] == len(expected)
+        assert asked.reads.count(ScanRequest(flow.run, "op", name, At("version", version)))[1] == len(expected)
     assert in_order(asked.scan(name)) == in_order(expected)
     part = asked.scan(name, partitions=[1]) + asked.scan(name, partitions=[0])
     assert in_order(part) == in_order(expected)
@@ -111,7 +118,7 @@ def test_scans_within_bounds_of_the_grouping_key(flow, name):
         )
         expected = [r for r in rows if (low is None or r[0] >= low) and (high is None or r[0] < high)]
         assert in_order(asked.scan(name, start=start, end=end)) == in_order(expected), (low, high)
-        assert asked.reads.count(Scan(flow.run, "op", name, start=start, end=end))[1] == len(expected)
+        assert asked.reads.count(ScanRequest(flow.run, "op", name, start=start, end=end))[1] == len(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -139,7 +146,7 @@ def test_lists_and_maps_in_one_row_per_key(flow):
     held = flow.at[flow.version]
     lists = {r[:2]: [tuple(e.values()) for e in r[2]] for r in asked.scan("visits", collect=True)}
     assert lists == held["visits"]
-    assert asked.reads.count(Scan(flow.run, "op", "visits", collect=True))[1] == len(held["visits"])
+    assert asked.reads.count(ScanRequest(flow.run, "op", "visits", collect=True))[1] == len(held["visits"])
     maps = {r[:2]: {tuple(k.values()): v["n"] for k, v in r[2]} for r in asked.scan("pages", collect=True)}
     assert maps == {key: {k: n for k, (n, _) in entries.items()} for key, entries in held["pages"].items()}
     with pytest.raises(RequestError, match=r"Column 'list_value' is list.*compared with null alone"):
@@ -168,20 +175,22 @@ def test_what_is_left_of_a_deleted_variable_is_not_counted(tmp_path):
     f.batch(dict.fromkeys(USERS, both))
     f = f.restarted("run2", 1, "file", One)
     asked = Asked(f)
-    assert len(asked.scan("a")) == asked.reads.count(Scan(f.run, "op", "a"))[1] == len(USERS)
+    assert len(asked.scan("a")) == asked.reads.count(ScanRequest(f.run, "op", "a"))[1] == len(USERS)
     with pytest.raises(UnknownKvStateIdError, match=r"no state variable 'b'; there are 'a' \(value\)"):
         asked.scan("b")
     with pytest.raises(UnknownKvStateIdError, match="no column family 'b'"):
-        asked.reads.lookup(Lookup(f.run, "op", column_family="b"), stored(USERS))
+        asked.reads.lookup(LookupRequest(f.run, "op", column_family="b"), stored(USERS))
     f.close()
 
 
 def test_columns_of_keys_and_values(flow):
     asked = Asked(flow)
     key = stored([USERS[4]])
-    names, _ = rows_of(asked.reads.key_rows(KeyRows(flow.run, "op", "pages"), key))
+    names, _ = rows_of(asked.reads.key_rows(KeyRowsRequest(flow.run, "op", "pages"), key))
     assert names == ["position", "user", "shard", "page", "user__value", "n", "note"]
-    names, _ = rows_of(asked.reads.key_rows(KeyRows(flow.run, "op", "pages", columns=["n", "partition_id"]), key))
+    names, _ = rows_of(
+        asked.reads.key_rows(KeyRowsRequest(flow.run, "op", "pages", columns=["n", "partition_id"]), key)
+    )
     assert names == ["position", "n", "partition_id"]
     with pytest.raises(
         UnknownKvStateIdError, match=r"state=.*'total' \(value\), 'visits' \(list\), 'pages' \(map\), 'timers'"
@@ -195,7 +204,7 @@ def test_columns_of_keys_and_values(flow):
 def test_changes_are_those_of_the_change_feed_version_by_version(flow, name):
     asked = Asked(flow)
     every = state_tables.state_changes_table(flow.location, "op", name, from_version=0)
-    answer = asked.reads.changes(Changes(flow.run, "op", 0, flow.version, name), None)
+    answer = asked.reads.changes(ChangesRequest(flow.run, "op", 0, flow.version, name), None)
     assert answer.schema == every.schema and answer.version == flow.version
     answer.batches.close()
     expected = every.to_pylist()
@@ -238,9 +247,9 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     assert asked.changes(0, 5, "total")
     assert len(copies) == 2, "what is past comes from storage"
     loads: list[tuple[int, int]] = []
-    load = change_feed.state_reader.load
+    load = previous_values.partition_reader.load
     monkeypatch.setattr(
-        change_feed.state_reader,
+        previous_values.partition_reader,
         "load",
         lambda place, state, piece, version, **k: (
             loads.append((state.version, version)),
@@ -255,7 +264,7 @@ def test_who_watches_a_running_query_loads_no_state(tmp_path, monkeypatch):
     asked.changes(5, 6, "total")
     assert len(copies) == 2 and loads, "the copies go on from where they were"
     assert all(behind - before <= 2 for before, behind in loads)
-    asked.reads._changes._clock = lambda: 1e12
+    asked.reads._changes._copies._clock = lambda: 1e12
     f.host.maintenance.do_maintenance()
     assert not any(f.host.files.copies.glob("*"))
     f.close()
@@ -291,10 +300,12 @@ def test_what_has_expired_is_no_row(tmp_path):
         assert sorted(r[3] for r in asked.scan("by_page")) == [n for n in alive for _ in range(40)]
         assert len(asked.rows(key, "by_page")) == 40 * len(alive)
         assert [len(asked.scan(s, collect=True)) for s in ("log", "by_page")] == ([1, 1] if alive else [0, 0])
-        counts = [asked.reads.count(Scan(f.run, "op", s))[1] for s in ("seen", "log", "by_page")]
+        counts = [asked.reads.count(ScanRequest(f.run, "op", s))[1] for s in ("seen", "log", "by_page")]
         assert counts == [bool(alive), 20 * len(alive), 40 * len(alive)]
     now[0] = 5_000
-    assert rows_of(asked.reads.scan(Scan(f.run, "op", "seen", columns=["n", "ttl_expiration_ms"])))[1] == [(5, 15_000)]
+    assert rows_of(asked.reads.scan(ScanRequest(f.run, "op", "seen", columns=["n", "ttl_expiration_ms"])))[1] == [
+        (5, 15_000)
+    ]
     found = asked.scan("log", where=[Comparison("ttl_expiration_ms", "<=", [12_000])])
     assert [r[2] for r in found] == [1] * 20 + [2] * 20
     ((_, _, elements),) = asked.scan("log", collect=True)
@@ -363,7 +374,7 @@ def test_the_windows_of_keys_wherever_they_are(tmp_path, monkeypatch, key):
     by_partition = [
         row
         for p in range(3)
-        for row in rows_of(asked.reads.key_rows(KeyRows(q.run, "op", partitions=[p]), ask(["c"])))[1]
+        for row in rows_of(asked.reads.key_rows(KeyRowsRequest(q.run, "op", partitions=[p]), ask(["c"])))[1]
     ]
     assert sorted(map(repr, by_partition)) == sorted(map(repr, asked.rows(ask(["c"]))))
     changes = asked.changes(q.version - 1, q.version, keys=ask(["c"]))
@@ -406,7 +417,7 @@ def test_the_sessions_of_keys(tmp_path):
     q.process(logic, ["k"], batch_of(rows, [("a", (12, 22), 5.0), ("b", (60, 70), 1.0)]))
     q.host.heartbeat()
     asked = Asked(q)
-    names, found = rows_of(asked.reads.key_rows(KeyRows(q.run, "op"), ask(["b", "x", "a"])))
+    names, found = rows_of(asked.reads.key_rows(KeyRowsRequest(q.run, "op"), ask(["b", "x", "a"])))
     assert names == ["position", "k", "session_window", "n", "mean"]
     assert [(p, k, seconds(w), n, mean) for p, k, w, n, mean in found] == [
         (0, "b", (5, 15), 1, 3.0),

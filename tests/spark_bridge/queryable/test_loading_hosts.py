@@ -1,4 +1,6 @@
-"""A host that loads for long: who asks for what is being loaded is told so, and everybody else is answered meanwhile."""
+"""A host that loads for long: who asks for what is being loaded is told so, and everybody else is answered
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import pytest
 from backends.formats.manifest import Lineage
 from backends.partition.loading import Loading
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.queryable.protocol.messages import At, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import At, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads import background_loads
 from spark_bridge.queryable.reads.background_loads import BackgroundLoads
 from spark_bridge.queryable.reads.window_index import KeyWindowIndex
@@ -88,7 +90,7 @@ def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(wo
     world.hosts[0].loading.unload(world.instance(0))
     lock = world.hosts[0].loading.lock_of(next(key for key in world.hosts[0].loading._locks if key[2] == 0))
     with lock, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world.reads[0]._views.loads, "wait_seconds", 0.5)
+        patch.setattr(world.reads[0]._reader.loader.loads, "wait_seconds", 0.5)
         begun = time.monotonic()
         answers: list[Any] = []
         threads = [
@@ -97,7 +99,7 @@ def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(wo
         for thread in threads:
             thread.start()
         assert in_time(lambda: world.lookup(OF[1])) == (6, [6] * len(OF[1]))
-        while len(answers) < len(threads) - background_loads.MOST_WAITING:
+        while len(answers) < len(threads) - background_loads.MAX_WAITING_REQUESTS:
             time.sleep(0.01)
             assert time.monotonic() - begun < PATIENCE
         for thread in threads:
@@ -109,13 +111,13 @@ def test_a_partition_that_is_loaded_for_long_is_waited_for_briefly_and_by_few(wo
 
 
 def test_reads_do_not_wait_for_another_version_to_be_loaded(world: HostWorld) -> None:
-    world.reads[0]._views.wait_seconds = 0.1
+    world.reads[0]._reader.wait_seconds = 0.1
     with loading_anew(world.instance(0).state):
         for at in (At(), At("latest"), At("version", 5)):
             for ask in (
                 lambda at=at: world.one(OF[0][0], at),
                 lambda at=at: world.lookup(OF[0], at),
-                lambda at=at: world.reads[0].scan(Scan(world.run, "op", at=at)),
+                lambda at=at: world.reads[0].scan(ScanRequest(world.run, "op", at=at)),
             ):
                 assert isinstance(in_time(ask), HostUnavailableError)
             assert in_time(lambda at=at: world.lookup(OF[1], at))[1] == [5 if at.version else 6] * len(OF[1])
@@ -140,10 +142,10 @@ def test_describing_a_host_that_loads_keeps_nobody_waiting(world: HostWorld) -> 
 
 
 def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
-    copies = world.reads[0]._views._copies
+    copies = world.reads[0]._reader._copies
     over, fill, filled = threading.Event(), copies._fill, list[Any]()
     copies._fill = lambda *a: (over.wait(HANG), filled.append(a[-2:]), fill(*a))
-    lookup = Lookup(world.run, "op", At("version", 1))
+    lookup = LookupRequest(world.run, "op", At("version", 1))
     copies._wait = 0.1
     for _ in range(2):
         error = in_time(lambda: world.reads[0].lookup(lookup, stored(OF[0])))
@@ -164,7 +166,7 @@ def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
 
 
 def test_a_load_is_shared_and_its_errors_are_everybodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = BackgroundLoads(20.0, most_waiting=5)
+    loads = BackgroundLoads(20.0, max_waiting=5)
     over, calls, waiting = threading.Event(), list[int](), list[int]()
     wait = background_loads.wait
 

@@ -20,22 +20,22 @@ from spark_bridge.host import version_requests
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes
 from spark_bridge.queryable.protocol.messages import (
     At,
-    Await,
-    Batch,
+    AwaitRequest,
     Comparison,
-    Count,
-    Counted,
+    CountReply,
+    CountRequest,
     Hello,
-    KeyRows,
-    Lookup,
+    KeyRowsRequest,
+    LookupReply,
+    LookupRequest,
     Request,
-    Scan,
-    Values,
+    RowsReply,
+    ScanRequest,
     decode_request,
 )
 from spark_bridge.queryable.protocol.request_context import active_context
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
-from spark_bridge.queryable.reads import host_reads, key_reads, partition_scans, version_copies
+from spark_bridge.queryable.reads import key_reads, operator_directory, partition_scans, version_copies
 from spark_bridge.queryable.reads.row_stream import gathered, limited
 from spark_bridge.queryable.routing.routed_scan import RoutedScan, ScanPlan
 from spark_bridge.queryable.server import client_session, row_sender, served_request, server
@@ -114,14 +114,14 @@ def endless(world, monkeypatch) -> dict[str, int]:
 
 
 def test_who_waits_for_a_rare_row_hears_that_there_is_work_and_may_leave(world, endless):
-    scan = Scan(world.run, "op", where=NOTHING)
+    scan = ScanRequest(world.run, "op", where=NOTHING)
     with serving(world.reads[0], max_scans=1) as (served, _):
         with RawClient(served.server_address) as client:
             client.say(scan)
             bodies = []
             for _ in range(3):
                 reply, body = client.hear()
-                assert isinstance(reply, Batch)
+                assert isinstance(reply, RowsReply)
                 bodies.append(body)
             heard = pa.ipc.open_stream(b"".join(bodies)).read_all()
             assert heard.num_rows == 0 and heard.column_names == ["k", "n", "w"]
@@ -137,15 +137,15 @@ def test_who_waits_for_a_rare_row_hears_that_there_is_work_and_may_leave(world, 
 @pytest.mark.parametrize(
     "made",
     [
-        lambda run: Scan(run, "op", where=NOTHING),
-        lambda run: Count(Scan(run, "op", where=NOTHING)),
-        lambda run: Count(Scan(run, "op", start=b"\x00")),
+        lambda run: ScanRequest(run, "op", where=NOTHING),
+        lambda run: CountRequest(ScanRequest(run, "op", where=NOTHING)),
+        lambda run: CountRequest(ScanRequest(run, "op", start=b"\x00")),
     ],
 )
 def test_scans_and_counts_have_an_end_whatever_they_find(world, endless, made: Callable[[str], Request]):
     with serving(world.reads[0], scan_seconds=0.2) as (served, _), RawClient(served.server_address) as client:
         client.say(made(world.run))
-        while isinstance((reply := client.hear()[0]), Batch):
+        while isinstance((reply := client.hear()[0]), RowsReply):
             pass
         assert "0.2 s" in failed_with(reply, "RequestLimitError")
         eventually(lambda: endless["iterators"] == 0)
@@ -154,7 +154,7 @@ def test_scans_and_counts_have_an_end_whatever_they_find(world, endless, made: C
 def test_who_leaves_is_not_counted_for_and_a_revoked_token_counts_nothing(world, endless, monkeypatch):
     for module in (client_session, served_request):
         monkeypatch.setattr(module, "TOKEN_SECONDS", 0.05)
-    count = Count(Scan(world.run, "op", start=b"\x00"))
+    count = CountRequest(ScanRequest(world.run, "op", start=b"\x00"))
     with serving(world.reads[0]) as (served, _):
         with RawClient(served.server_address) as client:
             client.say(count)
@@ -175,7 +175,9 @@ def test_rows_that_are_dropped_are_checked_for_everywhere():
     owner = HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s")
     location = OperatorLocation("q", "run", None, OperatorSpec("totals", 1, ""), 16, 7, (owner,))
     endless = StateAnswer(7, ROWS, none())
-    plan = ScanPlan(Scan("run", "totals"), location, lambda *_: lambda: endless, lambda *_: "a:1", None, timeout=1.0)
+    plan = ScanPlan(
+        ScanRequest("run", "totals"), location, lambda *_: lambda: endless, lambda *_: "a:1", None, timeout=1.0
+    )
     for batches in (limited(none(), 5), gathered(none()), RoutedScan(plan, [("a:1", [0])], 0.0)):
         with active_context(Watch(checks=5)), pytest.raises(Stopped):
             next(batches)
@@ -195,7 +197,7 @@ def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, m
     before = world.port.calls["completed"]
     for _ in range(30):
         with pytest.raises(UnknownRunError, match="nobody29"):
-            reads.lookup(Lookup("nobody29", "op"), stored([1]))
+            reads.lookup(LookupRequest("nobody29", "op"), stored([1]))
     assert world.port.calls["completed"] == before
     monkeypatch.setattr(version_requests, "UNKNOWN_SECONDS", 0.0)
     with pytest.raises(UnknownRunError):
@@ -206,12 +208,12 @@ def test_runs_that_nobody_knows_cost_neither_memory_nor_the_coordinator(world, m
 @pytest.mark.parametrize(
     "request_",
     [
-        Await("r" * 257, 0, 1.0),
-        Lookup("r", "o" * 1025),
-        Lookup("r", "o", column_family="f" * 1025),
-        Scan("r", "o", "s" * 1025),
-        Scan("r", "o", columns=["c"] * 4097),
-        Scan("r", "o", where=NOTHING * 1025),
+        AwaitRequest("r" * 257, 0, 1.0),
+        LookupRequest("r", "o" * 1025),
+        LookupRequest("r", "o", column_family="f" * 1025),
+        ScanRequest("r", "o", "s" * 1025),
+        ScanRequest("r", "o", columns=["c"] * 4097),
+        ScanRequest("r", "o", where=NOTHING * 1025),
     ],
 )
 def test_no_name_is_longer_than_names_are(request_):
@@ -221,7 +223,7 @@ def test_no_name_is_longer_than_names_are(request_):
 
 def test_a_column_is_asked_for_once(world):
     with pytest.raises(RequestError, match="'n' is asked for more than once"):
-        world.reads[0].scan(Scan(world.run, "op", columns=["k", "n", "n"]))
+        world.reads[0].scan(ScanRequest(world.run, "op", columns=["k", "n", "n"]))
 
 
 # -- the turns of lookups --------------------------------------------------------------------------
@@ -235,14 +237,14 @@ def test_who_reads_the_rows_of_keys_slowly_holds_up_no_lookup():
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     limits = {"max_requests": 1, "max_scans": 1, "wait_seconds": 0.05}
     with serving(reads, **limits) as (served, _), RawClient(served.server_address) as slow:
-        slow.say(KeyRows("run", "totals"), keys(b"k1"))
+        slow.say(KeyRowsRequest("run", "totals"), keys(b"k1"))
         eventually(lambda: served._running is not None and served._running.admission.slow.taken == 1)
         with RawClient(served.server_address) as other:
-            assert other.ask(Lookup("run", "totals"), keys(b"k1"))[0] == Values(7)
-            assert other.ask(Count(Scan("run", "totals")))[0] == Counted(7, 500_000)
-            failed_with(other.ask(KeyRows("run", "totals"), keys(b"k1"))[0], "TooManyRequestsError")
+            assert other.ask(LookupRequest("run", "totals"), keys(b"k1"))[0] == LookupReply(7)
+            assert other.ask(CountRequest(ScanRequest("run", "totals")))[0] == CountReply(7, 500_000)
+            failed_with(other.ask(KeyRowsRequest("run", "totals"), keys(b"k1"))[0], "TooManyRequestsError")
             reads.batches = [rows(0, 10)]  # few need no room of the slow ones
-            assert other.stream(KeyRows("run", "totals"), keys(b"k1"))[0] is not None
+            assert other.stream(KeyRowsRequest("run", "totals"), keys(b"k1"))[0] is not None
         running = served._running
     assert running is not None and running.admission.slow.taken == running.admission.lookups.taken == 0
 
@@ -259,7 +261,7 @@ def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
         fill(*args)
 
     monkeypatch.setattr(version_copies.VersionCopies, "_fill", slowly)
-    old, now = Lookup(world.run, "op", At("version", 1)), Lookup(world.run, "op")
+    old, now = LookupRequest(world.run, "op", At("version", 1)), LookupRequest(world.run, "op")
     for body in (pack_bytes(stored([1])), pack_bytes(stored([1, 2]))):
         loading.clear()
         go_on.clear()
@@ -271,11 +273,11 @@ def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
             try:
                 first.say(old, body)
                 assert loading.wait(PATIENCE)
-                assert second.ask(now, body)[0] == Values(9)
+                assert second.ask(now, body)[0] == LookupReply(9)
             finally:
                 go_on.set()
-            assert first.hear()[0] == Values(1)
-        world.reads[0]._views._copies.drop(None)
+            assert first.hear()[0] == LookupReply(1)
+        world.reads[0]._reader._copies.drop(None)
 
 
 def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
@@ -290,14 +292,14 @@ def test_a_large_answer_is_refused_while_it_is_read(world, monkeypatch):
         return get_many(asked, *args, **kw)
 
     monkeypatch.setattr(state, "get_many", counted)
-    lookup = Lookup(world.run, "op")
+    lookup = LookupRequest(world.run, "op")
     assert world.lookup(range(20))[1] == list(range(20)) and sizes == [4] * 5
     sizes.clear()
     with active_context(Watch(room=100)), pytest.raises(Stopped):
         world.reads[0].lookup(lookup, stored(range(20)))
     assert len(sizes) == 2
     with active_context(Watch(checks=3)), pytest.raises(Stopped):
-        world.reads[0].key_rows(KeyRows(world.run, "op"), stored(range(20)))
+        world.reads[0].key_rows(KeyRowsRequest(world.run, "op"), stored(range(20)))
     monkeypatch.setattr(key_reads, "MAX_BYTES", 200)
     sizes.clear()
     with pytest.raises(RequestLimitError, match="fewer keys"):
@@ -317,7 +319,7 @@ def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_t
     class Reads(MemoryReads):
         chunks = 0
 
-        def lookup(self, request: Lookup, asked: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        def lookup(self, request: LookupRequest, asked: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
             for _ in range(100):
                 key_reads.reserve_memory(100_000)
                 self.chunks += 1
@@ -327,7 +329,7 @@ def test_an_answer_is_refused_when_it_becomes_too_large_and_gives_back_what_it_t
     with serving(Reads(), **limits) as (served, reads), RawClient(served.server_address) as client:
         for _ in range(3):
             reads.chunks = 0
-            failed_with(client.ask(Lookup("run", "totals"), keys(b"k1", b"k2"))[0], "RequestLimitError")
+            failed_with(client.ask(LookupRequest("run", "totals"), keys(b"k1", b"k2"))[0], "RequestLimitError")
             assert reads.chunks == 20
 
 
@@ -341,12 +343,11 @@ def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypa
         assert [o["operator"] for o in reads.operators()] == ["op"]
         assert len(reads.describe("op", None)["operators"]) == 1
     assert (calls["locate"], calls["operators"]) == (1, 1)
-    monkeypatch.setattr(host_reads, "KEPT_SECONDS", 0.0)
-    monkeypatch.setattr(host_reads, "_KNOWN_PLANS", 1)
-    reads._locations.clear()
+    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.0)
+    reads._directory._locations = BoundedDict(1)
     for query in (None, world.run, None, world.run):
         assert reads.locate("op", query).run_id == world.run
-    assert calls["locate"] == 5 and len(reads._locations) == 1
+    assert calls["locate"] == 5 and len(reads._directory._locations) == 1
 
 
 # -- connections -----------------------------------------------------------------------------------
@@ -355,20 +356,20 @@ def test_the_coordinator_is_asked_once_for_many_who_ask_the_same(world, monkeypa
 def test_who_says_nothing_keeps_nobody_out(monkeypatch):
     monkeypatch.setattr(server, "MAX_UNAUTHENTICATED", 4)
     monkeypatch.setattr(server, "REFUSED_AT_ONCE", 1)
-    asked = (Lookup("run", "totals"), keys(b"k1"))
+    asked = (LookupRequest("run", "totals"), keys(b"k1"))
     with serving(max_connections=2) as (served, _), RawClient(served.server_address) as first:
         silent = [RawClient(served.server_address, token=None) for _ in range(3)]
         eventually(lambda: served.num_connections == 4)
         with RawClient(served.server_address) as second:  # neither counts the other's
-            assert second.ask(*asked)[0] == Values(7)
+            assert second.ask(*asked)[0] == LookupReply(7)
             silent.append(RawClient(served.server_address, token=None))
             eventually(lambda: served.num_connections == 6)
             with RawClient(served.server_address, token=None) as one_more:
                 one_more.say(Hello(1, TOKEN))
                 assert "yet to say" in failed_with(one_more.hear()[0], "TooManyRequestsError")
-            assert second.ask(*asked)[0] == first.ask(*asked)[0] == Values(7)
+            assert second.ask(*asked)[0] == first.ask(*asked)[0] == LookupReply(7)
         for client in silent:
             client.close()
         eventually(lambda: served.num_connections == 1)
         with RawClient(served.server_address) as second:
-            assert second.ask(*asked)[0] == Values(7)
+            assert second.ask(*asked)[0] == LookupReply(7)

@@ -33,11 +33,11 @@ from spark_bridge.queryable.client import key_lookups
 from spark_bridge.queryable.client.key_lookups import KeyLookups
 from spark_bridge.queryable.client.known_operators import KnownOperator
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, KeyRows, Lookup, Scan
+from spark_bridge.queryable.protocol.messages import At, KeyRowsRequest, LookupRequest, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.routing import key_chunks as chunk_module
 from spark_bridge.queryable.routing import router as router_module
-from spark_bridge.queryable.routing.monotonic_reads import REMEMBERED_RUNS, SeenVersions
+from spark_bridge.queryable.routing.monotonic_reads import MAX_SEEN_RUNS, SeenVersions
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.routing_table import RoutingTable, is_stable
 from spark_bridge.queryable.server.request_limits import RequestLimits
@@ -93,7 +93,7 @@ def test_more_keys_than_a_request_may_have(
     version, values = router.lookup(located(cluster), FAMILY, stored(users), COMPLETED, soon())
     assert (version, numbers(values)) == (1, [u if u < 1000 else None for u in users])
     monkeypatch.setattr(chunk_module, "BYTES_PER_REQUEST", 500)
-    request = KeyRows("", "totals")
+    request = KeyRowsRequest("", "totals")
     answer = router.key_rows(located(cluster), request, stored(users[:500]), soon())
     rows = pa.Table.from_batches(list(answer.batches), answer.schema).sort_by("position")
     assert rows.column("user").to_pylist() == [u for u in users[:500] if u < 1000]
@@ -122,13 +122,13 @@ def test_keys_are_asked_for_in_parts_by_number_and_bytes(
 
 def test_rows_of_keys_name_the_position_among_all_keys(cluster: Cluster, router: StateRouter) -> None:
     users = [5, 2000, 7, 5, 999]
-    answer = router.key_rows(located(cluster), KeyRows("", "totals", columns=["n"]), stored(users), soon())
+    answer = router.key_rows(located(cluster), KeyRowsRequest("", "totals", columns=["n"]), stored(users), soon())
     rows = pa.Table.from_batches(list(answer.batches), answer.schema).sort_by("position")
     assert answer.version == 1
     assert rows.select(["position", "n"]).to_pylist() == [
         {"position": i, "n": u} for i, u in enumerate(users) if u < 1000
     ]
-    answer = router.key_rows(located(cluster), KeyRows("", "totals"), stored([]), soon())
+    answer = router.key_rows(located(cluster), KeyRowsRequest("", "totals"), stored([]), soon())
     assert (list(answer.batches), answer.schema.names[0]) == ([], "position")
 
 
@@ -177,11 +177,11 @@ def test_windows_of_a_key_are_asked_of_all_hosts(connections: KvConnections) -> 
     router = StateRouter(connections)
     try:
         keys = stored([42])
-        router.key_rows(memory.location, KeyRows("", "totals"), keys, soon())
+        router.key_rows(memory.location, KeyRowsRequest("", "totals"), keys, soon())
         assert sum(r.questions for r in reads) == 1
         spec = replace(memory.location.operator, schema=windowed.to_json())
         location = replace(memory.location, operator=spec)
-        answer = router.key_rows(location, KeyRows("", "totals"), keys, soon())
+        answer = router.key_rows(location, KeyRowsRequest("", "totals"), keys, soon())
         assert sum(b.num_rows for b in answer.batches) == 3
         assert sum(r.questions for r in reads) == 1 + 3
         router.lookup(location, FAMILY, keys, COMPLETED, soon())  # with a window, so that the key has a group
@@ -225,11 +225,11 @@ def test_hosts_that_hear_of_a_version_at_different_times_give_one_answer(
         if version > 2:  # else what the first batch has written, which is one number per user
             assert set(numbers(values)) == {found}
         assert found in (version - 1, version)
-        answer = router.scan(location, Scan("", "totals", columns=["n"]), soon())
+        answer = router.scan(location, ScanRequest("", "totals", columns=["n"]), soon())
         if version > 2:
             assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {answer.version}
         assert answer.version >= found
-        assert router.count(location, Scan("", "totals"), soon()) == (answer.version, 1000)
+        assert router.count(location, ScanRequest("", "totals"), soon()) == (answer.version, 1000)
         assert router.completed_version(cluster.run) == answer.version
 
 
@@ -262,17 +262,19 @@ def test_a_named_version_and_the_latest_one(cluster: Cluster, router: StateRoute
         at = At("version", version)
         found, values = router.lookup(location, FAMILY, stored(range(50)), at, soon())
         assert (found, set(numbers(values))) == (version, {version})
-        answer = router.scan(location, Scan("", "totals", at=at, columns=["n"]), soon())
+        answer = router.scan(location, ScanRequest("", "totals", at=at, columns=["n"]), soon())
         assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {version} == {answer.version}
     version, values = router.lookup(location, FAMILY, stored(range(50)), At("latest"), soon())
     assert (version, set(numbers(values))) == (4, {4}), "not completed yet"
-    answer = router.scan(location, Scan("", "totals", at=At("latest"), columns=["n"]), soon())
+    answer = router.scan(location, ScanRequest("", "totals", at=At("latest"), columns=["n"]), soon())
     assert {n for b in answer.batches for n in b.column("n").to_pylist()} == {4}
     assert router.completed_version(cluster.run) <= 3
 
 
 class Lagging(MemoryReads):
-    """A host that hears of versions late and holds the last two: the value of every key, and every row, is the version."""
+    """A host that hears of versions late and holds the last two: the value of every key, and every row, is the
+    version.
+    """
 
     def __init__(self, coordinator: list[int]) -> None:
         super().__init__()
@@ -294,22 +296,22 @@ class Lagging(MemoryReads):
                 raise StateVersionError(f"Version {at.version} is not completed.")
         return self.version
 
-    def lookup(self, request: Lookup, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
         version = self._at(request.at)
         return version, pa.array([b"%d" % version] * len(keys))
 
-    def lookup_one(self, request: Lookup, key: bytes) -> tuple[int, bytes | None]:
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
         version = self._at(request.at)
         return version, b"%d" % version
 
-    def key_rows(self, request: KeyRows, keys: pa.BinaryArray) -> StateAnswer:
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
         version = self._at(request.at)
         rows = pa.record_batch(
             [pa.array(range(len(keys)), pa.int64()), pa.array([str(version)] * len(keys))], ["position", "v"]
         )
         return StateAnswer(version, rows.schema, iter([rows]))
 
-    def scan(self, request: Scan) -> StateAnswer:
+    def scan(self, request: ScanRequest) -> StateAnswer:
         version = self._at(request.at)
         assert request.partitions is not None
         rows = [
@@ -318,7 +320,7 @@ class Lagging(MemoryReads):
         ]
         return StateAnswer(version, ROWS, iter(rows))
 
-    def count(self, request: Scan) -> tuple[int, int]:
+    def count(self, request: ScanRequest) -> tuple[int, int]:
         return self._at(request.at), 10 * len(request.partitions or ())
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
@@ -361,7 +363,7 @@ def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connecti
         with pytest.raises(HostUnavailableError, match="77"):  # somebody has shown it, so it is asked again
             router.lookup(memory.location, FAMILY, keys, At("completed", 77), soon())
         with pytest.raises(StateVersionError, match="77"):
-            router.scan(memory.location, Scan("", "totals", at=At("version", 77)), soon())
+            router.scan(memory.location, ScanRequest("", "totals", at=At("version", 77)), soon())
         for _ in range(150):
             coordinator[0] += rng.choice((0, 0, 1, 1, 5))
             for r in reads:
@@ -377,20 +379,20 @@ def test_one_version_though_hosts_are_far_apart_and_versions_never_rest(connecti
                 )
                 assert value == b"%d" % version
             elif kind == 2:
-                answer = router.key_rows(memory.location, KeyRows("", "totals"), keys, soon())
+                answer = router.key_rows(memory.location, KeyRowsRequest("", "totals"), keys, soon())
                 rows, version = pa.Table.from_batches(list(answer.batches)), answer.version
                 assert sorted(rows["position"].to_pylist()) == list(range(100))
                 assert set(rows["v"].to_pylist()) == {str(version)}
             elif kind == 3:
                 try:
-                    answer = router.scan(memory.location, Scan("", "totals"), soon())
+                    answer = router.scan(memory.location, ScanRequest("", "totals"), soon())
                 except HostUnavailableError:
                     continue  # a host is two versions ahead of the one that was fixed: asked again by the client
                 rows, version = pa.Table.from_batches(list(answer.batches)), answer.version
                 assert set(rows["v"].to_pylist()) == {str(version)}
                 assert sorted(rows["k"].to_pylist()) == sorted(list(range(6)) * 10)
             else:
-                version, count = router.count(memory.location, Scan("", "totals"), soon())
+                version, count = router.count(memory.location, ScanRequest("", "totals"), soon())
                 assert count == 60
             assert version >= seen, "time does not run backwards"
             seen = version
@@ -417,14 +419,16 @@ def test_many_requests_of_one_call_are_of_one_version(
     try:
         version, values = router.lookup(memory.location, FAMILY, stored(range(35)), COMPLETED, soon())
         assert (version, set(values.to_pylist())) == (2, {b"2"})
-        answer = router.key_rows(memory.location, KeyRows("", "totals"), stored(range(35)), soon())
+        answer = router.key_rows(memory.location, KeyRowsRequest("", "totals"), stored(range(35)), soon())
         assert (answer.version, {v for b in answer.batches for v in b["v"].to_pylist()}) == (3, {"3"})
     finally:
         memory.close()
 
 
 class Racing(Lagging):
-    """There are three new versions whenever it is asked for one, ``races`` times. What it does not hold comes from storage."""
+    """There are three new versions whenever it is asked for one, ``races`` times. What it does not hold comes from
+    storage.
+    """
 
     def __init__(self, races: int) -> None:
         super().__init__([1])
@@ -456,14 +460,16 @@ def test_parts_that_take_long_begin_anew_rather_than_read_storage(
         return version, found.to_pylist()
 
     def rows(router: StateRouter, location: OperatorLocation) -> tuple[int, list[Any]]:
-        answer = router.key_rows(location, KeyRows("", "totals"), keys, soon())
+        answer = router.key_rows(location, KeyRowsRequest("", "totals"), keys, soon())
         found = pa.Table.from_batches(list(answer.batches)).sort_by("position")
         assert found["position"].to_pylist() == list(range(35))
         return answer.version, [v.encode() for v in found["v"].to_pylist()]
 
     def parts(router: StateRouter, location: OperatorLocation) -> tuple[int, list[Any]]:
         known = KnownOperator.of(location, 0.0, None)
-        answer = KeyLookups(router, known, known.view(None), COMPLETED, soon()).key_rows(KeyRows("", "totals"), keys)
+        answer = KeyLookups(router, known, known.view(None), COMPLETED, soon()).key_rows(
+            KeyRowsRequest("", "totals"), keys
+        )
         found = pa.Table.from_batches(list(answer.batches)).sort_by("position")
         assert found["position"].to_pylist() == list(range(35))
         return answer.version, [v.encode() for v in found["v"].to_pylist()]
@@ -494,7 +500,7 @@ def test_who_asks_for_the_completed_version_is_told_of_none_that_a_host_does_not
             StateRouter(connections).lookup(memory.location, FAMILY, keys, COMPLETED, soon())
         with pytest.raises(HostUnavailableError, match="Version 1 is not held"):
             StateRouter(connections).scan(
-                replace(memory.location, owners=memory.location.owners[::-1]), Scan("", "totals"), soon()
+                replace(memory.location, owners=memory.location.owners[::-1]), ScanRequest("", "totals"), soon()
             )
         lagging = memory.reads[1]
         local = StateRouter(connections, local=(memory.servers[1].server_address, lagging))
@@ -535,14 +541,14 @@ def test_a_completed_scan_is_of_no_version_that_a_host_has_made_up(connections: 
     memory = Memory([Ignorant([5]), Lagging([5])])
     try:
         with pytest.raises(HostUnavailableError, match="knows no completed version"):
-            StateRouter(connections).scan(memory.location, Scan("", "totals"), soon())
+            StateRouter(connections).scan(memory.location, ScanRequest("", "totals"), soon())
         local = StateRouter(connections, local=(memory.servers[0].server_address, memory.reads[0]))
         with pytest.raises(HostUnavailableError, match="knows no completed version"):
-            local.scan(memory.location, Scan("", "totals"), soon())
+            local.scan(memory.location, ScanRequest("", "totals"), soon())
         # What came with the location is completed, even if the owner that is asked has not heard of it.
         memory.reads[1].version = 4
         location = replace(memory.location, completed_version=5, owners=memory.location.owners[::-1])
-        assert StateRouter(connections).scan(location, Scan("", "totals"), soon()).version == 5
+        assert StateRouter(connections).scan(location, ScanRequest("", "totals"), soon()).version == 5
     finally:
         memory.close()
 
@@ -563,13 +569,13 @@ def test_the_highest_version_seen_never_goes_down_and_is_never_away() -> None:
     for version in (1, 5, 3, 5, 6):
         versions.note("run", version)
     assert seen == [0, 1, 1, 5, 5, 6]
-    for i in range(REMEMBERED_RUNS - 1):
+    for i in range(MAX_SEEN_RUNS - 1):
         versions.note(f"other{i}", 1)
     versions.note("other7", 2)
     assert (versions.get("run"), versions.get("other7")) == (6, 2), "nothing has to go for a run that is known"
     versions.note("new", 1)
     assert [versions.get(run) for run in ("run", "other0", "new")] == [0, 1, 1]
-    assert len(versions._versions) == REMEMBERED_RUNS
+    assert len(versions._versions) == MAX_SEEN_RUNS
 
 
 def test_threads_see_one_version_and_never_an_older_one(connections: KvConnections) -> None:
@@ -619,31 +625,31 @@ def test_threads_see_one_version_and_never_an_older_one(connections: KvConnectio
 
 def test_a_scan_gives_each_row_once(cluster: Cluster, router: StateRouter) -> None:
     location = located(cluster)
-    answer = router.scan(location, Scan("", "totals"), soon())
+    answer = router.scan(location, ScanRequest("", "totals"), soon())
     rows = pa.Table.from_batches(list(answer.batches), answer.schema)
     assert sorted(rows["user"].to_pylist()) == list(range(1000)) == sorted(rows["n"].to_pylist())
     parts = [
         pa.Table.from_batches(list(a.batches), a.schema)["user"].to_pylist()
         for p in range(5)
-        for a in [router.scan(location, Scan("", "totals", partitions=[p]), soon())]
+        for a in [router.scan(location, ScanRequest("", "totals", partitions=[p]), soon())]
     ]
     assert sorted(u for part in parts for u in part) == list(range(1000))
-    in_order = router.scan(location, Scan("", "totals", partitions=[4, 0, 3, 1, 2]), soon(), in_order=True)
+    in_order = router.scan(location, ScanRequest("", "totals", partitions=[4, 0, 3, 1, 2]), soon(), in_order=True)
     given = [u for b in in_order.batches for u in b["user"].to_pylist()]
     assert given == parts[4] + parts[0] + parts[3] + parts[1] + parts[2]
     with pytest.raises(UnknownKvStateKeyGroupLocationError, match="no partition 5; it has 5"):
-        router.scan(location, Scan("", "totals", partitions=[5]), soon())
+        router.scan(location, ScanRequest("", "totals", partitions=[5]), soon())
     with pytest.raises(RequestError, match="no partitions"):
-        router.scan(location, Scan("", "totals", partitions=[]), soon())
+        router.scan(location, ScanRequest("", "totals", partitions=[]), soon())
 
 
 def test_a_limit_counts_over_all_hosts(cluster: Cluster, router: StateRouter) -> None:
     location = located(cluster)
     for limit in (0, 1, 7, 700, 5000):
-        answer = router.scan(location, Scan("", "totals", limit=limit), soon())
+        answer = router.scan(location, ScanRequest("", "totals", limit=limit), soon())
         users = [u for b in answer.batches for u in b["user"].to_pylist()]
         assert len(users) == len(set(users)) == min(limit, 1000)
-        assert router.count(location, Scan("", "totals", limit=limit), soon()) == (1, min(limit, 1000))
+        assert router.count(location, ScanRequest("", "totals", limit=limit), soon()) == (1, min(limit, 1000))
     assert answer.schema.names[0] == "user"
 
 
@@ -669,7 +675,7 @@ def test_a_slow_reader_holds_the_hosts_back_and_closing_ends_them(connections: K
     router = StateRouter(connections)
     try:
         before = pa.total_allocated_bytes()
-        answer = router.scan(memory.location, Scan("", "totals"), soon())
+        answer = router.scan(memory.location, ScanRequest("", "totals"), soon())
         for _ in range(3):
             next(answer.batches)
         eventually(lambda: all(r.taken >= 2 for r in reads))
@@ -680,10 +686,10 @@ def test_a_slow_reader_holds_the_hosts_back_and_closing_ends_them(connections: K
         eventually(lambda: all(r.open_iterators == 0 for r in reads))
         # One that is forgotten is closed as well, and its connections are not lost.
         for _ in range(70):
-            forgotten = router.scan(memory.location, Scan("", "totals"), soon())
+            forgotten = router.scan(memory.location, ScanRequest("", "totals"), soon())
             del forgotten
         eventually(lambda: all(r.open_iterators == 0 for r in reads))
-        limited = router.scan(memory.location, Scan("", "totals", limit=1500), soon())
+        limited = router.scan(memory.location, ScanRequest("", "totals", limit=1500), soon())
         assert sum(b.num_rows for b in limited.batches) == 1500
         eventually(lambda: all(r.open_iterators == 0 for r in reads))
     finally:
@@ -703,7 +709,7 @@ def test_a_quick_host_does_not_wait_for_a_slow_one(connections: KvConnections) -
 
     memory = Memory([Slow(batches=many(3)), MemoryReads(batches=many(20))])
     try:
-        answer = StateRouter(connections).scan(memory.location, Scan("", "totals"), soon())
+        answer = StateRouter(connections).scan(memory.location, ScanRequest("", "totals"), soon())
         for _ in range(1 + 20):  # all that can come without the slow one
             next(answer.batches)
         go_on.set()
@@ -721,7 +727,7 @@ class Partitioned(MemoryReads):
         self.rng = rng
         self.wide = "x" * width
 
-    def scan(self, request: Scan) -> StateAnswer:
+    def scan(self, request: ScanRequest) -> StateAnswer:
         assert request.partitions is not None
         assert request.limit == 0 or request.at in (At("version", 7), At("latest"))
         return StateAnswer(7, ROWS, self._of(request.partitions, 1 << 60 if request.limit is None else request.limit))
@@ -778,7 +784,7 @@ def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvCo
             answer = None
             while answer is None:
                 try:
-                    answer = router.scan(location, Scan("", "totals", limit=limit), soon(), relocate)
+                    answer = router.scan(location, ScanRequest("", "totals", limit=limit), soon(), relocate)
                 except (ConnectionClosedError, HostUnavailableError):
                     continue
             given: dict[int, list[int]] = {}
@@ -816,7 +822,7 @@ def test_a_scan_goes_on_at_the_new_owners_of_a_dead_host(tmp_path: Path, connect
             moves.append(error)
             return at_relay(located(cluster))
 
-        answer = StateRouter(connections).scan(at_relay(located(cluster)), Scan("", "totals"), soon(), relocate)
+        answer = StateRouter(connections).scan(at_relay(located(cluster)), ScanRequest("", "totals"), soon(), relocate)
         users_given = [u for b in answer.batches for u in b["user"].to_pylist()]
         assert sorted(users_given) == list(range(users))
         assert moves and {o.host_id for o in located(cluster).owners} == {"h0"}
@@ -832,7 +838,7 @@ def test_what_cannot_be_resumed_is_an_error(connections: KvConnections) -> None:
 
         def begun(location: OperatorLocation, at: At, relocate: Any) -> Iterator[pa.RecordBatch]:
             router = StateRouter(connections, sleep=lambda seconds: None)
-            answer = router.scan(location, Scan("", "totals", at=at), soon(), relocate)
+            answer = router.scan(location, ScanRequest("", "totals", at=at), soon(), relocate)
             next(answer.batches)
             return answer.batches
 
@@ -854,7 +860,7 @@ def test_what_cannot_be_resumed_is_an_error(connections: KvConnections) -> None:
             raise HostUnavailableError("The coordinator does not answer.")
 
         connections.timeout = 0.3
-        answer = StateRouter(connections).scan(location, Scan("", "totals"), soon(), nowhere)
+        answer = StateRouter(connections).scan(location, ScanRequest("", "totals"), soon(), nowhere)
         with pytest.raises(QueryTimeoutError, match="coordinator does not answer"):
             list(answer.batches)
 
@@ -873,16 +879,16 @@ def test_errors_come_as_they_are_and_leave_good_connections(cluster: Cluster, co
         with pytest.raises(NotOwnerError):
             router.lookup(wrong, FAMILY, stored(range(100)), COMPLETED, soon())
         with pytest.raises(NotOwnerError):
-            router.scan(wrong, Scan("", "totals"), soon())
+            router.scan(wrong, ScanRequest("", "totals"), soon())
         with pytest.raises(NotOwnerError):
-            router.count(wrong, Scan("", "totals"), soon())
+            router.count(wrong, ScanRequest("", "totals"), soon())
     assert router.lookup(location, FAMILY, stored(range(100)), COMPLETED, soon())[0] == 1
     assert [h.proxy.num_connections for h in cluster.hosts] <= [n + 1 for n in before]
     silent = replace(location, owners=tuple(replace(o, query_address="") for o in location.owners))
     ask: list[Callable[[], Any]] = [
         lambda: router.lookup(silent, FAMILY, stored(range(9)), COMPLETED, soon()),
         lambda: router.lookup_one(silent, FAMILY, stored([1])[0].as_py(), COMPLETED, soon()),
-        lambda: router.scan(silent, Scan("", "totals"), soon()),
+        lambda: router.scan(silent, ScanRequest("", "totals"), soon()),
     ]
     for call in ask:
         with pytest.raises(UnknownKvStateKeyGroupLocationError, match="h0, h1"):

@@ -1,4 +1,6 @@
-"""Scans that are under way while their query is started again: the next run gives the rest of the same version, or says that it cannot."""
+"""Scans that are under way while their query is started again: the next run gives the rest of the same version, or
+says that it cannot.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from spark_bridge.exceptions import (
 from spark_bridge.host.version_requests import VersionRequests
 from spark_bridge.queryable.client.state_scan import StateScan
 from spark_bridge.queryable.protocol.connections import KvConnections
-from spark_bridge.queryable.protocol.messages import At, Scan
+from spark_bridge.queryable.protocol.messages import At, ScanRequest
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing.routed_scan import RoutedScan
 from tests.patience import HANG, PATIENCE
@@ -50,7 +52,9 @@ def begun(cluster: Cluster, *, direct: bool) -> tuple[StateScan, list[pa.RecordB
 
 
 def break_off(cluster: Cluster, incarnation: str) -> None:
-    """The second host dies, with the connections to it, and comes back. The first one, which may be the proxy, hears of what has happened."""
+    """The second host dies, with the connections to it, and comes back. The first one, which may be the proxy, hears
+    of what has happened.
+    """
     cluster.hosts[1].kill()
     cluster.replace_host(1, incarnation)
     for h in cluster.hosts:
@@ -122,7 +126,7 @@ def test_a_proxy_leaves_it_to_the_client_to_wait_for_the_next_run(cluster: Clust
     proxy = cluster.hosts[0].proxy
     proxy._hosts.timeout = HANG  # that is how long it would wait: until then, nothing would come
     with KvConnections(TOKEN, timeout=PATIENCE) as connections:
-        frames = connections.stream(proxy.server_address, Scan(cluster.run, "totals", forward=True))
+        frames = connections.stream(proxy.server_address, ScanRequest(cluster.run, "totals", forward=True))
         next(frames)
         cluster.c.deactivate_instances(cluster.run)
         break_off(cluster, "b")
@@ -138,10 +142,10 @@ def test_a_coordinator_that_does_not_answer_is_waited_for(cluster: Cluster, monk
     monkeypatch.setattr(VersionRequests, "has_asked_since", lambda *_: False)
     for r in reads:
         with pytest.raises(HostUnavailableError, match="The coordinator does not answer"):
-            r.scan(Scan("run2", "totals", at=At("version", 2), partitions=[0], previous_run="run1"))
+            r.scan(ScanRequest("run2", "totals", at=At("version", 2), partitions=[0], previous_run="run1"))
 
 
 def test_only_the_rest_of_a_version_is_behind_another_run(cluster: Cluster) -> None:
     with KvConnections(TOKEN) as connections, pytest.raises(RequestError, match="isolation version"):
-        request = Scan(cluster.run, "totals", at=At("completed"), previous_run="run0")
+        request = ScanRequest(cluster.run, "totals", at=At("completed"), previous_run="run0")
         list(connections.stream(cluster.hosts[0].address, request))

@@ -18,26 +18,26 @@ import trustme
 from spark_bridge.exceptions import StateVersionError
 from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, pack_one, unpack_bytes, unpack_one
 from spark_bridge.queryable.protocol.messages import (
+    FRAME_PREFIX,
     MAX_HEADER_BYTES,
-    PREFIX,
     PROTOCOL,
     At,
-    Await,
-    Batch,
-    Changes,
-    Count,
-    Counted,
-    Describe,
-    Described,
-    End,
+    AwaitRequest,
+    ChangesRequest,
+    CountReply,
+    CountRequest,
+    DescribeReply,
+    DescribeRequest,
+    EndOfRows,
     Failure,
     Hello,
-    KeyRows,
-    Locate,
-    Lookup,
-    Operators,
-    Scan,
-    Values,
+    KeyRowsRequest,
+    LocateOperatorRequest,
+    LookupReply,
+    LookupRequest,
+    OperatorsRequest,
+    RowsReply,
+    ScanRequest,
 )
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.server import (
@@ -66,8 +66,8 @@ from tests.spark_bridge.queryable.memory_reads import (
     welcomed,
 )
 
-LOOKUP = Lookup("run", "totals")
-SCAN = Scan("run", "totals")
+LOOKUP = LookupRequest("run", "totals")
+SCAN = ScanRequest("run", "totals")
 
 
 def keys(*given: bytes | None) -> bytes:
@@ -106,35 +106,35 @@ def test_lookups_are_answered_with_the_version():
         welcome = welcomed(client.welcome)
         assert (welcome.host_id, welcome.max_keys, welcome.max_request_bytes) == ("h0", 1000, 1 << 20)
         reply, body = client.ask(LOOKUP, pack_one(b"k3"))
-        assert (reply, unpack_one(body)) == (Values(7), b"v3")
+        assert (reply, unpack_one(body)) == (LookupReply(7), b"v3")
         reply, body = client.ask(LOOKUP, pack_one(b"nobody"))
-        assert (reply, unpack_one(body)) == (Values(7), None)
+        assert (reply, unpack_one(body)) == (LookupReply(7), None)
         reply, body = client.ask(LOOKUP, keys(b"k9", b"nobody", b"k1", b"k9"))
-        assert (reply, unpack_bytes(body).to_pylist()) == (Values(7), [b"v9", None, b"v1", b"v9"])
+        assert (reply, unpack_bytes(body).to_pylist()) == (LookupReply(7), [b"v9", None, b"v1", b"v9"])
         reply, body = client.ask(LOOKUP, keys())
-        assert (reply, unpack_bytes(body).to_pylist()) == (Values(7), [])
+        assert (reply, unpack_bytes(body).to_pylist()) == (LookupReply(7), [])
 
 
 def test_other_questions_are_answered():
     with serving() as (server, _), client_of(server) as client:
-        location = msgspec.json.decode(client.ask(Locate("totals", "q1"))[1])
+        location = msgspec.json.decode(client.ask(LocateOperatorRequest("totals", "q1"))[1])
         assert (location["query_name"], location["operator"]["name"]) == ("q1", "totals")
-        assert client.ask(Count(SCAN))[0] == Counted(7, 20)
-        assert msgspec.json.decode(client.ask(Operators())[1]) == [{"operator": "totals"}]
-        described = msgspec.json.decode(client.ask(Describe())[1])
+        assert client.ask(CountRequest(SCAN))[0] == CountReply(7, 20)
+        assert msgspec.json.decode(client.ask(OperatorsRequest())[1]) == [{"operator": "totals"}]
+        described = msgspec.json.decode(client.ask(DescribeRequest())[1])
         assert described["partitions"] == 1
         assert described["requests"]["totals"]["count"]["requests"] == 1
-        assert list(msgspec.json.decode(client.ask(Describe("totals"))[1])["requests"]) == ["totals"]
+        assert list(msgspec.json.decode(client.ask(DescribeRequest("totals"))[1])["requests"]) == ["totals"]
 
 
-@pytest.mark.parametrize("request_", [SCAN, KeyRows("run", "totals"), Changes("run", "totals", 0, 7)])
+@pytest.mark.parametrize("request_", [SCAN, KeyRowsRequest("run", "totals"), ChangesRequest("run", "totals", 0, 7)])
 @pytest.mark.parametrize("batches", [[], [rows(0, 0)], [rows(0, 5)], [rows(0, 5), rows(5, 5), rows(5, 9)]])
 def test_rows_come_as_one_ipc_stream(request_, batches):
     with serving(MemoryReads(batches=batches)) as (server, _), client_of(server) as client:
         for _ in range(2):
-            table, end = client.stream(request_, keys(b"a") if isinstance(request_, KeyRows) else b"")
+            table, end = client.stream(request_, keys(b"a") if isinstance(request_, KeyRowsRequest) else b"")
             expected = pa.Table.from_batches(batches, ROWS)
-            assert end == End(7, expected.num_rows)
+            assert end == EndOfRows(7, expected.num_rows)
             assert table.schema == ROWS and table.equals(expected)
 
 
@@ -143,7 +143,7 @@ def test_large_batches_are_sent_in_frames_of_bounded_size():
     with serving(MemoryReads(batches=[batch])) as (server, _), client_of(server) as client:
         client.say(SCAN)
         bodies = []
-        while isinstance((heard := client.hear())[0], Batch):
+        while isinstance((heard := client.hear())[0], RowsReply):
             bodies.append(heard[1])
         assert max(map(len, bodies)) < 5 << 20 and len(bodies) >= 6
         assert pa.ipc.open_stream(b"".join(bodies)).read_all().equals(pa.Table.from_batches([batch]))
@@ -171,14 +171,14 @@ def test_a_scan_that_finds_nothing_for_long_says_that_it_is_at_work(monkeypatch)
     ):
         client.say(SCAN)
         bodies = []
-        while isinstance((heard := client.hear())[0], Batch):
+        while isinstance((heard := client.hear())[0], RowsReply):
             bodies.append(heard[1])
         # One every six seconds: the first that come after five.
         assert [b.num_rows for b in pa.ipc.open_stream(b"".join(bodies))] == [1, 0, 0, 0, 1]
 
 
 def test_an_error_midway_is_a_failure_and_the_connection_goes_on():
-    for request in (SCAN, KeyRows("run", "totals")):
+    for request in (SCAN, KeyRowsRequest("run", "totals")):
         reads = MemoryReads()
         reads.fail_after = 1
         with serving(reads) as (server, _), client_of(server) as client:
@@ -236,7 +236,7 @@ def test_frames_of_all_sizes_cut_anywhere_are_understood():
         sender.start()
         for some in asked:
             reply, body = client.hear()
-            assert reply == Values(7)
+            assert reply == LookupReply(7)
             assert unpack_bytes(body).to_pylist() == [reads.values.get(k) for k in some]
         sender.join()
 
@@ -260,9 +260,9 @@ def test_a_client_that_closes_its_sending_half_gets_all_answers():
         client.socket.sendall(frame_bytes(LOOKUP, pack_one(b"k1")) * 3 + frame_bytes(SCAN))
         client.socket.shutdown(socket.SHUT_WR)
         assert [unpack_one(client.hear()[1]) for _ in range(3)] == [b"v1"] * 3
-        while isinstance((heard := client.hear())[0], Batch):
+        while isinstance((heard := client.hear())[0], RowsReply):
             pass
-        assert heard[0] == End(7, 10_000)
+        assert heard[0] == EndOfRows(7, 10_000)
         assert client.is_closed()
 
 
@@ -276,11 +276,11 @@ def test_a_client_that_closes_its_sending_half_gets_all_answers():
         frame_bytes(Hello(PROTOCOL, "")),
         frame_bytes(LOOKUP, pack_one(b"k1")),
         frame_bytes(Hello(PROTOCOL, "x" * 5000)),
-        PREFIX.pack(0, 0),
-        PREFIX.pack(100, 200),
-        PREFIX.pack(0xFFFFFFFF, 10),
+        FRAME_PREFIX.pack(0, 0),
+        FRAME_PREFIX.pack(100, 200),
+        FRAME_PREFIX.pack(0xFFFFFFFF, 10),
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        PREFIX.pack(3, 3) + b"\xc1\xc1\xc1",
+        FRAME_PREFIX.pack(3, 3) + b"\xc1\xc1\xc1",
     ],
 )
 def test_no_token_no_answer(sent):
@@ -310,7 +310,7 @@ def test_another_protocol_is_named():
 def test_a_token_that_is_revoked_ends_its_connections(monkeypatch):
     monkeypatch.setattr(client_session, "TOKEN_SECONDS", 0.0)
     with serving() as (server, _), client_of(server) as client:
-        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
         server._tokens.valid.clear()
         failed_with(client.ask(LOOKUP, pack_one(b"k1"))[0], "AccessDeniedError")
         assert client.is_closed()
@@ -322,9 +322,9 @@ def test_a_token_that_is_revoked_ends_its_scans(monkeypatch):
     reads.pause = 0.02
     with serving(reads) as (server, _), client_of(server) as client:
         client.say(SCAN)
-        assert isinstance(client.hear()[0], Batch)
+        assert isinstance(client.hear()[0], RowsReply)
         server._tokens.valid.clear()
-        while isinstance((heard := client.hear())[0], Batch):
+        while isinstance((heard := client.hear())[0], RowsReply):
             pass
         failed_with(heard[0], "AccessDeniedError")
         assert client.is_closed() and reads.open_iterators == 0
@@ -345,7 +345,7 @@ def test_connections_can_be_encrypted(monkeypatch):
             some = [b"k%d" % (i % 2000) for i in range(50_000)]
             _, body = client.ask(LOOKUP, keys(*some))
             assert unpack_bytes(body).to_pylist() == [reads.values.get(k) for k in some]
-            assert client.stream(SCAN)[1] == End(7, 15_000)
+            assert client.stream(SCAN)[1] == EndOfRows(7, 15_000)
         with RawClient(server.server_address, token=None) as client:
             client.socket.sendall(frame_bytes(Hello(PROTOCOL, "right-token")))
             assert "TLS only" in failed_with(client.hear()[0], "TlsError")
@@ -397,7 +397,7 @@ def test_a_frame_that_is_too_large_is_refused_unread():
     with serving(max_request_bytes=10_000) as (server, _):
         for length in (10_001 + MAX_HEADER_BYTES, 0xFFFFFFFF):
             with client_of(server) as client:
-                client.socket.sendall(PREFIX.pack(length, 10))
+                client.socket.sendall(FRAME_PREFIX.pack(length, 10))
                 assert f"{length:,} bytes" in failed_with(client.hear()[0], "RequestLimitError")
                 assert client.is_closed()
 
@@ -412,14 +412,14 @@ def test_who_still_sends_reads_why_it_was_refused():
 @pytest.mark.parametrize("lengths", [(0, 0), (10, 0), (10, 11), (MAX_HEADER_BYTES + 5, MAX_HEADER_BYTES + 1)])
 def test_lengths_that_make_no_sense_end_the_connection(lengths):
     with serving() as (server, _), client_of(server) as client:
-        client.socket.sendall(PREFIX.pack(*lengths))
+        client.socket.sendall(FRAME_PREFIX.pack(*lengths))
         failed_with(client.hear()[0], "RequestError")
         assert client.is_closed()
 
 
 def test_malformed_requests_are_refused_and_the_connection_goes_on():
     def framed(header: bytes, body: bytes = b"") -> bytes:
-        return PREFIX.pack(len(header) + len(body), len(header)) + header + body
+        return FRAME_PREFIX.pack(len(header) + len(body), len(header)) + header + body
 
     bad = [
         framed(b"\xc1"),
@@ -438,8 +438,8 @@ def test_malformed_requests_are_refused_and_the_connection_goes_on():
         frame_bytes(LOOKUP, keys(b"k1", None)),
         frame_bytes(LOOKUP, b"\xff\xff\x00\x00"),
         frame_bytes(LOOKUP, b"\x02\x00\x00\x00\xfe\xff\xff\xff\x02\x00\x00\x00ab"),
-        frame_bytes(KeyRows("run", "totals")),
-        frame_bytes(Changes("run", "totals", 0, 1), b"x"),
+        frame_bytes(KeyRowsRequest("run", "totals")),
+        frame_bytes(ChangesRequest("run", "totals", 0, 1), b"x"),
     ]
     with serving() as (server, _), client_of(server) as client:
         for sent in bad:
@@ -451,9 +451,9 @@ def test_malformed_requests_are_refused_and_the_connection_goes_on():
 
 def test_too_many_keys_are_refused():
     with serving(max_keys=3) as (server, _), client_of(server) as client:
-        assert client.ask(LOOKUP, keys(b"a", b"b", b"c"))[0] == Values(7)
+        assert client.ask(LOOKUP, keys(b"a", b"b", b"c"))[0] == LookupReply(7)
         assert "4 keys" in failed_with(client.ask(LOOKUP, keys(b"a", b"b", b"c", b"d"))[0], "RequestLimitError")
-        assert client.ask(LOOKUP, keys(b"a"))[0] == Values(7)
+        assert client.ask(LOOKUP, keys(b"a"))[0] == LookupReply(7)
 
 
 def test_an_answer_that_is_too_large_is_refused():
@@ -468,14 +468,14 @@ def test_an_answer_that_is_too_large_is_refused():
 
 def test_errors_of_ours_travel_and_others_say_nothing(caplog):
     with serving() as (server, _), client_of(server) as client:
-        assert "'nothing'" in failed_with(client.ask(Locate("nothing"))[0], "UnknownOperatorError")
+        assert "'nothing'" in failed_with(client.ask(LocateOperatorRequest("nothing"))[0], "UnknownOperatorError")
         # of a host that a proxy asked: not the end of this connection
-        failed_with(client.ask(Lookup("run", "gone"), pack_one(b"k"))[0], "ConnectionClosedError")
-        message = failed_with(client.ask(Lookup("run", "broken"), pack_one(b"k"))[0], "ZeroDivisionError")
+        failed_with(client.ask(LookupRequest("run", "gone"), pack_one(b"k"))[0], "ConnectionClosedError")
+        message = failed_with(client.ask(LookupRequest("run", "broken"), pack_one(b"k"))[0], "ZeroDivisionError")
         assert SECRET not in message and SECRET in caplog.text and "Traceback" in caplog.text
-        assert "xxx" in failed_with(client.ask(Locate("x" * 1000))[0], "UnknownOperatorError")
-        assert "length" in failed_with(client.ask(Locate("x" * 100_000))[0], "RequestError")
-        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+        assert "xxx" in failed_with(client.ask(LocateOperatorRequest("x" * 1000))[0], "UnknownOperatorError")
+        assert "length" in failed_with(client.ask(LocateOperatorRequest("x" * 100_000))[0], "RequestError")
+        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
 
 
 # -- bounds ----------------------------------------------------------------------------------------
@@ -487,14 +487,14 @@ def test_a_client_that_leaves_within_a_scan_releases_it():
         for reset in (False, True):
             client = RawClient(server.server_address)
             client.say(SCAN)
-            assert isinstance(client.hear()[0], Batch)
+            assert isinstance(client.hear()[0], RowsReply)
             assert reads.open_iterators == 1
             if reset:
                 client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
             client.close()
             eventually(lambda: reads.open_iterators == 0 and server.num_connections == 0)
         with client_of(server) as client:
-            assert client.ask(Count(SCAN))[0] == Counted(7, 500_000)
+            assert client.ask(CountRequest(SCAN))[0] == CountReply(7, 500_000)
         assert server.statistics.snapshot()["totals"]["scan"]["failures"] == 0
 
 
@@ -510,11 +510,11 @@ def test_who_reads_slowly_holds_a_scan_for_a_bounded_time(monkeypatch):
         client.say(SCAN)
         eventually(lambda: reads.open_iterators == 1)
         with client_of(server) as other:
-            failed_with(other.ask(Count(SCAN))[0], "TooManyRequestsError")
-            assert other.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+            failed_with(other.ask(CountRequest(SCAN))[0], "TooManyRequestsError")
+            assert other.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
             ahead = HANG  # the time of the scan is over, that of a transfer is not
             eventually(lambda: reads.open_iterators == 0)
-            assert other.ask(Count(SCAN))[0] == Counted(7, 500_000)
+            assert other.ask(CountRequest(SCAN))[0] == CountReply(7, 500_000)
         eventually(lambda: server.num_connections == 0)
 
 
@@ -527,7 +527,7 @@ def test_who_reads_slowly_but_steadily_gets_all(monkeypatch):
         assert unpack_bytes(client.hear()[1]).to_pylist() == [reads.values[b"big"], None]
         client.say(SCAN)
         bodies = []
-        while isinstance((heard := client.hear())[0], Batch):
+        while isinstance((heard := client.hear())[0], RowsReply):
             bodies.append(heard[1])
             time.sleep(0.03)
         assert pa.ipc.open_stream(b"".join(bodies)).read_all().equals(pa.Table.from_batches(reads.batches))
@@ -581,7 +581,7 @@ def test_requests_at_once_are_bounded_and_wait_for_their_turn():
             thread.start()
         for thread in threads:
             thread.join()
-    assert answers == [Values(7)] * 24 and reads.most_at_work == 2
+    assert answers == [LookupReply(7)] * 24 and reads.most_at_work == 2
 
 
 def test_requests_that_wait_too_long_are_refused():
@@ -593,23 +593,23 @@ def test_requests_that_wait_too_long_are_refused():
             failed_with(second.ask(LOOKUP, pack_one(b"k1"))[0], "TooManyRequestsError")
         finally:
             reads.go_on.set()
-        assert first.hear()[0] == Values(7)
-        assert second.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+        assert first.hear()[0] == LookupReply(7)
+        assert second.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
 
 
 def test_forwarded_requests_have_turns_of_their_own():
     reads = MemoryReads(batches=[rows(0, 1000, 1000)] * 500)
     limits = {"max_requests": 1, "max_scans": 1, "wait_seconds": 0.05}
     with serving(reads, **limits) as (server, _), client_of(server) as first, client_of(server) as second:
-        first.say(Scan("run", "totals", forward=True))
+        first.say(ScanRequest("run", "totals", forward=True))
         eventually(lambda: reads.open_iterators == 1)
-        failed_with(second.ask(Count(Scan("run", "totals", forward=True)))[0], "TooManyRequestsError")
-        assert second.ask(Count(SCAN))[0] == Counted(7, 500_000)
+        failed_with(second.ask(CountRequest(ScanRequest("run", "totals", forward=True)))[0], "TooManyRequestsError")
+        assert second.ask(CountRequest(SCAN))[0] == CountReply(7, 500_000)
     with serving(Holding(), **limits) as (server, holding), client_of(server) as first, client_of(server) as second:
         try:
-            first.say(Lookup("run", "totals", forward=True), pack_one(b"held"))
+            first.say(LookupRequest("run", "totals", forward=True), pack_one(b"held"))
             assert holding.begun.wait(PATIENCE)
-            assert second.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+            assert second.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
         finally:
             holding.go_on.set()
 
@@ -621,10 +621,10 @@ def test_one_connection_too_many_is_told_so():
                 third.say(Hello(PROTOCOL, "right-token"))
                 failed_with(third.hear()[0], "TooManyRequestsError")
                 assert third.is_closed()
-            assert second.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+            assert second.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
         eventually(lambda: server.num_connections == 0)
         with client_of(server) as client:
-            assert client.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+            assert client.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
 
 
 def test_idle_connections_are_closed_and_slow_requests_refused():
@@ -651,37 +651,37 @@ def test_large_requests_share_what_memory_they_may_have():
             failed_with(third.hear()[0], "TooManyRequestsError")
         for client in (first, second):
             client.socket.sendall(sent[-1:])
-            assert client.hear()[0] == Values(7)
+            assert client.hear()[0] == LookupReply(7)
         eventually(lambda: server._running is not None and server._running.admission.buffered_bytes.taken == 0)
         with client_of(server) as third:
-            assert third.ask(LOOKUP, keys(*[bytes(1000)] * 1000))[0] == Values(7)
+            assert third.ask(LOOKUP, keys(*[bytes(1000)] * 1000))[0] == LookupReply(7)
 
 
 def test_waiting_for_a_version_takes_no_turn(monkeypatch):
     monkeypatch.setattr(request_handler, "AWAIT_SLICE_SECONDS", 0.05)
     with serving(max_requests=1, wait_seconds=0.05) as (server, reads), client_of(server) as client:
-        assert client.ask(Await("run", 3, 20.0))[0] == Counted(7, 7)
-        assert client.ask(Await("run", 7, 0.1))[0] == Counted(7, 7)
+        assert client.ask(AwaitRequest("run", 3, 20.0))[0] == CountReply(7, 7)
+        assert client.ask(AwaitRequest("run", 7, 0.1))[0] == CountReply(7, 7)
         waiting = [RawClient(server.server_address) for _ in range(5)]
         for one in waiting:
-            one.say(Await("run", 7, 1e300))
+            one.say(AwaitRequest("run", 7, 1e300))
         waiting[-1].say(LOOKUP, pack_one(b"k1"))
-        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
-        assert isinstance(client.ask(Operators())[0], Described)
+        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
+        assert isinstance(client.ask(OperatorsRequest())[0], DescribeReply)
         waiting.pop().close()
         eventually(lambda: server.num_connections == 5)  # who leaves is not waited for
         with reads.completed:
             reads.version = 8
             reads.completed.notify_all()
         for one in waiting:
-            assert one.hear()[0] == Counted(8, 8)
+            assert one.hear()[0] == CountReply(8, 8)
             one.close()
 
 
 def test_nobody_waits_for_a_version_for_ever(monkeypatch):
     monkeypatch.setattr(request_handler, "MAX_AWAIT_SECONDS", 0.1)
     with serving() as (server, _), client_of(server) as client:
-        assert client.ask(Await("run", 7, 1e300))[0] == Counted(7, 7)
+        assert client.ask(AwaitRequest("run", 7, 1e300))[0] == CountReply(7, 7)
 
 
 def test_many_clients_at_once():
@@ -727,7 +727,7 @@ def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
         assert server.server_address == address
         idle, scanning, waiting, silent = (RawClient(address, token=t) for t in ["right-token"] * 3 + [None])
         scanning.say(SCAN)
-        waiting.say(Await("run", 7, HANG))
+        waiting.say(AwaitRequest("run", 7, HANG))
         eventually(lambda: reads.open_iterators == 1 and server.num_connections == 4)
         began = time.monotonic()
         server.shutdown()
@@ -743,7 +743,7 @@ def test_shutdown_leaves_nothing_and_can_be_followed_by_a_start(monkeypatch):
     another = KvStateServer(MemoryReads(), OneToken(), ip="127.0.0.1", port=int(address.rsplit(":", 1)[1]))
     another.start()
     with RawClient(address) as client:
-        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == Values(7)
+        assert client.ask(LOOKUP, pack_one(b"k1"))[0] == LookupReply(7)
     another.shutdown()
 
 
@@ -773,7 +773,7 @@ def test_descriptions_can_be_replaced():
     server = Proxy(MemoryReads(), OneToken(), ip="127.0.0.1", limits=RequestLimits(max_requests=1))
     server.start()
     with RawClient(server.server_address) as client:
-        assert msgspec.json.decode(client.ask(Describe(forward=True))[1]) == {"forwarded": True}
+        assert msgspec.json.decode(client.ask(DescribeRequest(forward=True))[1]) == {"forwarded": True}
     server.shutdown()
 
 
@@ -783,6 +783,6 @@ def test_the_version_asked_for_reaches_the_store():
             return request.at.version, None if request.at.held_only else key
 
     with serving(Seen()) as (server, _), client_of(server) as client:
-        reply, body = client.ask(Lookup("run", "totals", At("version", 12, False)), pack_one(b"k"))
-        assert (reply, unpack_one(body)) == (Values(12), b"k")
+        reply, body = client.ask(LookupRequest("run", "totals", At("version", 12, False)), pack_one(b"k"))
+        assert (reply, unpack_one(body)) == (LookupReply(12), b"k")
         assert not isinstance(reply, Failure)

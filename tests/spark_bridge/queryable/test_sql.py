@@ -1,4 +1,6 @@
-"""SQL over state: what is pushed down, what a statement sees, which names there are. On an in-memory client that does what it is asked."""
+"""SQL over state: what is pushed down, what a statement sees, which names there are. On an in-memory client that
+does what it is asked.
+"""
 
 from __future__ import annotations
 
@@ -451,7 +453,8 @@ def simple(draw: st.DrawFn) -> str:
     if kind == "null":
         return f"{column} is {draw(st.sampled_from(['', 'not ']))}null"
     if kind == "compare":
-        return f"{column} {draw(st.sampled_from(['=', '<>', '<', '<=', '>', '>=', 'is distinct from']))} {draw(LITERALS[column])}"
+        comparison = draw(st.sampled_from(["=", "<>", "<", "<=", ">", ">=", "is distinct from"]))
+        return f"{column} {comparison} {draw(LITERALS[column])}"
     values = ", ".join(draw(st.lists(LITERALS[column], min_size=1, max_size=4)))
     return f"{column} {kind} ({values})"
 
@@ -515,7 +518,8 @@ def test_a_statement_sees_one_version_of_each_query() -> None:
 
 def test_names_are_found_where_tables_can_be() -> None:
     statement = (
-        "with c as (select 'from x', e'it\\'s from y', $$ from z $$, $t$ from w $t$ from \"My Q\" . \"a.b\".s1) -- from v\n"
+        "with c as (select 'from x', e'it\\'s from y', $$ from z $$, $t$ from w $t$ from \"My Q\" . \"a.b\".s1) -- "
+        "from v\n"
         'select count(*) /* from u */ from c, Aircraft as "he said ""hi""" where c.n = 3.5 and $n = 1'
     )
     names = set(candidate_names(statement))

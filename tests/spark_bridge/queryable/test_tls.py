@@ -22,7 +22,7 @@ from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, Tls
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.protocol.client_connection import ClientConnection
-from spark_bridge.queryable.protocol.messages import Describe
+from spark_bridge.queryable.protocol.messages import DescribeRequest
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.task import local_properties
@@ -96,7 +96,7 @@ def flight_server(tls: TlsConf | None, root: Path) -> Iterator[str]:
 def ask_query(address: str, tls: TlsConf | None, token: str = SECRET) -> Any:
     deadline = time.monotonic() + PATIENCE
     connection = ClientConnection(address, token, None if tls is None else tls.client_context(), deadline)
-    connection.send(Describe(), b"", deadline)
+    connection.send(DescribeRequest(), b"", deadline)
     answer, _ = connection.receive(deadline)
     connection.close()
     return answer

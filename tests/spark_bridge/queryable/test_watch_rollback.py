@@ -1,4 +1,6 @@
-"""``client.watch`` and a query that went back: one history is given or none; and answers that the consumer takes long over."""
+"""``client.watch`` and a query that went back: one history is given or none; and answers that the consumer takes
+long over.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import pytest
 from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
 from spark_bridge.host.version_requests import IDLE_RUN_SECONDS
-from spark_bridge.queryable.protocol.messages import Changes
-from spark_bridge.queryable.reads.change_feed import IDLE_SECONDS
+from spark_bridge.queryable.protocol.messages import ChangesRequest
+from spark_bridge.queryable.reads.run_manifests import MANIFESTS_IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.rollback import go_back
 
@@ -74,12 +76,12 @@ def test_the_changes_of_a_replaced_run_are_refused_and_it_is_forgotten(cluster: 
     cluster.batch({1: (1, "a")})
     host = cluster.hosts[outsider(cluster)]
     reads = host.proxy._reads.own
-    list(reads.changes(Changes("run1", "totals", 0, 1), None).batches)
-    assert list(reads._changes._manifests) == ["run1"]
+    list(reads.changes(ChangesRequest("run1", "totals", 0, 1), None).batches)
+    assert reads._changes._manifests.runs() == ["run1"]
     cluster.start("run2")
     with pytest.raises(RetiredRunError, match="replaced by run run2"):
-        reads.changes(Changes("run1", "totals", 0, 1), None)
-    assert not reads._changes._manifests
+        reads.changes(ChangesRequest("run1", "totals", 0, 1), None)
+    assert not reads._changes._manifests.runs()
     with pytest.raises((RetiredRunError, UnknownRunError)):
         host.host.version_requests.completed_version("run1", 2, 1.0)
     assert host.host.completed.newest("run1") is None
@@ -90,17 +92,17 @@ def test_runs_that_a_host_has_no_part_of_are_forgotten_when_nobody_asks(cluster:
     other = outsider(cluster)
     for i in (other, 1 - other):
         reads = cluster.hosts[i].proxy._reads.own
-        list(reads.changes(Changes("run1", "totals", 0, 1), None).batches)
+        list(reads.changes(ChangesRequest("run1", "totals", 0, 1), None).batches)
     for i, kept in ((other, []), (1 - other, ["run1"])):
         host, reads = cluster.hosts[i].host, cluster.hosts[i].proxy._reads.own
         host.maintenance.do_maintenance()
-        assert host.completed.runs() == list(reads._changes._manifests) == ["run1"]
-        clock = reads._changes._clock
-        reads._changes._clock = lambda clock=clock: clock() + IDLE_SECONDS + 1
+        assert host.completed.runs() == reads._changes._manifests.runs() == ["run1"]
+        clock = reads._changes._manifests._clock
+        reads._changes._manifests._clock = lambda clock=clock: clock() + MANIFESTS_IDLE_SECONDS + 1
         for asking in host.version_requests._asking.values():
             asking.at -= IDLE_RUN_SECONDS + 1
         host.maintenance.do_maintenance()
-        assert host.completed.runs() == list(reads._changes._manifests) == kept
+        assert host.completed.runs() == reads._changes._manifests.runs() == kept
         assert reads.await_completed("run1", 0, 5.0) == 1
 
 

@@ -14,7 +14,7 @@ from backends.partition.layers import Delta, Layer, Undo, View
 from backends.partition.pending_changes import PendingChanges
 
 
-class Versions:
+class HeldVersions:
     """The completed version, the pending changes above it, and the before-images of the versions just below it.
 
     How reads stay exact while versions advance: every read notes which layers it lays over the engine. ``applying``

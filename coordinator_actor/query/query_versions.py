@@ -17,13 +17,13 @@ from coordinator_actor.checkpoints.tasks import TaskKey
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
 
 
-class Versions:
+class QueryVersions:
     """The versions of one run along the chain of manifests. The lock of the run guards everything here.
 
-    ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed; the
-    chain may have one more, prepared version. ``layouts`` are those of the run, by operator. ``unnamed`` are snapshots that
-    no manifest of a completed version names yet. ``planned`` is the retention for the next manifest, ``recorded`` the
-    retention that the last manifest says. ``descriptors`` has the contents of snapshots by path.
+    ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed;
+    the chain may have one more, prepared version. ``layouts`` are those of the run, by operator. ``unnamed`` are
+    snapshots that no manifest of a completed version names yet. ``planned`` is the retention for the next manifest,
+    ``recorded`` the retention that the last manifest says. ``descriptors`` has the contents of snapshots by path.
     """
 
     def __init__(self, layouts: Mapping[str, Layout], key_groups: int) -> None:
@@ -125,7 +125,10 @@ class Versions:
         return self.unnamed.get((layout.operator, partition), ())
 
     def carry_snapshots(self) -> None:
-        """Take up the snapshots that only manifests above the completed version name: these manifests may be replaced."""
+        """Take up the snapshots that only manifests above the completed version name.
+
+        These manifests may be replaced.
+        """
         for task, found in self.named_only_above().items():
             if self.is_in_layout(self.completed, task[0]):
                 self.unnamed[task] = found
@@ -199,7 +202,7 @@ def tasks_of(layouts: Mapping[str, Layout]) -> list[TaskKey]:
     return [(name, p) for name, layout in layouts.items() for p in range(layout.num_partitions)]
 
 
-def changes_of(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
+def changes_in(manifest: Manifest) -> dict[TaskKey, PartitionEntry]:
     """Return the changes that the partitions contributed to a version, without snapshots."""
     return {
         (name, p): PartitionEntry(e.attempt, e.changelog)

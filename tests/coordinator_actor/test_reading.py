@@ -21,9 +21,10 @@ from backends.exceptions import (
     VersionNotFoundError,
 )
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor import state_reader
+from coordinator_actor.reading import partition_reader
+from coordinator_actor.reading.partition_reader import changes, opened_partition
+from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
 from coordinator_actor.savepoints.restore import restore_savepoint
-from coordinator_actor.state_reader import Piece, Reading, StateVersions, changes, find_state, opened
 from tests.coordinator_actor.savepoint_streams import KEYS, VALUES, Rows, Stream, run_and_clean
 
 Changed = list[tuple[int, int, int | None, int | None]]
@@ -55,8 +56,8 @@ def look(s: Stream) -> StateVersions:
 def rows_of(reading: Reading) -> Rows:
     found: Rows = {}
     for piece in reading.pieces:
-        with opened(reading.place, piece) as state:
-            for batch in state_reader.scan(state, "default"):
+        with opened_partition(reading.place, piece) as state:
+            for batch in partition_reader.scan(state, "default"):
                 keys = decode_keys(batch.column(0), KEYS).column(0).to_pylist()
                 assert not found.keys() & set(keys)
                 found.update(zip(keys, decode_values(batch.column(1), VALUES).column(0).to_pylist(), strict=True))
@@ -368,13 +369,13 @@ def test_nothing_is_left_in_the_temporary_directory(stream, tmp_path, monkeypatc
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     reading = look(s).reading("op")
-    with opened(reading.place, reading.pieces[0]) as state:
+    with opened_partition(reading.place, reading.pieces[0]) as state:
         assert list(scratch.iterdir())
-        batches = state_reader.scan(state, "default")
+        batches = partition_reader.scan(state, "default")
         next(batches)
     assert list(scratch.iterdir()) == []
     piece: Piece = reading.pieces[0]
     next((s.world.root / "ck/statestore/operators/op/2/0/default").glob("2-*.changelog")).unlink()
-    with pytest.raises(MissingFileError), opened(reading.place, piece):
+    with pytest.raises(MissingFileError), opened_partition(reading.place, piece):
         pass
     assert list(scratch.iterdir()) == []

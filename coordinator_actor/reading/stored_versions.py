@@ -1,0 +1,241 @@
+"""Finds out which versions of a query's state can be read, and which files each of them takes.
+
+A reader looks at the manifests, also while the query runs. It writes and locks nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from msgspec import Struct, structs
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
+from backends.formats import manifest_chain as chains
+from backends.formats.manifest import Lineage, Manifest, OperatorEntry
+from backends.formats.manifest_chain import Layout
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.spark_commits import SparkCommits
+
+STATE_DIRECTORY = "statestore"
+LOOKS = 5
+"""How often the manifests are read again while retention removes some of them."""
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """Where a query's state is: Spark's checkpoint location, and the directory with ``manifests/`` and the rest.
+
+    ``options`` are the storage options of both, as in ``StateStoreConf.storage_options``.
+    """
+
+    checkpoint_location: str
+    state_location: str
+    options: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+class Piece(Struct, frozen=True):
+    """One partition to be read, in one layout.
+
+    It is read at the version of ``lineage``; with ``since``, the changes behind that version up to it are read.
+    """
+
+    partition: int
+    directory: str
+    backend: str
+    lineage: Lineage
+    since: int | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is to be read of one operator. ``schema`` is that of ``version``, and reads older rows as well."""
+
+    place: StatePlace
+    operator: str
+    version: int
+    schema: OperatorSchema
+    pieces: tuple[Piece, ...]
+
+
+def find_state(
+    checkpoint_location: str,
+    state_location: str | None = None,
+    options: Mapping[str, str] | None = None,
+    *,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> StatePlace:
+    """Return where the state of the query with that checkpoint location is.
+
+    ``state_location`` is the base directory of ``spark.statestore.location``, where each query has a directory named by
+    its id. Without state there, the directory beside Spark's own files is taken. Raises ``MissingFileError`` if neither
+    has state.
+    """
+    given = dict(options or {})
+    checkpoint = open_storage(checkpoint_location, given)
+    places = [f"{checkpoint.location.rstrip('/')}/{STATE_DIRECTORY}"]
+    if state_location:
+        places.insert(0, f"{state_location.rstrip('/')}/{_query_id(checkpoint)}")
+    for place in places:
+        storage = open_storage(place, given)
+        if storage.exists("query.json"):
+            return StatePlace(checkpoint.location, storage.location, given)
+    raise MissingFileError(
+        f"No state of a query is kept at {' or '.join(places)}: there is no query.json. Give the checkpoint location "
+        "of a query "
+        "with operators of the state store, and state_location= if spark.statestore.location was set when it ran."
+    )
+
+
+def _query_id(checkpoint: CheckpointStorage) -> str:
+    name = checkpoint.full_location("metadata")
+    try:
+        content = json.loads(checkpoint.get("metadata"))
+    except MissingFileError as error:
+        raise MissingFileError(
+            f"{name} does not exist: {checkpoint.location} is no checkpoint location of a query that has started."
+        ) from error
+    except ValueError as error:
+        raise DamagedFileError(f"{name} is damaged: {error}") from error
+    match content:
+        case {"id": str(query_id)}:
+            return query_id
+    raise DamagedFileError(f"{name} is damaged: it has no query id.")
+
+
+@dataclass(frozen=True)
+class StateVersions:
+    """The versions of a query's state, as its storage showed them at one moment.
+
+    ``chain`` has a manifest per version. ``completed`` is the version behind the last batch that Spark has committed.
+    """
+
+    place: StatePlace
+    log: ManifestLog
+    chain: Mapping[int, Manifest]
+    completed: int
+    key_groups: int
+
+    @classmethod
+    def look(cls, place: StatePlace, *, open_storage: OpenStorage = CheckpointStorage.open) -> StateVersions:
+        """Read the manifests. Raises ``MissingFileError``, ``DamagedFileError``."""
+        storage = open_storage(place.state_location, place.options)
+        log = ManifestLog(storage, "reader")
+        commits = SparkCommits(open_storage(place.checkpoint_location, place.options))
+        file = log.query_file()
+        if file is None:
+            raise MissingFileError(f"{storage.full_location('query.json')} does not exist: there is no state.")
+        attempt = 0
+        while True:
+            attempt += 1
+            # The commits before the manifests: a committed batch has a manifest.
+            completed = commits.next_batch()
+            log.refresh()
+            try:
+                found = cls(place, log, log.chain(), completed, file.key_groups)
+            except MissingFileError:
+                # A manifest was removed after it was listed. The newer manifest that has caused this exists by now.
+                if attempt == LOOKS:
+                    raise
+                continue
+            # If not even the last completed version is kept, then later versions were completed meanwhile.
+            if found.readable or completed == 0 or attempt == LOOKS:
+                return found
+
+    @property
+    def readable(self) -> range:
+        """Return the versions that can be read. The empty version 0 is one as long as nothing was removed."""
+        if not self.chain:
+            return range(0)
+        newest = max(self.chain)
+        lowest = min(self.chain)
+        oldest = self.chain[newest].oldest or (0 if lowest <= 1 else lowest)
+        return range(oldest, min(newest, self.completed) + 1)
+
+    def resolve(self, version: int | None) -> int:
+        """Return the version asked for; None asks for the last completed one.
+
+        Raises ``VersionNotFoundError`` with the versions that exist.
+        """
+        there = self.readable
+        if version is None:
+            if not there or (self.completed not in there):
+                raise VersionNotFoundError(
+                    f"Spark's commits at {self.place.checkpoint_location} say that version {self.completed} is the "
+                    "last completed "
+                    f"one, but at {self.place.state_location} {self._there()}. Name one of them with version=, or "
+                    "start the query: "
+                    "it recovers what it can, or says what is missing."
+                )
+            return there[-1]
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise InvalidStateStoreArgument(f"version={version!r} must be an int, the number of a state version.")
+        if version not in there:
+            raise VersionNotFoundError(
+                f"Version {version} of the state at {self.place.state_location} cannot be read: {self._there()}. "
+                "Version N+1 is the state behind batch N."
+            )
+        return version
+
+    def _there(self) -> str:
+        there = self.readable
+        if not there and self.chain and self.completed:
+            return f"the versions from {self.chain[max(self.chain)].oldest} to {max(self.chain)} are kept"
+        if not there:
+            return "there is no completed version"
+        return f"there are the versions {there[0]} to {there[-1]}" if len(there) > 1 else f"there is version {there[0]}"
+
+    def operators(self, version: int) -> Mapping[str, OperatorEntry]:
+        """Return the operators at a readable version. The empty version 0 is taken to have those of the first one."""
+        return self.chain[version if version in self.chain else min(self.chain)].operators
+
+    def entry(self, operator: str, version: int) -> OperatorEntry:
+        """Return an operator at a readable version. Raises ``InvalidStateStoreArgument`` with those that exist."""
+        operators = self.operators(version)
+        if operator not in operators:
+            raise InvalidStateStoreArgument(
+                f"There is no operator {operator!r} in version {version} of the state at {self.place.state_location}; "
+                "there "
+                f"are {', '.join(map(repr, sorted(operators)))}."
+            )
+        return operators[operator]
+
+    def schema(self, entry: OperatorEntry) -> OperatorSchema:
+        """Return the schema of an operator entry."""
+        return OperatorSchema.from_json(self.log.schema(entry.schema_id))
+
+    def reading(self, operator: str, version: int | None = None) -> Reading:
+        """Return how to read an operator at a version (None: the last completed one).
+
+        Raises ``VersionNotFoundError``, ``InvalidStateStoreArgument``.
+        """
+        at = self.resolve(version)
+        entry = self.entry(operator, at)
+        return Reading(self.place, operator, at, self.schema(entry), tuple(self._pieces(operator, entry, at)))
+
+    def reading_of_changes(self, operator: str, from_version: int, to_version: int | None = None) -> Reading:
+        """Return how to read all changes from one version to another: by batches ``from_version`` to ``to_version -
+        1``.
+
+        There is a piece per partition of every layout that the operator had. Raises the errors of ``reading``.
+        """
+        start, end = self.resolve(from_version), self.resolve(to_version)
+        if start > end:
+            raise InvalidStateStoreArgument(f"from_version={start} is above to_version={end}.")
+        entry = self.entry(operator, end)
+        pieces: list[Piece] = []
+        for segment in reversed(chains.segments(self.chain, operator, end)):
+            if segment.last > start:
+                held = self.chain[segment.last].operators[operator]
+                since = max(start, segment.first - 1)
+                pieces += (structs.replace(p, since=since) for p in self._pieces(operator, held, segment.last))
+        return Reading(self.place, operator, end, self.schema(entry), tuple(pieces))
+
+    def _pieces(self, operator: str, entry: OperatorEntry, version: int) -> Iterator[Piece]:
+        layout: Layout = chains.layout_of(operator, entry)
+        for p in range(layout.num_partitions):
+            lineage = chains.lineage(self.chain, version, layout, p, self.key_groups)
+            yield Piece(p, layout.directory(p), layout.backend, lineage)

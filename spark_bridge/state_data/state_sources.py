@@ -1,0 +1,109 @@
+"""The rows, or the changes, of one state variable in storage, partition by partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from backends.encoding.operator_schema import StateVariable
+from backends.exceptions import InvalidStateStoreArgument
+from backends.ids import DEFAULT_FAMILY
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_versions import Piece, Reading, StatePlace, StateVersions
+from spark_bridge.state_format.layouts import TIMERS
+from spark_bridge.state_format.partition_rows import scan_partition
+from spark_bridge.state_format.stored_changes import VariableChanges
+from spark_bridge.state_format.stored_rows import VariableRows
+
+
+@dataclass(frozen=True)
+class StateSource:
+    """The rows of one state variable at a version, piece by piece; every batch has ``schema``."""
+
+    reading: Reading
+    rows: VariableRows
+    open_storage: OpenStorage = CheckpointStorage.open
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the columns."""
+        return self.rows.output
+
+    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        """Give the rows of one partition. Raises ``VersionNotFoundError`` if the version has been removed meanwhile."""
+        with opened_partition(self.reading.place, piece, open_storage=self.open_storage) as state:
+            yield from scan_partition(self.rows, state, piece.partition)
+
+
+@dataclass(frozen=True)
+class ChangesSource:
+    """The changes of one state variable between two versions, piece by piece; every batch has ``schema``."""
+
+    reading: Reading
+    changes: VariableChanges
+    open_storage: OpenStorage = CheckpointStorage.open
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the columns."""
+        return self.changes.output
+
+    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        """Give the changes of one partition.
+
+        Raises ``VersionNotFoundError`` if versions have been removed meanwhile.
+        """
+        return self.changes.changes(self.reading.place, piece, self.open_storage)
+
+
+Source = StateSource | ChangesSource
+
+
+def state_source(
+    place: StatePlace,
+    operator: str,
+    state: str | None,
+    version: int | None,
+    *,
+    collect: bool = False,
+    raw: bool = False,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> StateSource:
+    """Return the source of ``state_batches``; see there."""
+    reading = StateVersions.look(place, open_storage=open_storage).reading(operator, version)
+    variable = _variable(reading, state)
+    return StateSource(reading, VariableRows(reading.schema, variable, collect, raw), open_storage)
+
+
+def changes_source(
+    place: StatePlace,
+    operator: str,
+    state: str | None,
+    from_version: int,
+    to_version: int | None,
+    *,
+    raw: bool = False,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> ChangesSource:
+    """Return the source of ``state_changes_batches``; see there."""
+    versions = StateVersions.look(place, open_storage=open_storage)
+    reading = versions.reading_of_changes(operator, from_version, to_version)
+    rows = VariableRows(reading.schema, _variable(reading, state), raw=raw)
+    return ChangesSource(reading, VariableChanges(rows), open_storage)
+
+
+def _variable(reading: Reading, name: str | None) -> StateVariable:
+    """Return the variable of that name; for None the only one (timers apart), or that of the operator's own rows."""
+    if name is not None:
+        return reading.schema.variable(name)
+    there = [v for v in reading.schema.variables if not v.deleted]
+    own = [v for v in there if v.name == DEFAULT_FAMILY] or [v for v in there if v.kind != TIMERS] or there
+    if len(own) == 1:
+        return own[0]
+    raise InvalidStateStoreArgument(
+        f"Operator {reading.operator!r} has the state variables {', '.join(repr(v.name) for v in there) or 'none'}: "
+        "name the one to read with state=."
+    )
