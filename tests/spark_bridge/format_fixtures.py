@@ -31,7 +31,7 @@ class Stored:
         return str(FORMAT_1 / self.backend / "savepoint")
 
     def expected(self) -> dict[str, Any]:
-        """Return ``version``, ``processing_times_ms`` of its batches, and per variable ``columns``, ``changes``, ``state``."""
+        """Return what was noted then: the version, the times of its batches, and each variable's columns and rows."""
         facts: dict[str, Any] = json.loads((FORMAT_1 / self.backend / "expected.json").read_text())
         return facts
 

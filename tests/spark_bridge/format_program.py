@@ -1,7 +1,7 @@
 """The program whose stored state lies in ``tests/fixtures/format-1``, its input, and a plain model of its state.
 
-``tests/fixtures/format-1/make.py`` has run this program once, and tests go on from what was stored. What the program does
-must not change, or the fixtures would no longer be of this program.
+``tests/fixtures/format-1/make.py`` has run this program once, and tests go on from what was stored. What the
+program does must not change, or the fixtures would no longer be of this program.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 def input_rows(batch: int) -> list[Row]:
-    """Return the rows of one batch. Some sequence numbers come again in the next batch; later batches have a late row."""
+    """Return the rows of one batch. Some sequence numbers come again in the next one; later ones have a late row."""
     start = BASE_US + batch * STEP_US
     rows = []
     for j in range(12):
