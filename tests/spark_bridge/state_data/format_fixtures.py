@@ -31,7 +31,7 @@ class Stored:
         return str(FORMAT_1 / self.backend / "savepoint")
 
     def expected(self) -> dict[str, Any]:
-        """``version``, ``processing_times_ms`` of its batches, and by variable ``columns``, ``changes`` and ``state``."""
+        """Return what was noted then: the version, the times of its batches, and each variable's columns and rows."""
         facts: dict[str, Any] = json.loads((FORMAT_1 / self.backend / "expected.json").read_text())
         return facts
 
@@ -50,9 +50,9 @@ def copied(checkpoint: str, target: Path) -> str:
 def moved(checkpoint: str, inputs: Path, now_ms: int) -> None:
     """Make Spark's own logs of the sources of a copy true of this machine and this moment.
 
-    The file source notes the full names of the files it has read, and looks for the last of them in its directory, which is
-    ``inputs`` now. A rate source has a row for each second since it began, and would make some for all the time since the
-    fixtures were made: it began so much later, as if the query's last batch had been at ``now_ms``.
+    The file source notes the full names of the files it has read. It looks for the last of them in its directory, which
+    is ``inputs`` now. A rate source has a row for each second since it began, so it would make rows for all the time
+    since the fixtures were made. Its beginning is moved, as if the query's last batch had been at ``now_ms``.
     """
     late_by = now_ms - processing_times(checkpoint)[-1]
     for file in Path(checkpoint, "sources").glob("*/[0-9]*"):

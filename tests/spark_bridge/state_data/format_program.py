@@ -1,7 +1,7 @@
 """The program whose stored state lies in ``tests/fixtures/format-1``, its input, and a plain model of its state.
 
-``tests/fixtures/format-1/make.py`` has run this program once, and tests go on from what was stored. Nothing here may change
-in what it does, or the fixtures would no longer be of this program.
+``tests/fixtures/format-1/make.py`` has run this program once, and tests go on from what was stored. What the
+program does must not change, or the fixtures would no longer be of this program.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 def input_rows(batch: int) -> list[Row]:
-    """The rows of one batch. Some sequence numbers come again in the next one; one row is too late in the later batches."""
+    """Return the rows of one batch. Some sequence numbers come again in the next one; later ones have a late row."""
     start = BASE_US + batch * STEP_US
     rows = []
     for j in range(12):
@@ -160,9 +160,9 @@ class Reminders(StatefulProcessor):
 
 
 def program(rows: DataFrame, *, is_first: bool = False) -> DataFrame:
-    """Six operators side by side over the rows. The first form has other partitions, and another schema of one variable."""
-    # No two operators have the same keys and as many partitions: Spark would shuffle the rows once for both, and of the two
-    # watermarks the one that sees no rows then would stand still.
+    """Six operators side by side over the rows. The first form differs in partitions and in one variable's schema."""
+    # No two operators have the same keys and as many partitions: Spark would shuffle the rows once for both, and the
+    # watermark of the one that then sees no rows would stand still, and with it that of the query.
     rows = rows.withWatermark("ts", "10 seconds")
     totals = aggregate(
         rows,

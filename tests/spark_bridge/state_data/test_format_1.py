@@ -1,4 +1,4 @@
-"""A query goes on from what an earlier tree stored: from a checkpoint and a savepoint by each backend, on both backends."""
+"""A query goes on from what an earlier tree stored: a checkpoint and a savepoint by each backend, on both backends."""
 
 from __future__ import annotations
 
