@@ -47,12 +47,27 @@ $(STAMP42): pyproject.toml constraints-spark42.txt
 demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhile, check it; ARGS="--kill-host"
 	@$(BIN)/statestore demo $(ARGS)
 
-.PHONY: test test-fast test-thorough
+.PHONY: test test-fast test-thorough test-pythons
 test: $(STAMP) $(STAMP42) ## Run the tests, a representative part of what takes long, and say how long it took
 	@$(BIN)/python -m tests.run $(ARGS)
 
 test-thorough: $(STAMP) $(STAMP42) ## Run all tests on both lines of Spark, with many times as much random work
 	@$(BIN)/python -m tests.run --thorough $(ARGS)
+
+# The other Pythons that are promised: each that is on this machine, by name or as pyenv keeps them.
+OTHER_PYTHONS := 3.10 3.12
+
+test-pythons: ## Run the tests without clusters, and the demo, on the other Pythons that are on this machine
+	@venvs=; for version in $(OTHER_PYTHONS); do found=; \
+		for p in "python$$version" "$$HOME"/.pyenv/versions/"$$version".*/bin/python; do \
+			if [ -z "$$found" ] && "$$p" -c 'pass' 2>/dev/null; then found=$$p; fi; done; \
+		if [ -z "$$found" ]; then echo "Python $$version is skipped: there is no python$$version here, nor in ~/.pyenv/versions."; continue; fi; \
+		venv=.venv$$(echo "$$version" | tr -d .); \
+		$(MAKE) --no-print-directory "$$venv/.installed" PYTHON="$$found" || exit 1; venvs="$$venvs $$venv"; done; \
+	if [ -n "$$venvs" ]; then set -- $$venvs; "$$1/bin/python" -m tests.run --pythons $$venvs; fi
+
+.venv3%/.installed: pyproject.toml constraints.txt
+	$(call make_venv,.venv3$*,constraints.txt,,Spark 3.5 on Ray)
 
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark and not long" $(ARGS)
@@ -93,5 +108,5 @@ $(BENCH_STAMP): $(STAMP)
 
 .PHONY: clean
 clean: ## Remove the environments, caches and build products
-	rm -rf $(VENV) $(VENV42) .venv-quix docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV42) .venv3* .venv-quix docs/_build build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,7 @@
 """Run the suite in parts and print how long each took: ``python -m tests.run [--thorough] [arguments of pytest]``.
 
+``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
+
 The part without clusters comes first and alone, so that simple mistakes show within a minute. The two lines of Spark wait
 most of their time, so they run side by side; each has Ray's files in a directory of its own, and its lines begin with its name.
 """
@@ -98,6 +100,9 @@ def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> 
     )
 
 
+WITHOUT_CLUSTERS = ("-n", "3", "--dist", "loadfile", "-m", "not ray and not spark")
+
+
 def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     """Return the steps of the suite; a thorough one has no bounds, and all tests of streams on both lines of Spark."""
     given = {"STATESTORE_TEST_EFFORT": "thorough"} if is_thorough else {}
@@ -107,7 +112,7 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
         return Part(name, command, None if is_thorough else bound, given)
 
     return [
-        [part("without clusters", ".venv", "-n", "3", "--dist", "loadfile", "-m", "not ray and not spark", bound=60)],
+        [part("without clusters", ".venv", *WITHOUT_CLUSTERS, bound=60)],
         [
             part("Spark 3.5", ".venv", "-m", "ray or spark"),
             part("Spark 4.2", ".venv42", "-m", "ray or spark" if is_thorough else "spark42"),
@@ -115,13 +120,31 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     ]
 
 
+def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
+    """Return the part without clusters and the demo for each environment, one after the other."""
+
+    def part(venv: str, what: str, *options: str) -> Part:
+        return Part(f"{venv.removeprefix('.')} {what}", [f"{venv}/bin/python", "-m", "pytest", *options])
+
+    return [
+        step
+        for venv in venvs
+        for step in ([part(venv, "tests", *WITHOUT_CLUSTERS)], [part(venv, "demo", "tests/spark_bridge/test_demo.py")])
+    ]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the suite; return 0 if all of it is right."""
     is_thorough = "--thorough" in arguments
     begun = time.monotonic()
-    steps = steps_of(is_thorough, [a for a in arguments if a != "--thorough"])
+    bound = None
+    if arguments[:1] == ["--pythons"]:
+        steps = steps_of_pythons(arguments[1:])
+    else:
+        steps = steps_of(is_thorough, [a for a in arguments if a != "--thorough"])
+        bound = None if is_thorough else 600.0
     outcomes = run_steps(steps, sys.stdout)
-    print(f"\n{report(outcomes, time.monotonic() - begun, None if is_thorough else 600)}")
+    print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")
     return 0 if all(outcome.is_right for outcome in outcomes) else 1
 
 

@@ -69,3 +69,14 @@ def test_a_thorough_run_is_told_to_all_parts() -> None:
         for part in parts:
             assert part.environment == {"STATESTORE_TEST_EFFORT": "thorough"} and part.command[-1] == "-x"
     assert all(not p.environment for parts in run.steps_of(False, []) for p in parts)
+
+
+def test_other_pythons_run_the_part_without_clusters_and_the_demo() -> None:
+    steps = run.steps_of_pythons([".venv310", ".venv312"])
+    assert [[p.name for p in parts] for parts in steps] == [
+        ["venv310 tests"],
+        ["venv310 demo"],
+        ["venv312 tests"],
+        ["venv312 demo"],
+    ]
+    assert all(p.command[0].startswith(f".{p.name.split()[0]}/bin/") for parts in steps for p in parts)

@@ -5,7 +5,7 @@ import pytest
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider
 from backends.partition.partition_state import PartitionState
 from backends.storage.checkpoint_storage import CheckpointStorage
-from tests.backends.partition_steps import CONF
+from tests.backends.partition.partition_steps import CONF
 
 DIRECTORY = "operators/op/1/0/default"
 

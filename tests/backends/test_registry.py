@@ -25,7 +25,7 @@ from backends.exceptions import (
 )
 from backends.loaded_providers import LoadedProviders
 from backends.store import load_provider, loaded_providers
-from tests.backends.providers import content
+from tests.backends.providers.providers import content
 from tests.patience import HANG, PATIENCE
 
 CONF = StateStoreConf(provider="file", fsync=False, maintenance_interval=3600, deltas_per_snapshot=2)
@@ -233,7 +233,7 @@ def test_a_restarted_query_has_providers_of_its_own(loaded, provider_id):
 
 
 def test_a_provider_is_loaded_by_its_import_path(loaded, provider_id):
-    conf = StateStoreConf(provider="tests.backends.third_provider.ThirdStateStoreProvider", fsync=False)
+    conf = StateStoreConf(provider="tests.backends.providers.third_provider.ThirdStateStoreProvider", fsync=False)
     store = loaded.get(provider_id(), 0, conf)
     store.put(b"a", b"1")
     store.commit()

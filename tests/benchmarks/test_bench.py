@@ -7,7 +7,7 @@ import pytest
 from comparisons import COMPARISONS
 from suite.comparison import ENVIRONMENTS, VENV, VENV42, Comparison
 
-from .measurements import comparison
+from tests.benchmarks.measurements import comparison
 
 
 def test_sizes_are_taken_with_the_comparison() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from suite.model import Case, from_json, load, save, to_json
 
-from .measurements import case, failed, part, result
+from tests.benchmarks.measurements import case, failed, part, result
 
 
 def test_a_result_comes_back_from_its_json() -> None:

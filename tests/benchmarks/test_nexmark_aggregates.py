@@ -21,7 +21,7 @@ from spark_bridge.operators.aggregate.output_columns import output_of
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.stateful.ddl import struct_of
-from tests.spark_bridge.operator_runs import TS, WINDOW, OperatorRun
+from tests.spark_bridge.operators.operator_runs import TS, WINDOW, OperatorRun
 
 BID = "date_time timestamp, price long, channel string, url string, extra string"
 ROWS = f"auction long, bidder long, price long, channel string, url string, extra string, date_time timestamp, bid struct<{BID}>"

@@ -25,7 +25,7 @@ from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.watermark import EventTime
 from tests.effort import only_thorough
-from tests.spark_bridge.operator_runs import OperatorRun
+from tests.spark_bridge.operators.operator_runs import OperatorRun
 
 DELAY_MS = 4000
 EVENTS, BATCHES = 300, 5

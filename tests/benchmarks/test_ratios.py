@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from suite.ratios import Spread, Target, in_both, judge, ratio, slower
 
-from .measurements import case, failed, part, result
+from tests.benchmarks.measurements import case, failed, part, result
 
 
 def test_a_ratio_is_taken_turn_by_turn() -> None:

@@ -10,7 +10,7 @@ from suite import report, svg
 from suite.model import Result
 from suite.ratios import Slower, Spread, Target
 
-from .measurements import case, comparison, failed, part, result
+from tests.benchmarks.measurements import case, comparison, failed, part, result
 
 FASTER = Target("twice as fast", "longs", "ours", 2, against="native", at_least=True)
 

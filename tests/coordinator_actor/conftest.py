@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.coordinator_actor.savepoint_streams import Stream
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.compatibility import evolved_operators, refusal_of
 from coordinator_actor.query.query_state import QueryState
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
-from tests.coordinator_actor.savepoint_streams import G, Stream
+from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream
 
 KEY = pa.schema([("k", pa.int64())])
 COUNTS = StateSchema(KEY, pa.schema([("n", pa.int32())]))

@@ -24,7 +24,7 @@ from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge, run_of
-from tests.coordinator_actor.savepoint_streams import Stream
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 from tests.patience import HANG, PATIENCE
 
 

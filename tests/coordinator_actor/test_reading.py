@@ -25,7 +25,7 @@ from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.partition_reader import changes, opened_partition
 from coordinator_actor.reading.stored_versions import Piece, Reading, StateVersions, find_state
 from coordinator_actor.savepoints.restore import restore_savepoint
-from tests.coordinator_actor.savepoint_streams import KEYS, VALUES, Rows, Stream, run_and_clean
+from tests.coordinator_actor.savepoints.savepoint_streams import KEYS, VALUES, Rows, Stream, run_and_clean
 
 Changed = list[tuple[int, int, int | None, int | None]]
 

@@ -22,7 +22,7 @@ from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
 from tests.patience import PATIENCE
-from tests.spark_bridge.queryable.client_rows import ROWS, UntilGone, windowed
+from tests.spark_bridge.queryable.client.client_rows import ROWS, UntilGone, windowed
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.queryable.memory_reads import eventually
 from tests.spark_bridge.state_flows import Flow

@@ -21,8 +21,15 @@ def write_clicks(directory: str, name: str = "clicks") -> None:
     ts = pd.Timestamp("2026-01-01", tz="UTC") + pd.to_timedelta(np.arange(rows) * 0.1, unit="s")
     clicks = pd.DataFrame({"user": np.arange(rows) % USERS, "amount": np.arange(rows) % 7 + 0.5, "ts": ts})
     clicks["ts"] = clicks["ts"].astype("datetime64[us, UTC]")
+    write_rows(clicks, directory, name)
+
+
+def write_rows(rows: pd.DataFrame, directory: str, name: str) -> None:
+    """Write a parquet file that appears whole: a stream that runs reads a file that is being written as an empty one."""
     Path(directory).mkdir(parents=True, exist_ok=True)
-    clicks.to_parquet(Path(directory) / f"{name}.parquet", index=False)
+    draft = Path(directory).with_name(f".{Path(directory).name}-{name}.parquet")
+    rows.to_parquet(draft, index=False)
+    draft.rename(Path(directory) / f"{name}.parquet")
 
 
 def eventually(what: Callable[[], Any]) -> None:

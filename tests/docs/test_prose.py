@@ -17,7 +17,12 @@ def too_long(page: Page) -> list[int]:
         mark = line.lstrip()[:3]
         if mark in ("```", ":::"):
             fence = "" if fence == mark else fence or mark
-        elif not fence and len(line) > WIDTH and not line.startswith(("|", "<!--", "![")) and " " in line.strip(" -"):
+        elif (
+            not fence
+            and len(line) > WIDTH
+            and not line.startswith(("|", "<!--", "![", "    "))
+            and " " in line.strip(" -")
+        ):
             found.append(number)
     return found
 

@@ -43,7 +43,7 @@ def working_directory(spark: SparkSession, tmp_path: Path) -> Iterator[None]:
     """A directory of the page's own, for Python and for the driver's JVM."""
     jvm = spark._jvm
     files = jvm.org.apache.hadoop.fs.FileSystem.get(spark._jsc.hadoopConfiguration())
-    before = os.getcwd()
+    before = str(Path.cwd())
 
     def move_to(directory: str) -> None:
         os.chdir(directory)

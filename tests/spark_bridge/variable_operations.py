@@ -8,8 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_bridge.aggregates.aggregator import Aggregator, Output
-
-from .state_flows import Key, Operation
+from tests.spark_bridge.state_flows import Key, Operation
 
 Row = tuple[Any, ...]
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from backends.decoders import json_decoder
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.location_oracle import KvStateLocationOracle
+from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.queryable.protocol.connections import KvConnections
 from spark_bridge.queryable.protocol.messages import DescribeReply, DescribeRequest
 from spark_bridge.queryable.protocol.state_reads import StateReads
 from spark_bridge.queryable.server.forwarding_reads import ForwardingReads
-from spark_bridge.queryable.server.location_cache import LocationCache, OracleSource
+from spark_bridge.queryable.server.location_cache import LocationCache
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 from spark_bridge.queryable.server.server import KvStateServer
@@ -39,7 +40,7 @@ class KvStateClientProxy(KvStateServer):
     def __init__(
         self,
         reads: Callable[[], StateReads],
-        coordinator: OracleSource,
+        coordinator: CoordinatorPort,
         tokens: TokenVerifier,
         *,
         token: str,

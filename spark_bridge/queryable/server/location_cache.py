@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from backends.bounded_dict import BoundedDict
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError
@@ -17,6 +16,7 @@ from coordinator_actor.exceptions import QueryEndedError as EndedError
 from coordinator_actor.exceptions import UnknownOperatorError as UnknownError
 from coordinator_actor.location_oracle import KvStateLocationOracle
 from coordinator_actor.messages import OperatorLocation, OperatorSpec
+from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import HostUnavailableError, QueryEndedError, UnknownOperatorError
 
 log = logging.getLogger(__name__)
@@ -28,16 +28,6 @@ FETCH_SECONDS = 0.1
 ENDED_SECONDS = 0.5
 """A query that has ended is taken for ended for so long, without asking again."""
 MAX_CACHED_RUNS = 1024
-
-
-class OracleSource(Protocol):
-    """The coordinator, as far as a proxy needs it."""
-
-    def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
-        """Return where an operator's partitions are."""
-
-    def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return who owns which partitions of a query; None if it is not running."""
 
 
 @dataclass
@@ -60,7 +50,7 @@ class LocationCache:
     ``coordinator`` may fail with ``HostUnavailableError``: the cached oracles go on serving then.
     """
 
-    def __init__(self, coordinator: OracleSource, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, coordinator: CoordinatorPort, clock: Callable[[], float] = time.monotonic) -> None:
         self._coordinator = coordinator
         self._clock = clock
         self._cached: dict[str, _CachedOracle] = {}

@@ -1,0 +1,105 @@
+"""What is RocksDB's own: the local directory that is used again."""
+
+from pathlib import Path
+
+import pytest
+
+from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId, fault_points
+from backends.engines import rocksdb
+from backends.exceptions import LocalStateDamagedError, MissingFileError
+from tests.backends.providers.providers import commit, content
+
+
+@pytest.fixture
+def location(tmp_path):
+    return str(tmp_path / "ck")
+
+
+def open_provider(location, **kwargs):
+    return RocksDBStateStoreProvider(StateStoreId(location, "op", 0), StateStoreConf(fsync=False), **kwargs)
+
+
+def test_a_local_directory_is_used_again_if_it_proves_right(location, tmp_path):
+    with open_provider(location, local_dir=tmp_path / "local") as first:
+        commit(first, 0, a="1")
+        commit(first, 1, b="2")
+    for changelog in Path(location).rglob("*.changelog"):
+        changelog.unlink()
+    with open_provider(location, local_dir=tmp_path / "local") as again:
+        assert content(again.get_store(2)) == {"a": "1", "b": "2"}
+        with pytest.raises(MissingFileError, match=r"\.changelog"):
+            again.get_store(1)
+
+
+@pytest.fixture
+def ends_midway(monkeypatch):
+    """Make the next write of a version end between its write batches, with the first ones on disk; say what is left."""
+    monkeypatch.setattr(rocksdb, "WRITE_ROWS", 2)
+    engines, errors, open_engine = [], [], rocksdb.LocalRocksDB._open
+
+    def opened(engine):
+        engines.append(engine)
+        open_engine(engine)
+
+    monkeypatch.setattr(rocksdb.LocalRocksDB, "_open", opened)
+
+    def reach(point):
+        if point == "apply:batch":
+            engines[-1]._db.flush()
+            fault_points.set_hook(None)
+            raise errors.pop()
+
+    def end(error):
+        errors.append(error)
+        fault_points.set_hook(reach)
+
+    yield end
+    fault_points.set_hook(None)
+
+
+@pytest.mark.parametrize("error", [OSError("no space left on device"), KeyboardInterrupt("no space left on device")])
+def test_a_write_that_ends_midway_shows_nobody_what_it_has_written(location, tmp_path, ends_midway, error):
+    with open_provider(location, local_dir=tmp_path / "local") as provider:
+        commit(provider, 0, a="1", b="1", c="1", d="1")
+        store = provider.get_store(1)
+        ends_midway(error)
+        with pytest.raises((LocalStateDamagedError, KeyboardInterrupt), match="no space left"):
+            commit(provider, 1, a="2", b="2", c="2", d="2", e="2")
+        for _ in range(2):
+            with pytest.raises(LocalStateDamagedError, match="no space left"):
+                content(store)
+        # It is loaded anew as soon as somebody asks for a version, be it the same.
+        assert content(provider.get_store(1)) == dict.fromkeys("abcd", "1")
+        assert content(provider.get_store(2)) == dict.fromkeys("abcde", "2")
+        commit(provider, 2, a=None)
+        assert content(provider.get_store(3)) == dict.fromkeys("bcde", "2")
+
+
+def test_after_a_write_that_ended_midway_loading_takes_another_way(location, tmp_path, ends_midway):
+    with open_provider(location) as provider:
+        for version in range(4):
+            commit(provider, version, a=str(version), b=str(version), c=str(version))
+    with open_provider(location, local_dir=tmp_path / "local") as provider:
+        commit(provider, 4, a="4")
+    with open_provider(location, local_dir=tmp_path / "local") as again:
+        commit(again, 5, a="5", b="5", c="5")
+    with open_provider(location, local_dir=tmp_path / "other") as other:
+        ends_midway(OSError("no space left on device"))
+        try:
+            assert content(other.get_store(6)) == dict.fromkeys("abc", "5")
+        except LocalStateDamagedError:  # there was one way only; the next attempt begins it anew
+            assert content(other.get_store(6)) == dict.fromkeys("abc", "5")
+
+
+def test_a_process_that_ended_while_it_wrote_leaves_no_version_to_the_next_one(location, tmp_path, ends_midway):
+    with open_provider(location, local_dir=tmp_path / "local") as provider:
+        commit(provider, 0, a="1", b="1", c="1", d="1")
+        ends_midway(OSError("no space left on device"))
+        with pytest.raises(LocalStateDamagedError):
+            commit(provider, 1, a="2", b="2", c="2", d="2", e="2")
+    with open_provider(location, local_dir=tmp_path / "local") as again:
+        assert content(again.get_store(1)) == dict.fromkeys("abcd", "1")
+        assert again.latest_version() == 2  # its changelog and manifest were durable before
+        assert content(again.get_store(2)) == dict.fromkeys("abcde", "2")
+        commit(again, 2, a=None)
+        assert content(again.get_store(3)) == dict.fromkeys("bcde", "2")

@@ -1,0 +1,154 @@
+"""What the coordinator makes of a restored checkpoint location, whole or not."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from backends.formats import snapshot
+from backends.formats.sealed import unseal
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.manifests import QueryFile
+from coordinator_actor.exceptions import SavepointError
+from coordinator_actor.messages import HostInfo, HostReport, OperatorSpec, QueryRegistration
+from coordinator_actor.savepoints.restore import RestoredSavepoint, restore_savepoint
+from tests.coordinator_actor.savepoints.savepoint_makers import BATCH, INTS, G, Savepoint, restore, small, storage, tree
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Savepoint:
+    return small(tmp_path)
+
+
+def registration(target: Path, query_id: str, **changes: Any) -> QueryRegistration:
+    given = QueryRegistration(
+        query_id=query_id,
+        run_id="run1",
+        name=None,
+        session_id="s",
+        checkpoint_location=str(target),
+        state_location=str(target / "statestore"),
+        operators=(OperatorSpec("op", 4, INTS.to_json()), OperatorSpec("none", 4, INTS.to_json())),
+        key_groups=G,
+    )
+    return msgspec.structs.replace(given, **changes)
+
+
+def coordinator() -> Coordinator:
+    made = Coordinator(lambda: 1000.0, storage)
+    made.register_host(HostInfo("h0", "a", "grpc://127.0.0.1:1", "node", "s"), HostReport())
+    return made
+
+
+def test_a_restored_checkpoint_is_one_from_which_the_coordinator_goes_on(made: Savepoint, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    restored = restore(made, target, num_partitions={"op": 2})
+    assert (restored.version, restored.batch_id) == (BATCH + 1, BATCH)
+    assert json.loads((target / "metadata").read_text()) == {"id": restored.query_id}
+    assert uuid.UUID(restored.query_id)
+    for path in ("offsets/3", "offsets/4", "commits/3", "commits/4", "sources/0/0", "sources/0/9.compact"):
+        assert (target / path).read_bytes() == (tmp_path / "old" / path).read_bytes()
+    assert {f for f in tree(target) if not f.startswith("statestore/")} == {"metadata"} | tree(made.path / "spark")
+    query = unseal((target / "statestore/query.json").read_bytes(), QueryFile, "query.json")
+    assert query == QueryFile(restored.query_id, G)
+    specs = (OperatorSpec("op", 2, INTS.to_json()), OperatorSpec("none", 4, INTS.to_json()))
+    answer = coordinator().register_query(registration(target, restored.query_id, operators=specs))
+    assert (answer.refusal, answer.completed_version, answer.epoch) == (None, BATCH + 1, 2)
+    refused = coordinator().register_query(registration(target, "other", operators=specs, run_id="run2"))
+    assert refused.refusal is not None and "belongs to query" in refused.refusal
+
+
+def test_state_alone_is_version_0_of_a_new_query(made: Savepoint, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    restored = restore(made, target, state_only=True)
+    assert (restored.version, restored.batch_id) == (0, None)
+    assert {f for f in tree(target) if not f.startswith("statestore/")} == {"metadata"}
+    c = coordinator()
+    answer = c.register_query(registration(target, restored.query_id))
+    assert (answer.refusal, answer.completed_version) == (None, 0)
+    wrong = registration(target, restored.query_id, run_id="run2", key_groups=2 * G)
+    refusal = coordinator().register_query(wrong).refusal
+    assert refusal is not None and f"has {G} key groups" in refusal
+    for p in range(4):
+        lineage = c.lineage("run1", "op", p, 0)
+        (ref,) = lineage.snapshots
+        descriptor = snapshot.read_descriptor(storage(target / "statestore"), ref)
+        assert (ref.version, ref.head, descriptor.state.head) == (0, lineage.head, lineage.head)
+        assert c.open_for_read("run1", "op", p).head == lineage.head
+
+
+class Dying(CheckpointStorage):
+    """Dies at the n-th write of all, whatever storage it is of."""
+
+    left = 0
+    paths: list[str] = []
+
+    def _count(self, path: str) -> None:
+        if Dying.left == 0:
+            raise OSError("dead")
+        Dying.left -= 1
+        Dying.paths.append(path)
+
+    def put_new(self, path: str, data: bytes) -> FileRef:
+        self._count(path)
+        return super().put_new(path, data)
+
+    def put_file(self, path: str, source: Path) -> FileRef:
+        self._count(path)
+        return super().put_file(path, source)
+
+
+@pytest.mark.parametrize("state_only", [False, True])
+def test_a_restore_that_died_is_refused_wherever_it_died(made: Savepoint, tmp_path: Path, state_only: bool) -> None:
+    def run(target: Path, left: int) -> RestoredSavepoint:
+        Dying.left, Dying.paths = left, []
+        return restore_savepoint(
+            str(made.path),
+            str(target),
+            num_partitions=2,
+            backend="file",
+            state_only=state_only,
+            threads=1,
+            open_storage=lambda p, o: Dying.open(p, o, fsync=False),
+        )
+
+    run(tmp_path / "whole", 1000)
+    paths = list(Dying.paths)
+    assert paths[0] == "query.json" and paths[-1] == "metadata"
+    spark = [p for p in paths if p.partition("/")[0] in ("sources", "offsets", "commits", "metadata")]
+    assert paths[-len(spark) :] == spark and paths[-len(spark) - 1].startswith("manifests/")
+    for left in range(len(paths)):
+        target = tmp_path / f"died-{left}"
+        with pytest.raises(OSError, match="dead"):
+            run(target, left)
+        if left == 0:
+            assert not target.exists() or not tree(target)
+            continue
+        # What Spark does then: it gives the query an id, for there is no metadata file.
+        answer = coordinator().register_query(registration(target, "made by Spark"))
+        assert answer.refusal is not None and "belongs to query" in answer.refusal, paths[left]
+        with pytest.raises(SavepointError, match="left by a restore that failed"):
+            run(target, 1000)
+
+
+def test_state_can_be_kept_elsewhere(made: Savepoint, tmp_path: Path) -> None:
+    restored = restore(made, tmp_path / "new", state_location=str(tmp_path / "base"), new_query_id=lambda: "q1")
+    assert restored.query_id == "q1" and not (tmp_path / "new/statestore").exists()
+    moved = registration(tmp_path / "new", "q1", state_location=str(tmp_path / "base/q1"))
+    assert coordinator().register_query(moved).refusal is None
+
+
+def test_nothing_below_the_restored_version_can_be_gone_back_to(made: Savepoint, tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    restored = restore(made, target)
+    for directory in ("offsets", "commits"):
+        (target / directory / str(BATCH)).unlink()
+    refusal = coordinator().register_query(registration(target, restored.query_id)).refusal
+    assert refusal is not None and f"versions {BATCH + 1} to {BATCH + 1} are kept" in refusal

@@ -1,0 +1,654 @@
+"""Savepoints of a running query: the real coordinator and the real hosts, without Ray and Spark; a clock that tests
+turn.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.exceptions import StorageError
+from coordinator_actor.checkpoints.checkpoint_coordinator import CheckpointCoordinator
+from coordinator_actor.exceptions import (
+    BatchHeldError,
+    InvalidRequestError,
+    UnknownHostError,
+    UnknownQueryError,
+)
+from coordinator_actor.messages import (
+    SavepointExported,
+    SavepointStatus,
+)
+from coordinator_actor.savepoints.restore import restore_savepoint
+from coordinator_actor.savepoints.savepoint_catalog import (
+    describe_savepoint,
+    list_savepoints,
+)
+from spark_bridge.transport.protocol import TaskIdentity
+from tests.coordinator_actor.coordinators import run_of
+from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream, run_and_clean
+
+
+def test_a_savepoint_is_made_by_the_hosts_and_says_what_it_is_of(stream):
+    s = stream()
+    assert s.trigger() == SavepointStatus(known=True)
+    path = s.finish()
+    assert Path(path).parent == s.world.root / "sp" and Path(path).name == "savepoint-q-3"
+    assert s.savepoint_rows(path) == s.at[2]
+    info = describe_savepoint(path)
+    assert (info.metadata.version, info.metadata.batch_id, info.metadata.checkpoint_id) == (2, 1, 3)
+    assert (info.metadata.query_id, info.metadata.query_name, info.metadata.key_groups) == ("q", "name", G)
+    assert [i.path for i in list_savepoints(str(s.world.root / "sp"))] == [path]
+
+
+def test_sparks_files_of_the_batch_and_the_one_before_it_are_in_it(stream):
+    s = stream(3)
+    s.trigger()
+    s.batch(3)  # Spark has gone on before the files are copied
+    path = Path(s.finish())
+    files = {f.relative_to(path / "spark").as_posix() for f in (path / "spark").rglob("*") if f.is_file()}
+    assert files == {"offsets/1", "offsets/2", "commits/1", "commits/2", *(f"sources/0/{b}" for b in range(4))}
+    for name in files:
+        assert (path / "spark" / name).read_bytes() == (s.world.root / "ck" / name).read_bytes()
+
+
+@pytest.mark.parametrize("later", [0, 1, 2, 5])
+@pytest.mark.parametrize("applied", [False, True], ids=["hosts behind", "hosts up to date"])
+def test_it_is_of_the_version_that_was_completed_however_many_batches_follow(stream, later, applied):
+    s = stream()
+    s.trigger()
+    s.copy_spark_files()
+    s.batches(2, 2 + later)
+    s.begin(2 + later, dict.fromkeys(range(40), -1))  # acknowledged by all, but Spark may never commit it
+    if applied:
+        for host in s.hosts.values():
+            for order in s.c.heartbeat_host(host.info.host_id, "a", {"run1": 0}).completed:
+                host.loading.complete(order)
+    for host in s.hosts.values():
+        host.coordinator.calls.clear()
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+    was_loaded = any("lineage" in host.coordinator.calls for host in s.hosts.values())
+    assert was_loaded is (later > 2), "what is held is exported as it is held"
+
+
+@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+def test_what_was_held_when_the_order_came_is_not_read_back_however_many_batches_follow(stream, backend):
+    s, go_on = stream(n=4, backend=backend), threading.Event()
+    s.trigger()
+    s.copy_spark_files()
+    for host in s.hosts.values():
+        host.exports._pool.submit(go_on.wait, 20)
+        host.heartbeat()
+        host.coordinator.calls.clear()
+    s.batches(2, 9)
+    for host in s.hosts.values():
+        host.heartbeat()
+    go_on.set()
+    s.heartbeat()
+    assert s.savepoint_rows(s.status().path) == s.at[2]
+    assert not any("lineage" in host.coordinator.calls for host in s.hosts.values())
+
+
+def test_batches_go_on_between_the_exports_of_two_hosts(stream):
+    s = stream(n=4)
+    s.trigger()
+    s.copy_spark_files()
+    s.batch(2, dict.fromkeys(range(0, 30, 3)))
+    s.heartbeat(0)
+    s.batch(3, dict.fromkeys(range(60), 7))
+    assert s.is_pending()
+    s.batch(4)
+    s.heartbeat(1)
+    assert s.savepoint_rows(s.status().path) == s.at[2]
+    assert s.rows() == s.at[5]
+
+
+def test_it_is_not_done_before_sparks_files_are_copied(stream):
+    s = stream()
+    s.trigger()
+    s.heartbeat()
+    assert s.is_pending() and not (s.world.root / "sp").joinpath("savepoint-q-3/_metadata").exists()
+    s.copy_spark_files()
+    assert s.status().path is not None
+    assert s.savepoint_rows(s.status().path) == s.at[2]
+
+
+def test_two_savepoints_at_once_are_each_of_its_own_version(stream):
+    s = stream()
+    s.trigger("first")
+    s.batch(2)
+    s.trigger("second")
+    s.batch(3)
+    assert [s.savepoint_rows(s.finish(r)) for r in ("first", "second")] == [s.at[2], s.at[3]]
+
+
+def test_the_same_request_begins_nothing_twice(stream):
+    s = stream()
+    s.trigger()
+    s.trigger()
+    path = s.finish()
+    assert s.trigger().path == path
+    s.c.deactivate_instances("run1")
+    assert s.status().path == path == s.trigger().path, "though the query has ended"
+    assert len(list_savepoints(str(s.world.root / "sp"))) == 1
+    assert s.status("another") == SavepointStatus(known=False)
+
+
+def test_without_a_path_it_lies_beside_the_state_and_is_left_alone(stream):
+    s = stream(min_versions_to_retain=1, maintenance_interval=1.0)
+    s.c.trigger_savepoint("r1", "q")
+    path = s.finish()
+    assert Path(path).parent == s.world.root / "ck/statestore/savepoints"
+    run_and_clean(s, 2, 8)
+    assert s.savepoint_rows(path) == s.at[2]
+    assert restore_savepoint(path, str(s.world.root / "new")).version == 2
+
+
+# -- hosts that go -----------------------------------------------------------------------------
+
+
+def test_the_partition_of_a_host_that_dies_half_way_is_exported_by_another(stream):
+    s = stream(n=4)
+    s.trigger()
+    s.copy_spark_files()
+    s.heartbeat(0)
+    s.batch(2)
+    s.lose(1)
+    s.batch(3)
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+
+
+def test_a_host_that_dies_while_the_stream_is_quiet_does_not_keep_it_from_being_made(stream):
+    s = stream(n=4)
+    s.trigger()
+    s.copy_spark_files()
+    s.heartbeat(0)
+    s.lose(1)
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+
+
+def test_a_partition_that_moves_half_way_is_exported_by_its_new_owner(stream):
+    s = stream(n=4, hosts=1)
+    s.trigger()
+    s.copy_spark_files()
+    s.add_host(1)
+    s.batch(2)  # the new host takes its share
+    s.hosts[0].maintenance.do_maintenance()
+    assert {i.partition for i in s.hosts[1].held.instances.values()} and len(s.hosts[0].held.instances) == 2
+    s.heartbeat(1)
+    assert s.is_pending()
+    s.heartbeat(0)
+    assert s.savepoint_rows(s.status().path) == s.at[2]
+
+
+def test_a_host_that_was_restarted_exports_what_it_has_lost(stream):
+    s = stream(n=2, hosts=1)
+    s.trigger()
+    s.copy_spark_files()
+    s.kill(0)
+    s.add_host(0, "b")
+    s.batch(2)
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+
+
+def test_a_report_that_is_lost_is_made_again(stream):
+    s = stream()
+    s.trigger()
+    s.copy_spark_files()
+    for host in s.hosts.values():
+        send, host.exports._send = host.exports._send, lost
+        s.heartbeat(int(host.info.host_id[1:]))
+        host.exports._send = send
+    assert s.is_pending()
+    s.heartbeat()
+    assert s.savepoint_rows(s.status().path) == s.at[2]
+
+
+def lost(message: SavepointExported) -> None:
+    raise UnknownHostError("the coordinator is away")
+
+
+def test_a_host_that_is_not_known_is_not_believed(stream):
+    s = stream()
+    s.trigger()
+    message = SavepointExported("run1", 3, "op", 0, "h0", "another", failure="no")
+    with pytest.raises(UnknownHostError):
+        s.c.savepoint_exported(message)
+    s.c.savepoint_exported(SavepointExported("nobody", 3, "op", 0, "h0", "a", failure="no"))
+    s.c.savepoint_exported(SavepointExported("run1", 99, "op", 0, "h0", "a", failure="no"))
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+    s.c.savepoint_exported(SavepointExported("run1", 3, "op", 0, "h0", "a", failure="too late"))
+    assert s.status().path is not None
+
+
+# -- why there is none -------------------------------------------------------------------------
+
+
+def decline(s: Stream) -> None:
+    def scan(*_: Any) -> Any:
+        raise ValueError("row 7 is odd")
+
+    s.copy_spark_files()
+    s.hosts[1].exports._held = scan
+    s.heartbeat()
+
+
+def spark_files_are_gone(s: Stream) -> None:
+    (s.world.root / "ck/offsets/1").rename(s.world.root / "removed")
+    s.copy_spark_files()
+    (s.world.root / "removed").rename(s.world.root / "ck/offsets/1")
+
+
+def take_too_long(s: Stream) -> None:
+    for _ in range(4):
+        s.world.now += 7.6
+        for host in s.hosts.values():
+            s.c.heartbeat_host(host.info.host_id, "a")
+        s.c.driver_heartbeat("run1")
+        s.c.expire()
+
+
+def end(s: Stream) -> None:
+    s.c.deactivate_instances("run1")
+
+
+def be_replaced(s: Stream) -> None:
+    s.c.register_query(s.world.registration("run2", 2, operators=(s.spec,), key_groups=G))
+
+
+def lose_the_driver(s: Stream) -> None:
+    # Longer than any savepoint may take here, but nobody has looked meanwhile.
+    s.world.now += 61
+    s.c.expire()
+
+
+def lose_the_session(s: Stream) -> None:
+    s.c.unregister_session("s")
+
+
+def storage_fails(s: Stream) -> None:
+    s.copy_spark_files()
+
+    def fail(path: str) -> None:
+        if "operators" not in path:
+            raise StorageError("disk full")
+
+    s.world.put_hook = fail
+    s.heartbeat()
+
+
+WHY = {
+    decline: ("SavepointDeclinedError", r"Savepoint 3 of run1 .*declined by op/\d: ValueError: row 7 is odd"),
+    spark_files_are_gone: ("SavepointDeclinedError", r"Savepoint 3 .*Spark's own files.*offsets/1.* does not exist"),
+    take_too_long: ("SavepointExpiredError", r"Savepoint 3 of run1"),
+    end: ("CheckpointCoordinatorShutdownError", r"Savepoint 3 of run1"),
+    be_replaced: ("CheckpointCoordinatorShutdownError", r"Savepoint 3 of run1"),
+    lose_the_driver: ("CheckpointCoordinatorShutdownError", r"Savepoint 3 of run1"),
+    lose_the_session: ("CheckpointCoordinatorShutdownError", r"Savepoint 3 of run1"),
+    storage_fails: ("SavepointFailedError", r"Savepoint 3 of run1 .*disk full"),
+}
+
+
+@pytest.mark.parametrize("happen", list(WHY), ids=lambda f: f.__name__)
+def test_it_fails_with_the_reason(stream, happen):
+    s = stream()
+    s.trigger()
+    happen(s)
+    kind, words = WHY[happen]
+    error, message = s.reason()
+    assert error == kind
+    assert re.search(words, message), message
+    assert list_savepoints(str(s.world.root / "sp")) == []
+    s.c.expire()
+    assert all(run.versions.pinned == {} for run in s.c.registries.runs.current()), "its version need not be kept"
+
+
+@pytest.mark.parametrize("happen", [decline, spark_files_are_gone, take_too_long, storage_fails])
+def test_the_stream_and_the_next_savepoint_go_on_behind_one_that_failed(stream, happen):
+    s = stream()
+    s.trigger()
+    happen(s)
+    s.reason()
+    s.world.put_hook = None
+    for host in s.hosts.values():
+        host.exports._held = host.savepoint_partitions.held
+    s.batch(2)
+    s.trigger("again")
+    assert s.savepoint_rows(s.finish("again")) == s.at[3]
+    s.c.expire()
+    assert run_of(s.c, "run1").versions.pinned == {}
+
+
+def test_one_that_is_not_late_yet_is_not_given_up(stream):
+    s = stream()
+    s.trigger()
+    s.world.now += 9.0
+    s.c.expire()
+    assert s.is_pending()
+
+
+def test_there_must_be_a_batch(stream):
+    s = stream(0)
+    for stop in (False, True):
+        with pytest.raises(InvalidRequestError, match="No batch of query q is committed yet"):
+            s.trigger(stop=stop)
+    s.begin(0, {1: 1})
+    with pytest.raises(InvalidRequestError, match="committed yet"):
+        s.trigger()
+    s.commit(0)
+    s.at[1] = {1: 1}
+    s.trigger("r2")
+    assert s.savepoint_rows(s.finish("r2")) == {1: 1}
+    assert s.status() == SavepointStatus(known=False)
+
+
+def test_a_query_must_be_named_that_runs_and_no_other(stream):
+    s = stream()
+    with pytest.raises(UnknownQueryError, match=r"'nobody'.*name \(q\)"):
+        s.c.trigger_savepoint("r1", "nobody")
+    elsewhere = str(s.world.root / "other")
+    other = s.world.registration("run9", query_id="q9", state_location=elsewhere, checkpoint_location=elsewhere)
+    assert s.c.register_query(other).refusal is None
+    with pytest.raises(UnknownQueryError, match=r"Several.*'name'.*q9"):
+        s.trigger()
+    for i, name in enumerate(("q", "run1")):
+        s.c.trigger_savepoint(f"x{i}", name, str(s.world.root / "sp"))
+        assert s.savepoint_rows(s.finish(f"x{i}")) == s.at[2]
+
+
+def test_a_spark_that_committed_a_moment_ago_is_believed(stream):
+    """The progress event may not have come yet: the savepoint is of what Spark's files say."""
+    s = stream()
+    s.begin(2, {5: 55})
+    s.world.commit_spark(2)
+    s.at[3] = {**s.at[2], 5: 55}
+    s.trigger()
+    assert s.savepoint_rows(s.finish()) == s.at[3]
+
+
+# -- stopping ----------------------------------------------------------------------------------
+
+
+def open_fails_as_held(s: Stream, batch: int) -> bool:
+    try:
+        s.hosts[0].open(TaskIdentity("run1", "op", 0, batch, uuid.uuid4().hex, uuid.uuid4().hex))
+    except BatchHeldError as error:
+        assert f"Batch {batch} " in str(error)
+        return True
+    return False
+
+
+def test_stopping_holds_the_next_batch_until_the_query_has_ended(stream):
+    s = stream()
+    s.trigger(stop=True)
+    assert open_fails_as_held(s, 2)
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+    assert open_fails_as_held(s, 2), "no sink sees a batch behind it"
+    s.c.driver_heartbeat("run1")
+    s.c.expire()
+    assert open_fails_as_held(s, 2)
+    s.c.deactivate_instances("run1")
+    assert s.status().path is not None
+
+
+def test_hosts_sleep_for_the_sake_of_batches_and_only_then(stream):
+    s, slept = stream(), []
+    for host in s.hosts.values():
+        host.exports._sleep = slept.append
+    s.trigger("beside", stop=False)
+    s.finish("beside")
+    assert slept
+    slept.clear()
+    s.trigger(stop=True)
+    s.finish()
+    assert slept == [], "no batch goes on until the query is stopped"
+
+
+def test_a_batch_that_has_begun_is_in_it(stream):
+    s = stream()
+    s.begin(2, {3: 33}, range(1))
+    s.trigger(stop=True)
+    assert s.background == [], "nothing is copied before Spark has committed it"
+    s.heartbeat()
+    s.begin(2, {3: 33, 1: None}, range(1, 2))  # its tasks are not held
+    assert not open_fails_as_held(s, 2)
+    s.commit(2)
+    assert open_fails_as_held(s, 3)
+    path = s.finish()
+    assert describe_savepoint(path).metadata.batch_id == 2
+    after = s.savepoint_rows(path)
+    first = {k for k in after if after[k] == 33}
+    assert first == {3} and after.get(1) in (None, s.at[2].get(1))
+
+
+@pytest.mark.parametrize("happen", [decline, spark_files_are_gone, take_too_long, storage_fails])
+def test_a_query_goes_on_if_the_savepoint_to_stop_with_fails(stream, happen):
+    s = stream()
+    s.trigger(stop=True)
+    assert open_fails_as_held(s, 2)
+    happen(s)
+    s.reason()
+    s.world.put_hook = None
+    for host in s.hosts.values():
+        host.exports._held = host.savepoint_partitions.held
+    s.c.expire()  # what the coordinator does once a second
+    s.batch(2)
+    s.trigger("again", stop=True)
+    assert open_fails_as_held(s, 3)
+    assert s.savepoint_rows(s.finish("again")) == s.at[3]
+
+
+def test_a_savepoint_that_cannot_even_be_begun_holds_nothing(stream):
+    s = stream()
+
+    def fail(path: str) -> None:
+        raise StorageError("disk full")
+
+    s.world.put_hook = fail
+    s.trigger(stop=True)
+    error, message = s.reason()
+    assert error == "SavepointFailedError" and "disk full" in message
+    s.world.put_hook = None
+    s.batch(2)
+    assert s.rows() == s.at[3]
+
+
+def test_only_one_can_stop_a_query(stream):
+    s = stream()
+    s.trigger(stop=True)
+    with pytest.raises(InvalidRequestError, match="being stopped with a savepoint already"):
+        s.trigger("r2", stop=True)
+    assert s.trigger(stop=True).known
+    s.trigger("r3")
+    assert s.savepoint_rows(s.finish()) == s.savepoint_rows(s.finish("r3")) == s.at[2]
+    assert open_fails_as_held(s, 2), "the other one does not let it go"
+
+
+def test_one_that_does_not_stop_holds_nothing(stream):
+    s = stream()
+    s.trigger()
+    assert not open_fails_as_held(s, 2)
+
+
+def test_the_batch_is_held_by_a_restarted_coordinator_too_as_long_as_the_driver_is_stopping(stream):
+    s = stream()
+    s.trigger(stop=True)
+    s.restart_coordinator()
+    assert open_fails_as_held(s, 2)
+    assert s.c.driver_heartbeat("run1", is_stopping=True)
+    assert open_fails_as_held(s, 2)
+    assert s.status() == SavepointStatus(known=False)
+    s.trigger(stop=True)  # the driver asks again
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+    assert s.c.driver_heartbeat("run1")
+    assert open_fails_as_held(s, 2), "the new one holds it"
+
+
+def test_a_driver_that_no_longer_wants_to_stop_has_a_restarted_coordinator_let_go(stream):
+    s = stream()
+    s.trigger(stop=True)
+    s.restart_coordinator()
+    assert s.c.driver_heartbeat("run1")
+    s.batch(2)
+    assert s.rows() == s.at[3]
+
+
+def test_a_stop_that_failed_long_ago_does_not_make_a_later_one_old(stream):
+    """Sinks have seen the batches since."""
+    s = stream()
+    s.trigger(stop=True)
+    decline(s)
+    s.reason()
+    for host in s.hosts.values():
+        host.exports._held = host.savepoint_partitions.held
+    s.c.expire()
+    s.batches(2, 5)
+    s.restart_coordinator()
+    s.trigger("again", stop=True)
+    assert s.savepoint_rows(s.finish("again")) == s.at[5]
+
+
+def test_nor_does_it_leave_out_the_batch_that_was_let_go_then(stream):
+    s = stream()
+    s.trigger(stop=True)
+    decline(s)
+    s.reason()
+    for host in s.hosts.values():
+        host.exports._held = host.savepoint_partitions.held
+    s.c.expire()
+    s.begin(2, {3: 33}, range(1))  # its tasks run, and the sink may have seen some of it
+    s.restart_coordinator()
+    s.trigger("again", stop=True)
+    assert s.background == [], "it waits for that batch"
+    assert not open_fails_as_held(s, 2)
+
+
+def test_a_batch_that_spark_has_planned_is_in_it(stream):
+    """Its tasks may be about to open: they are not held, and the savepoint waits for them."""
+    s = stream()
+    (s.world.root / "ck/offsets/2").write_text("v1\n{}")
+    s.trigger(stop=True)
+    assert s.background == []
+    s.batch(2)
+    assert open_fails_as_held(s, 3)
+    assert s.savepoint_rows(s.finish()) == s.at[3]
+
+
+# -- ids ---------------------------------------------------------------------------------------
+
+
+def test_ids_ascend_for_good_and_are_shared_with_the_manifests(stream):
+    s = stream()
+    ids = [m.id for m in s.log().manifests.values()]
+    for i in range(2):
+        s.trigger(f"r{i}")
+        ids.append(describe_savepoint(s.finish(f"r{i}")).metadata.checkpoint_id)
+        s.batch(2 + i)
+        ids.append(max(s.log().manifests))
+    assert ids == [1, 2, 3, 4, 5, 6]
+    s.trigger("dies with its coordinator")
+    s.restart_coordinator()
+    assert s.status("dies with its coordinator").known is False
+    assert s.c.trigger_savepoint("after", "name", str(s.world.root / "sp")).known
+    s.batch(4)
+    path = s.finish("after")
+    assert describe_savepoint(path).metadata.checkpoint_id == 9 and s.savepoint_rows(path) == s.at[4]
+    assert max(s.log().manifests) == 10
+    assert [(r.checkpoint_id, r.version) for r in s.log().savepoints.all()] == [(3, 2), (5, 3), (7, 4), (9, 4)]
+    assert Path(path).name == "savepoint-q-9"
+
+
+def test_a_savepoint_of_a_quiet_stream_is_made_by_a_restarted_coordinator(stream):
+    s = stream()
+    s.restart_coordinator()
+    s.trigger()
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+
+
+def test_savepoints_do_not_disturb_a_batch_that_is_being_acknowledged(stream):
+    s = stream()
+    s.begin(2, {3: 33}, range(1))
+    s.trigger()
+    assert s.savepoint_rows(s.finish()) == s.at[2]
+    s.begin(2, {3: 33}, range(1, 2))
+    s.commit(2)
+    s.at[3] = {**s.at[2], 3: 33}
+    assert {k: v for k, v in s.rows().items() if k != 3} == {k: v for k, v in s.at[3].items() if k != 3}
+    s.batch(3)
+    stats = s.c.checkpoint_stats("name")
+    assert (stats["checkpoints"]["counts"]["completed"], stats["savepoints"]["counts"]["completed"]) == (4, 1)
+    assert stats["checkpoints"]["counts"]["failed"] == 0
+
+
+# -- retention ---------------------------------------------------------------------------------
+
+
+def test_the_version_of_a_savepoint_is_not_removed_while_it_is_made(stream):
+    s = stream(0, hosts=0, min_versions_to_retain=1, maintenance_interval=1.0)
+    for i in range(2):
+        s.add_host(i, deltas_per_snapshot=1)
+    run_and_clean(s, 0, 4)
+    s.trigger()
+    s.copy_spark_files()
+    run_and_clean(s, 4, 12)
+    assert run_of(s.c, "run1").versions.oldest <= 4
+    assert s.savepoint_rows(s.finish()) == s.at[4]
+    s.c.expire()
+    run_and_clean(s, 12, 17)
+    assert run_of(s.c, "run1").versions.oldest > 12, "and let go of then"
+
+
+def test_a_savepoint_outlives_what_it_was_made_of(stream):
+    s = stream(0, hosts=0, min_versions_to_retain=1, maintenance_interval=1.0)
+    s.add_host(0, deltas_per_snapshot=1)
+    run_and_clean(s, 0, 3)
+    s.trigger()
+    path = s.finish()
+    before = {f: f.read_bytes() for f in Path(path).rglob("*") if f.is_file()}
+    s.c.expire()
+    run_and_clean(s, 3, 9)
+    assert run_of(s.c, "run1").versions.oldest > 3
+    assert {f: f.read_bytes() for f in Path(path).rglob("*") if f.is_file()} == before
+    assert s.savepoint_rows(path) == s.at[3]
+
+
+# -- going on from it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "backend"), [(1, "rocksdb"), (2, "file"), (3, "file")])
+def test_a_query_goes_on_exactly_behind_a_savepoint(stream, tmp_path, n, backend):
+    s = stream(3)
+    s.trigger(stop=True)
+    path = s.finish()
+    s.c.deactivate_instances("run1")
+    root = tmp_path / "restored"
+    restored = restore_savepoint(path, str(root / "ck"), num_partitions=n, backend=backend)
+    assert (restored.version, restored.batch_id) == (3, 2)
+    after = Stream(root, n, backend=backend, at=dict(s.at), query_id=restored.query_id)
+    try:
+        assert run_of(after.c, "run1").versions.completed == 3
+        assert after.rows() == after.at[3]
+        after.batch(3)
+        assert after.rows() == after.at[4]
+        known = sorted(after.log().manifests)
+        after.trigger("r2")
+        second = after.finish("r2")
+        assert after.savepoint_rows(second) == after.at[4]
+        assert describe_savepoint(second).metadata.checkpoint_id == known[-1] + 1
+    finally:
+        after.close()
+    assert s.savepoint_rows(path) == s.at[3]
+
+
+def test_the_coordinators_of_both_kinds_are_apart(stream):
+    """A savepoint neither queues behind a batch nor ends it."""
+    s = stream()
+    run = run_of(s.c, "run1")
+    assert isinstance(run.batch.checkpoints, CheckpointCoordinator)
+    assert s.c.registries.runs.savepoints_of("run1").coordinator is not run.batch.checkpoints
+    assert s.c.registries.runs.savepoints_of("run1").coordinator.id_counter is run.batch.checkpoints.id_counter

@@ -1,0 +1,191 @@
+"""Windowed and plain aggregates over batches against a plain model of what Spark does, in every output mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.encoding.operator_schema import OperatorSchema
+from backends.encoding.schema import StateSchema
+from coordinator_actor.messages import BatchTimes
+from spark_bridge.aggregates.aggregator import Aggregator
+from spark_bridge.aggregates.outputs import Output
+from spark_bridge.operators.aggregate import aggregate_task
+from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
+from spark_bridge.operators.aggregate.partial_aggregation import PartialTask
+from spark_bridge.task.external_sort import Limits
+from spark_bridge.task.keyed_rows import one_batch
+from spark_bridge.task.watermark import EventTime
+from tests.effort import examples
+from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
+
+AGGREGATOR = Aggregator(
+    [
+        Output("n", "count", None, None, None),
+        Output("total", "sum", "v", None, pa.int64()),
+        Output("last", "last", "v", "ts", pa.int64(), TS),
+    ]
+)
+WINDOWED = pa.schema([pa.field("window", WINDOW), pa.field("k", pa.string())])
+BY_TIME = pa.schema([pa.field("ts", TS), pa.field("k", pa.string())])
+BY_KEY = pa.schema([pa.field("k", pa.string())])
+SMALL = Limits(memory=2000, step_rows=3, step_bytes=500, fan_in=2)
+
+Row = tuple[Any, ...]
+events = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", None]), st.none() | st.integers(0, 120), st.none() | st.integers(-5, 5)),
+    max_size=12,
+)
+
+
+def logic_of(keys: pa.Schema, mode: str, event_time: EventTime | None, limits: Limits | None = None) -> AggregateLogic:
+    output = pa.schema([*reversed(list(keys)), *AGGREGATOR.result_fields])
+    return AggregateLogic(
+        StateSchema(keys, AGGREGATOR.state_schema), AGGREGATOR, output, mode, event_time, limits=limits
+    )
+
+
+def run_of(logic: AggregateLogic, num_partitions: int) -> OperatorRun:
+    schema = OperatorSchema.of_rows(logic.schema, tuple(reversed(logic.schema.key.names)))
+    return OperatorRun(logic, schema, logic.schema.key.names, num_partitions)
+
+
+def windows_of(ts: int | None, length: int, slide: int) -> list[tuple[int, int]]:
+    """The windows that Spark puts a time into."""
+    if ts is None:
+        return []
+    last = ts - ts % slide
+    return [(start, start + length) for start in range(last, ts - length, -slide)]
+
+
+class Model:
+    """Spark's StateStoreSaveExec: rows by key, and the time of a key in seconds by its first part (None: never)."""
+
+    def __init__(self, mode: str, time_of: Any) -> None:
+        self.mode = mode
+        self.time_of = time_of
+        self.state: dict[Any, list[Row]] = {}
+        self.late = self.removed = 0
+
+    def batch(self, rows: list[tuple[Any, Row]], times: BatchTimes) -> dict[Any, Row]:
+        def is_done(key: Any, watermark_ms: int) -> bool:
+            time = self.time_of(key) if self.mode != "complete" else None
+            return time is not None and time * 1000 <= watermark_ms
+
+        kept = [(key, row) for key, row in rows if not is_done(key, times.late_watermark_ms)]
+        self.late = len(rows) - len(kept)
+        for key, row in kept:
+            self.state.setdefault(key, []).append(row)
+        done = [key for key in self.state if is_done(key, times.watermark_ms)]
+        emitted = {"update": {key for key, _ in kept}, "append": done, "complete": list(self.state)}[self.mode]
+        results = {key: self.results(self.state[key]) for key in emitted}
+        for key in done:
+            del self.state[key]
+        self.removed = len(done)
+        return results
+
+    @staticmethod
+    def results(rows: list[Row]) -> Row:
+        values = [v for _, v in rows if v is not None]
+        timed = [(ts, v is not None, v or 0) for ts, v in rows if ts is not None]
+        _, some, last = max(timed, default=(0, False, 0))
+        return len(rows), sum(values) if values else None, last if some else None
+
+
+def check(logic: AggregateLogic, model: Model, batches: list[list[tuple[Any, Row]]], partitions: int, cut: int) -> None:
+    """Rows come as (key columns as stored, (ts, v))."""
+    names = logic.schema.key.names
+    rest = [] if "ts" in names else [pa.field("ts", TS)]
+    schema = pa.schema([*logic.schema.key, *rest, pa.field("v", pa.int64())])
+    run, watermark = run_of(logic, partitions), Watermark(delay_s=10)
+    for rows in [*batches, [], []]:
+        times = watermark.times()
+        flat = [(*key, *(row if rest else row[1:])) for key, row in rows]
+        emitted = run.batch(batch_of(schema, flat), times, [cut, cut + 2])
+        expected = model.batch(rows, times)
+        got = {tuple(seconds(e[n]) for n in names): (e["n"], e["total"], e["last"]) for e in emitted}
+        assert got == expected
+        assert len(emitted) == len(got), "a key was emitted twice"
+        assert [list(e) for e in emitted[:1]] in ([], [logic.output.names])
+        assert run.size("default") == len(model.state)
+        assert run.figures.num_rows_dropped_by_watermark == model.late
+        assert run.figures.num_rows == len(rows) - model.late
+        assert run.figures.num_rows_removed == model.removed
+        watermark.advance(row[0] for _, row in rows)
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(
+    st.lists(events, max_size=4),
+    st.sampled_from(["update", "append", "complete"]),
+    st.sampled_from([(10, 10), (20, 5), (30, 20)]),
+    st.sampled_from([1, 3]),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_windows_in_every_output_mode_as_in_spark(
+    batches: list[list[Row]], mode: str, length: tuple[int, int], partitions: int, cut: int, small: bool
+) -> None:
+    limits = SMALL if small else None
+    logic = logic_of(WINDOWED, mode, EventTime("window", True, length[0] * SECOND), limits)
+    rows = [[((w, k), (ts, v)) for k, ts, v in batch for w in windows_of(ts, *length)] for batch in batches]
+    check(logic, Model(mode, lambda key: key[0][1]), rows, partitions, cut)
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(st.lists(events, max_size=4), st.sampled_from(["update", "append", "complete"]), st.sampled_from([1, 3]))
+def test_windows_of_several_lengths_go_by_their_ends(batches: list[list[Row]], mode: str, partitions: int) -> None:
+    """As an upstream operator's sessions may be: nothing is known of their lengths."""
+    logic = logic_of(WINDOWED, mode, EventTime("window", True))
+    rows = [[(((ts, ts + 5 + 7 * (v or 0) % 40), k), (ts, v)) for k, ts, v in b if ts is not None] for b in batches]
+    check(logic, Model(mode, lambda key: key[0][1]), rows, partitions, 2)
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(st.lists(events, max_size=4), st.sampled_from(["update", "append", "complete"]), st.sampled_from([1, 3]))
+def test_event_time_itself_as_a_key(batches: list[list[Row]], mode: str, partitions: int) -> None:
+    rows = [[((ts, k), (ts, v)) for k, ts, v in batch] for batch in batches]
+    check(logic_of(BY_TIME, mode, EventTime("ts")), Model(mode, lambda key: key[0]), rows, partitions, 3)
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(st.lists(events, max_size=4), st.sampled_from(["update", "complete"]), st.sampled_from([1, 3]), st.booleans())
+def test_keys_without_event_time_stay_for_good(
+    batches: list[list[Row]], mode: str, partitions: int, small: bool
+) -> None:
+    rows = [[((k,), (ts, v)) for k, ts, v in batch] for batch in batches]
+    check(logic_of(BY_KEY, mode, None, SMALL if small else None), Model(mode, lambda _: None), rows, partitions, 1)
+
+
+@pytest.mark.parametrize("mode", ["update", "append", "complete"])
+@pytest.mark.parametrize("limits", [None, Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)])
+def test_many_keys_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aggregate_task, "FIXED_KEYS_PER_STEP", 7)
+    monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)
+    logic = logic_of(WINDOWED, mode, EventTime("window", True, 10 * SECOND), limits)
+    batches = [
+        [(((w, w + 10), f"k{i % 61}"), (w + i % 10, i)) for i in range(700) for w in [base + i % 7 * 10]]
+        for base in (0, 30, 200)
+    ]
+    check(logic, Model(mode, lambda key: key[0][1]), batches, 2, 100)
+
+
+@pytest.mark.parametrize("num_keys", [3, 500])
+def test_rows_aggregated_ahead_give_what_rows_give(num_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 100)
+    logic = logic_of(WINDOWED, "update", EventTime("window", True, 10 * SECOND))
+    schema = pa.schema([*WINDOWED, pa.field("ts", TS), pa.field("v", pa.int64())])
+    rows = batch_of(schema, [((w, w + 10), f"k{i % num_keys}", w + i % 9, i) for i in range(400) for w in [i % 3 * 10]])
+    direct = run_of(logic, 2).batch(rows, BatchTimes())
+
+    columns = pa.schema([*WINDOWED, *AGGREGATOR.state_schema])
+    ahead = list(PartialTask(logic, columns).run(rows.slice(i, 100) for i in range(0, 400, 100)))
+    assert sum(part.num_rows for part in ahead) == (400 if num_keys == 500 else 4 * 3)
+    together = one_batch(ahead)
+    merged = run_of(replace(logic, is_partial=True), 2).batch(together, BatchTimes())
+    assert sorted(map(repr, merged)) == sorted(map(repr, direct))

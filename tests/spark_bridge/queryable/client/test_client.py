@@ -1,0 +1,776 @@
+"""The client against real hosts, proxies and a coordinator in this process."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+
+from spark_bridge.exceptions import (
+    AccessDeniedError,
+    HostUnavailableError,
+    QueryableStateError,
+    QueryEndedError,
+    QueryTimeoutError,
+    RequestError,
+    RequestLimitError,
+    StateVersionError,
+    TooManyRequestsError,
+    UnknownKeyOrNamespaceError,
+    UnknownKvStateIdError,
+    UnknownOperatorError,
+)
+from spark_bridge.operators.aggregate.session_task import SessionLogic
+from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
+from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of
+from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.routing.router import StateRouter
+from spark_bridge.queryable.server.request_limits import RequestLimits
+from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
+from tests.coordinator_actor.coordinator_world import World
+from tests.patience import HANG, PATIENCE
+from tests.spark_bridge.operators.operator_runs import TS, WINDOW
+from tests.spark_bridge.queryable.client.client_rows import MINUTE, NINE, ROWS, UntilGone, bounds, windowed
+from tests.spark_bridge.queryable.client_world import TOKEN, Cluster, served
+from tests.spark_bridge.queryable.memory_reads import eventually
+from tests.spark_bridge.state_flows import Flow, Query
+from tests.spark_bridge.variable_operations import AGGREGATOR
+
+NAMES = {i: (i, f"user {i}") for i in range(200)}
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Users 0 to 199 at version 1; at version 2, user 7 is gone, and 8 and None are (80, None). Only read."""
+    made = Cluster(tmp_path_factory.mktemp("filled"))
+    made.batch(NAMES)
+    made.batch({7: None, 8: (80, "eight"), None: (1, "nobody")})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", params=["direct", "forwarded"])
+def client(filled: Cluster, request: pytest.FixtureRequest) -> QueryableStateClient:
+    made: QueryableStateClient = filled.client(direct=request.param == "direct")
+    return made
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    made: list[Cluster] = []
+
+    def make(**arguments: Any) -> Cluster:
+        made.append(Cluster(tmp_path, **arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+# -- values ----------------------------------------------------------------------------------
+
+
+def test_get_returns_a_dict_or_none(client: QueryableStateClient) -> None:
+    for _ in range(2):  # the second time the short way
+        assert client.get("totals", 5) == {"n": 5, "name": "user 5"}
+        assert client.get("totals", (5,)) == client.get("totals", {"user": 5}) == {"n": 5, "name": "user 5"}
+        assert client.get("totals", np.int8(5)) == client.get("totals", 5.0) == {"n": 5, "name": "user 5"}
+        assert client.get("totals", None) == {"n": 1, "name": "nobody"}
+        assert client.get("totals", 7) is None
+        assert client.get("totals", 5, query="name", state="default") == {"n": 5, "name": "user 5"}
+
+
+def test_versions_and_isolations(client: QueryableStateClient) -> None:
+    assert client.get("totals", 8) == client.get("totals", 8, isolation="latest") == {"n": 80, "name": "eight"}
+    assert client.get("totals", 8, version=1) == {"n": 8, "name": "user 8"}
+    assert client.get("totals", 7, version=1) == {"n": 7, "name": "user 7"}
+    assert client.get_many("totals", [7, 8], version=1).column("n").to_pylist() == [7, 8]
+    assert client.count("totals", version=1) == 200
+    assert client.scan("totals", version=1, where=[("n", "=", 8)]).to_pylist() == [
+        {"user": 8, "n": 8, "name": "user 8"}
+    ]
+    with pytest.raises(StateVersionError, match="9"):
+        client.get("totals", 8, version=9)
+    for wrong in ({"version": -1}, {"version": "1"}, {"isolation": "dirty"}, {"version": 1, "isolation": "latest"}):
+        with pytest.raises(RequestError):
+            client.get("totals", 8, **wrong)  # type: ignore[arg-type]
+
+
+def test_get_many_has_a_row_per_key_asked_in_that_order(client: QueryableStateClient) -> None:
+    table = client.get_many("totals", [9, 7, None, 9, 1000])
+    assert table.schema.names == ["user", "n", "name"]
+    assert table.to_pydict() == {
+        "user": [9, 7, None, 9, 1000],
+        "n": [9, None, 1, 9, None],
+        "name": ["user 9", None, "nobody", "user 9", None],
+    }
+    assert client.get_many("totals", iter([9])).to_pylist() == [{"user": 9, "n": 9, "name": "user 9"}]
+    empty = client.get_many("totals", [])
+    assert (empty.num_rows, empty.schema) == (0, table.schema)
+    assert client.get_many("totals", {"user": [9]}, as_="pylist") == [{"user": 9, "n": 9, "name": "user 9"}]
+    assert client.get_many("totals", pd.Series([9]), as_="pandas").equals(table.slice(0, 1).to_pandas())
+    assert client.get_many("totals", pl.Series([9]), as_="polars").equals(pl.from_arrow(table.slice(0, 1)))
+    shuffled = np.random.default_rng(1).permutation(200)
+    assert client.get_many("totals", shuffled).column("user").to_pylist() == shuffled.tolist()
+
+
+def test_more_keys_than_a_host_allows_are_asked_in_several_requests(cluster: Callable[..., Cluster]) -> None:
+    small = cluster(limits=RequestLimits(max_keys=16))
+    small.batch(NAMES)
+    for direct in (True, False):
+        client = small.client(direct=direct)
+        assert client.get_many("totals", list(NAMES)).column("n").to_pylist() == list(NAMES)
+        assert sorted(client.key_rows("totals", list(NAMES), columns=["n"]).to_arrow()["n"].to_pylist()) == list(NAMES)
+
+
+def test_lists_and_maps_of_more_keys_than_a_host_allows(tmp_path: Path) -> None:
+    def fill(n: int) -> Callable[[Any], None]:
+        def of(state: Any) -> None:
+            state.visits.appendList([("/", n), ("/b", n)])
+            state.pages.updateValue(("/a", "x"), (n, None))
+
+        return of
+
+    flow = Flow(tmp_path)
+    flow.batch({("k", n): fill(n) for n in range(30)})
+    keys: list[Any] = [("k", n) for n in [*range(30), 99, 3]]
+    with served(flow, RequestLimits(max_keys=4)) as client:
+        visits = client.get_many("op", keys, state="visits", as_="pylist")
+        expected = [{"page": "/", "at": 3}, {"page": "/b", "at": 3}]
+        assert [row["list_value"] for row in visits][3] == visits[-1]["list_value"] == expected
+        assert [row["list_value"] and row["list_value"][1]["at"] for row in visits] == [*range(30), None, 3]
+        pages = client.get_many("op", keys, state="pages", as_="pylist")
+        assert [row["map_value"] and row["map_value"][0][1]["n"] for row in pages] == [*range(30), None, 3]
+        assert client.key_rows("op", keys, state="visits").to_arrow().num_rows == 60
+    flow.close()
+
+
+def test_what_was_answered_before_a_limit_is_not_asked_for_again(
+    filled: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And columns are in chunks, as all of one may be more than an Arrow array can have."""
+    monkeypatch.setattr("spark_bridge.queryable.client.key_lookups.KEYS_PER_REQUEST", 80)
+    client = filled.client(direct=True)
+    asked: list[int] = []
+    lookup = client._router.lookup
+
+    def limited(location: Any, family: str, keys: pa.BinaryArray, *args: Any) -> Any:
+        if asked and len(keys) > 30:
+            raise RequestLimitError("too many")
+        asked.append(len(keys))
+        return lookup(location, family, keys, *args)
+
+    monkeypatch.setattr(client._router, "lookup", limited)
+    users = [k for k in NAMES if k not in (7, 8)]
+    table = client.get_many("totals", users)
+    assert table.column("user").to_pylist() == table.column("n").to_pylist() == users
+    assert (asked[0], sum(asked), max(asked[1:])) == (80, len(users), 20)
+    assert table.column("n").num_chunks == len(asked)
+
+
+# -- scans -----------------------------------------------------------------------------------
+
+
+def test_scans_have_all_rows_and_can_be_bounded(client: QueryableStateClient) -> None:
+    with client.scan("totals") as rows:
+        assert rows.version == 2
+        assert rows.schema.names == ["user", "n", "name"]
+        table = pa.Table.from_batches(list(rows))
+    assert sorted(table.column("user").to_pylist(), key=repr) == sorted([None, *(NAMES.keys() - {7})], key=repr)
+
+    def users(**asked: Any) -> list[int]:
+        return sorted(client.scan("totals", columns=["user"], **asked).to_arrow().column("user").to_pylist())
+
+    assert users(start=6, end=10) == users(start=(6,), end=(10,)) == [6, 8, 9]
+    assert users(prefix=6) == users(prefix=(6,)) == [6]
+    assert users(where=[("n", ">=", 197), ("name", "!=", "user 198")]) == [197, 199]
+    assert users(where=[("name", "in", ["user 3", "eight", "x"])]) == [3, 8]
+    assert len(users(limit=5)) == 5
+    assert users(limit=0) == []
+    assert client.count("totals") == 200
+    assert client.count("totals", start=6, end=10) == client.count("totals", where=[("user", "in", [6, 8, 9])]) == 3
+    everything = client.scan("totals", columns=["partition_id", "key_group", "user"], limit=1)
+    assert everything.to_arrow().schema.names == ["partition_id", "key_group", "user"]
+
+
+def test_a_scan_in_every_form(client: QueryableStateClient) -> None:
+    one = [{"user": 3, "n": 3, "name": "user 3"}]
+
+    def scan() -> Any:
+        return client.scan("totals", prefix=3)
+
+    assert scan().to_pylist() == one
+    assert scan().to_arrow().to_pylist() == one
+    assert scan().to_reader().read_all().to_pylist() == one
+    assert scan().to_pandas().to_dict("records") == one
+    assert scan().to_polars().to_dicts() == one
+    closed = scan()
+    closed.close()
+    assert list(closed) == []
+
+
+def test_the_rows_of_some_keys(client: QueryableStateClient) -> None:
+    rows = client.key_rows("totals", [8, 7, 8], columns=["n", "user"])
+    assert rows.version == 2
+    assert rows.to_pylist() == [{"n": 80, "user": 8}]
+    assert client.key_rows("totals", [8]).schema.names == ["user", "n", "name"]
+
+
+# -- what there is, and what there is not ------------------------------------------------------
+
+
+def test_operators_and_description(
+    client: QueryableStateClient, filled: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_bridge.queryable.server.client_proxy.DESCRIBE_SECONDS", PATIENCE)
+    client.get("totals", 1)
+    (operator,) = client.operators()
+    assert (operator["operator"], operator["query_name"], operator["completed_version"]) == ("totals", "name", 2)
+    described = client.describe("totals")
+    assert described["key"] == [{"name": "user", "type": "int64"}]
+    assert [c["name"] for c in described["states"][0]["columns"]] == ["user", "n", "name"]
+    assert {p["address"] for p in described["partitions"]} == {h.address for h in filled.hosts}
+    assert len(described["hosts"]) == 2
+    assert described["requests"]["lookup"]["requests"] >= 1
+
+
+def test_errors_say_what_was_asked_and_what_exists(client: QueryableStateClient) -> None:
+    with pytest.raises(UnknownOperatorError, match=r"'nothing'.*'totals'"):
+        client.get("nothing", 1)
+    with pytest.raises(UnknownOperatorError, match="'other'"):
+        client.get("totals", 1, query="other")
+    with pytest.raises(UnknownKvStateIdError, match=r"'state'.*'default' \(rows\)"):
+        client.get("totals", 1, state="state")
+    for _ in range(2):
+        with pytest.raises(UnknownKeyOrNamespaceError, match=r"1\.5.*user: int64"):
+            client.get("totals", 1.5)
+        client.get("totals", 1)
+    with pytest.raises(UnknownKeyOrNamespaceError, match="'x'"):
+        client.get_many("totals", [1, "x"])
+    with pytest.raises(RequestError, match="'spark'"):
+        client.get_many("totals", [1], as_="spark")
+    with pytest.raises(RequestError, match="'nothing'"):
+        client.scan("totals", columns=["nothing"])
+    with pytest.raises(RequestError, match="no windows"):
+        client.get("totals", 1, window=dt.datetime(2024, 1, 1))
+    with pytest.raises(RequestError, match="limit"):
+        client.scan("totals", limit=-1)
+
+
+def test_no_token_no_answer(filled: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = filled.hosts[0].address
+    with pytest.raises(QueryableStateError, match="token"):
+        QueryableStateClient.connect(address=address)
+    with QueryableStateClient.connect(address=address, token="wrong", timeout=PATIENCE) as stranger:
+        with pytest.raises(AccessDeniedError):
+            stranger.get("totals", 1)
+        with pytest.raises(AccessDeniedError):
+            stranger.operators()
+    monkeypatch.setenv("STATESTORE_ADDRESS", f"statestore://{address}")
+    monkeypatch.setenv("STATESTORE_TOKEN", TOKEN)
+    with QueryableStateClient.connect(timeout=PATIENCE) as known:
+        assert known.get("totals", 1) == {"n": 1, "name": "user 1"}
+
+
+def test_addresses() -> None:
+    assert addresses_of("statestore://10.0.0.1:70, 10.0.0.2:71") == ["10.0.0.1:70", "10.0.0.2:71"]
+    assert addresses_of(["[::1]:70/"]) == ["[::1]:70"]
+    for wrong in ("grpc://10.0.0.1:70:80", "10.0.0.1", "10.0.0.1:x", "", []):
+        with pytest.raises(RequestError, match="address"):
+            addresses_of(wrong)
+
+
+def test_nobody_answers_is_a_timeout_that_names_the_last_failure() -> None:
+    with QueryableStateClient.connect(address="127.0.0.1:1", token=TOKEN, timeout=0.3) as client:
+        failure = r"HostUnavailableError.*127\.0\.0\.1:1"
+        with pytest.raises(QueryTimeoutError, match=rf"get\('totals', 1\).*within 0\.3 s.*{failure}"):
+            client.get("totals", 1)
+        with pytest.raises(QueryTimeoutError, match=rf"operators.*{failure}"):
+            client.operators(timeout=0.1)
+
+
+@pytest.mark.parametrize("error", [HostUnavailableError("it hangs"), TooManyRequestsError("busy")])
+def test_a_lookup_that_fails_has_one_deadline(
+    filled: Cluster, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    client = filled.client(direct=True, timeout=HANG)
+    assert client.get("totals", 5) == {"n": 5, "name": "user 5"}
+    asked: list[float] = []
+
+    def lookup_one(location: Any, family: str, key: bytes, at: Any, deadline: float) -> Any:
+        asked.append(time.monotonic())
+        if isinstance(error, HostUnavailableError):
+            time.sleep(max(0.0, deadline - time.monotonic()))
+        raise error
+
+    def attempts() -> int:
+        asked.clear()
+        begun = time.monotonic()
+        with pytest.raises(QueryTimeoutError, match=rf"within 0\.4 s.*{error}"):
+            client.get("totals", 5, timeout=0.4)
+        assert time.monotonic() - begun < PATIENCE
+        return len(asked)
+
+    monkeypatch.setattr(client._router, "lookup_one", lookup_one)
+    if isinstance(error, HostUnavailableError):
+        assert attempts() == 1
+    else:
+        # Again if the machine stood still: all the time was over with the first attempt then.
+        eventually(lambda: attempts() > 1)
+        assert asked[1] - asked[0] >= 0.01, "who is busy is left alone for a moment"
+
+
+# -- when hosts, coordinator and queries come and go -------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_killed_host_makes_answers_slower_and_not_wrong(cluster: Callable[..., Cluster], direct: bool) -> None:
+    c = cluster()
+    c.batch(NAMES)
+    client = c.client(direct=direct)
+    expected = [client.get("totals", k) for k in range(20)]
+    c.hosts[1].kill()
+    threading.Timer(0.3, c.replace_host, [1]).start()
+    assert [client.get("totals", k) for k in range(20)] == expected
+    assert client.get_many("totals", list(NAMES)).column("n").to_pylist() == list(NAMES)
+    assert client.count("totals") == 200
+
+
+@pytest.mark.parametrize("given", [(0, 1), (0,)])
+def test_a_client_goes_on_with_another_proxy(cluster: Callable[..., Cluster], given: tuple[int, ...]) -> None:
+    """With another given proxy, or with one that the first one has named; a restarted host has another address."""
+    c = cluster()
+    c.batch(NAMES)
+    client = c.client(hosts=given)
+    assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
+    c.hosts[0].kill()
+    c.replace_host(0)
+    assert [client.get("totals", k)["n"] for k in range(20)] == list(range(20))
+    assert client.operators()[0]["operator"] == "totals"
+    assert client.scan("totals").to_arrow().num_rows == 200
+
+
+def test_a_replaced_coordinator_is_not_noticed(cluster: Callable[..., Cluster]) -> None:
+    c = cluster()
+    c.batch(NAMES)
+    client = c.client(direct=True)
+    assert client.get("totals", 3) is not None
+    c.replace_coordinator()
+    assert client.get("totals", 4) == {"n": 4, "name": "user 4"}
+    with c.client() as another:
+        assert another.get("totals", 4) == {"n": 4, "name": "user 4"}
+
+
+def test_a_restarted_query_is_found_again_with_other_partitions(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("known_operators", "client"):  # it is not by chance that the location is looked up again
+        monkeypatch.setattr(f"spark_bridge.queryable.client.{module}.REFRESH_SECONDS", 1000.0)
+    c = cluster()
+    c.batch(NAMES)
+    client = c.client(direct=True)
+    assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
+    c.partitions = 7
+    c.start("run2")
+    c.batch({3: (33, "again")})
+    assert client.get("totals", 3) == {"n": 33, "name": "again"}
+    assert client.get("totals", 4) == {"n": 4, "name": "user 4"}
+    assert client.count("totals") == 200
+
+
+def test_an_ended_query_says_so(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    c = cluster()
+    c.batch(NAMES)
+    client = c.client()
+    assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
+    c.c.deactivate_instances("run1")
+    for h in c.hosts:
+        h.host.heartbeat()
+    # One that has had answers waits for the query to be started again.
+    with monkeypatch.context() as patched, pytest.raises(QueryEndedError, match="'totals', ended"):
+        patched.setattr("spark_bridge.queryable.client.cluster_access.Attempts", UntilGone)
+        client.get("totals", 3)
+    with c.client() as another, pytest.raises(QueryEndedError, match="ended"):
+        another.get("totals", 3)
+    threading.Timer(0.3, c.start, ["run2"]).start()
+    assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
+
+
+def test_no_answer_is_older_than_one_before(cluster: Callable[..., Cluster]) -> None:
+    """A host that has not heard of a version yet asks for it, if the client has seen it."""
+    c = cluster()
+    c.batch(NAMES)
+    client = c.client(direct=True)
+    keys = list(range(30))
+    for n in range(2, 6):
+        c.batch({k: (k + n, "x") for k in keys}, complete=False)
+        c.c.batch_committed(c.run, c.version - 1)
+        c.hosts[n % 2].host.heartbeat()  # the other one hears of it later
+        seen = -1
+        for k in [*keys, *keys]:
+            version = client.get("totals", k)["n"] - k
+            assert version >= seen
+            seen = version
+        assert len({row["n"] - row["user"] for row in client.get_many("totals", keys, as_="pylist")}) == 1
+        for h in c.hosts:
+            h.host.heartbeat()
+        assert client.get("totals", 0)["n"] == n
+
+
+def test_locations_are_refreshed_behind_the_back_of_lookups(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = cluster()
+    c.batch(NAMES)
+    client = c.client(direct=True)
+    client.get("totals", 3)
+    first = client._access.known(("totals", None), time.monotonic() + PATIENCE)
+    monkeypatch.setattr("spark_bridge.queryable.client.known_operators.REFRESH_SECONDS", 0.01)
+    monkeypatch.setattr("spark_bridge.queryable.client.client.REFRESH_SECONDS", 0.01)
+    deadline = time.monotonic() + PATIENCE
+    while client._access.known(("totals", None), time.monotonic() + PATIENCE).location is first.location:
+        assert client.get("totals", 3) == {"n": 3, "name": "user 3"}
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- in the cluster --------------------------------------------------------------------------
+
+
+def test_a_client_that_asks_the_coordinator_finds_all_hosts(filled: Cluster) -> None:
+    connections = KvConnections(TOKEN)
+    entry = CoordinatorDiscovery(filled.c)
+    with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:
+        assert client.operators()[0]["operator"] == "totals"
+        assert client.get("totals", 5) == {"n": 5, "name": "user 5"}
+        assert len(client.describe("totals")["hosts"]) == 2
+        with pytest.raises(UnknownOperatorError, match="'totals'"):
+            client.get("nothing", 5)
+
+
+def test_who_has_little_time_waits_for_the_coordinator_no_longer(
+    filled: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_bridge.queryable.client.discovery.COORDINATOR_SECONDS", 2 * PATIENCE)
+    given: list[float] = []
+
+    def within(seconds: float) -> Any:
+        given.append(seconds)
+        return filled.c
+
+    entry = CoordinatorDiscovery(filled.c, within)
+    assert entry.proxy()
+    entry.locate("totals", None, time.monotonic() + 3 * PATIENCE)
+    assert given == []
+    entry.locate("totals", None, time.monotonic() + PATIENCE)
+    assert 0 < given[0] <= PATIENCE
+    with pytest.raises(HostUnavailableError, match="no time left"):
+        entry.locate("totals", None, time.monotonic() - 1)
+
+
+def test_without_queries_there_are_no_operators(tmp_path: Path) -> None:
+    connections = KvConnections(TOKEN)
+    entry = CoordinatorDiscovery(World(tmp_path).coordinator())
+    with QueryableStateClient(entry, connections, StateRouter(connections), PATIENCE) as client:
+        assert client.operators() == []
+
+
+# -- threads and processes ---------------------------------------------------------------------
+
+
+def test_many_threads_share_a_client(filled: Cluster) -> None:
+    client = filled.client(direct=True)
+    failures: list[BaseException] = []
+
+    def ask(begin: int) -> None:
+        try:
+            for k in range(begin, begin + 50):
+                expected = None if k == 7 else {"n": 80, "name": "eight"} if k == 8 else {"n": k, "name": f"user {k}"}
+                assert client.get("totals", k) == expected
+        except BaseException as error:  # noqa: BLE001 - the test raises it
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask, args=(begin,)) for begin in (0, 50, 100, 150)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_process_that_forks_goes_on_with_its_client(filled: Cluster) -> None:
+    """Parent and child ask through one client object, each on connections of its own."""
+    code = f"""
+import os
+from spark_bridge import QueryableStateClient
+where = dict(address={filled.hosts[0].address!r}, token={TOKEN!r}, timeout={PATIENCE}, direct=True)
+client = QueryableStateClient.connect(**where)
+assert client.get("totals", 5)["n"] == 5
+child = os.fork()
+for k in range(100, 150):
+    assert client.get("totals", k)["n"] == k
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG, env=in_this_tree())
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        # All that is not msgspec, numpy, pyarrow or xxhash.
+        storage, tools = ("rocksdict", "obstore"), ("pandas", "psutil", "rich", "typer", "polars")
+        if name.split(".")[0] in ("ray", "pyspark", "raydp", *storage, *tools):
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_a_process_with_neither_ray_nor_spark_nor_rocksdb(filled: Cluster) -> None:
+    code = f"""{BLOCKED}
+import asyncio
+from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
+from spark_bridge.exceptions import EnvironmentProblemError
+
+where = dict(address={filled.hosts[0].address!r}, token={TOKEN!r}, timeout={PATIENCE})
+for direct in (True, False):
+    with QueryableStateClient.connect(**where, direct=direct) as client:
+        assert client.get("totals", 5) == {{"n": 5, "name": "user 5"}}
+        assert client.get_many("totals", [5, 7]).column("n").to_pylist() == [5, None]
+        assert client.scan("totals", prefix=5).to_pylist() == [{{"user": 5, "n": 5, "name": "user 5"}}]
+        assert client.count("totals") == 200
+        assert client.describe("totals")["operator"] == client.operators()[0]["operator"] == "totals"
+        with client.watch("totals", keys=[8], from_version=1) as changes:
+            assert next(changes).version == 2
+
+async def main():
+    async with await AsyncQueryableStateClient.connect(**where) as client:
+        assert (await client.get("totals", 5))["n"] == 5
+
+asyncio.run(main())
+try:
+    QueryableStateClient.connect()
+except EnvironmentProblemError as error:
+    assert "STATESTORE_ADDRESS" in str(error)
+else:
+    raise AssertionError("connected without Ray")
+assert not [m for m in ("ray", "pyspark", "rocksdict", "obstore") if m in sys.modules]
+of_hosts = ("host", "host_actor", "task", "session", "operators", "stateful", "queryable.server", "queryable.reads")
+assert not [m for m in sys.modules if m.startswith(tuple(f"spark_bridge.{{one}}" for one in of_hosts))]
+of_storage = ("backends.partition", "backends.engines", "backends.storage.checkpoint")
+assert not [m for m in sys.modules if m.startswith(of_storage)]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG, env=in_this_tree())
+
+
+def in_this_tree() -> dict[str, str]:
+    root = Path(__file__).parents[4]
+    return {**os.environ, "PYTHONPATH": str(root)}
+
+
+# -- lists, maps, timers -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QueryableStateClient]:
+    """User a of shard 1 has something in every variable; b of 2 only a value."""
+
+    def fill(of: Any) -> None:
+        of.total.update((3, "u3"))
+        of.visits.appendList([("/", 1), (None, 2)])
+        of.pages.updateValue(("/a", "x"), (1, ("text",)))
+        of.pages.updateValue(("/b", "y"), (2, None))
+        of.timers.registerTimer(5000)
+        of.timers.registerTimer(4000)
+
+    flow = Flow(tmp_path_factory.mktemp("processor"))
+    flow.batch({("a", 1): fill, ("b", 2): lambda of: of.total.update((4, None))})
+    with served(flow) as client:
+        yield client
+    flow.close()
+
+
+VISITS = [{"page": "/", "at": 1}, {"page": None, "at": 2}]
+
+
+def test_state_variables_by_key(processor: QueryableStateClient) -> None:
+    assert processor.get("op", ("a", 1), state="total") == {"n": 3, "user": "u3"}
+    assert processor.get("op", ("a", 1), state="visits") == VISITS
+    assert processor.get("op", {"shard": 1, "user": "a"}, state="pages") == {
+        ("/a", "x"): {"n": 1, "note": {"text": "text"}},
+        ("/b", "y"): {"n": 2, "note": None},
+    }
+    assert processor.get("op", ("a", 1), state="timers") == [4000, 5000]
+    for state in ("visits", "pages", "timers"):
+        assert processor.get("op", ("b", 2), state=state) is None
+    with pytest.raises(UnknownKvStateIdError, match=r"'total'.*'visits'.*'pages'"):
+        processor.get("op", ("a", 1))
+
+
+def test_state_variables_of_many_keys(processor: QueryableStateClient) -> None:
+    keys = [("b", 2), ("a", 1), ("c", 3), ("a", 1)]
+    table = processor.get_many("op", keys, state="total")
+    assert table.to_pydict() == {
+        "user": ["b", "a", "c", "a"],
+        "shard": [2, 1, 3, 1],
+        "n": [4, 3, None, 3],
+        "user__value": [None, "u3", None, "u3"],
+    }
+    visits = processor.get_many("op", keys, state="visits")
+    assert visits.schema.names == ["user", "shard", "list_value"]
+    assert visits.column("list_value").to_pylist() == [None, VISITS, None, VISITS]
+    pages = processor.get_many("op", pl.DataFrame({"user": ["a"], "shard": [1]}), state="pages")
+    ((first, _),) = [dict(enumerate(row)).values() for row in pages.column("map_value").to_pylist()]
+    assert first == ({"page": "/a", "user": "x"}, {"n": 1, "note": {"text": "text"}})
+    assert processor.get_many("op", keys, state="timers").column("timers").to_pylist()[:2] == [None, [4000, 5000]]
+    empty = processor.get_many("op", [], state="visits")
+    assert (empty.num_rows, empty.schema) == (0, visits.schema)
+
+
+def test_state_variables_are_scanned_row_by_row(processor: QueryableStateClient) -> None:
+    assert processor.scan("op", "visits", prefix=("a",)).to_pylist() == [{"user": "a", "shard": 1, **v} for v in VISITS]
+    assert processor.scan("op", "pages", prefix="a", columns=["page"]).to_arrow().column(0).to_pylist() == ["/a", "/b"]
+    assert processor.count("op", "timers") == 2
+    rows = processor.key_rows("op", [("a", 1)], "visits")
+    assert rows.to_pylist() == [{"user": "a", "shard": 1, **v} for v in VISITS]
+
+
+# -- windows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "by"),
+    [
+        (("window", "user"), ("user", "window")),
+        (("window", "user"), ()),
+        (("user", "window"), ()),
+    ],
+)
+def test_windows_by_key(tmp_path: Path, order: tuple[str, ...], by: tuple[str, ...]) -> None:
+    query = windowed(tmp_path, order, by, ROWS)
+    with served(query) as client:
+        assert client.get("op", 1) == [{"window": bounds(0), "n": 10}, {"window": bounds(1), "n": 11}]
+        assert client.get("op", 3) is None
+        assert client.get("op", 1, window=NINE) == {"n": 10}
+        assert client.get("op", 1, window=NINE.replace(tzinfo=None)) == {"n": 10}
+        assert client.get("op", 1, window=(NINE + MINUTE, NINE + 2 * MINUTE)) == {"n": 11}
+        assert client.get("op", 2, window=NINE) is None
+        whole = {"user": 1, "window": (NINE, NINE + MINUTE)}
+        assert client.get("op", tuple(whole[n] for n in by or order)) == {"n": 10}
+        assert client.get("op", whole) == {"n": 10}
+        one = client.get_many("op", [2, 1], window=NINE + MINUTE)
+        assert one.schema.names == [*(by or order), "n"]
+        assert one.column("n").to_pylist() == [21, 11]
+        each = client.get_many("op", [1, 1, 2], window=[NINE, NINE + MINUTE, NINE])
+        assert each.column("n").to_pylist() == [10, 11, None]
+        every = client.get_many("op", [2, 3, 1])
+        assert every.schema.names == ["user", "windows"]
+        found = every.column("windows").to_pylist()
+        assert found == [
+            [{"window": bounds(1), "n": 21}],
+            None,
+            [{"window": bounds(0), "n": 10}, {"window": bounds(1), "n": 11}],
+        ]
+        pairs = pa.table({"user": [1, 2], "window": pa.array([bounds(1), bounds(1)], WINDOW)})
+        assert client.get_many("op", pairs).column("n").to_pylist() == [11, 21]
+        assert client.count("op", where=[("user", "=", 1)]) == 2
+        assert client.scan("op", where=[("user", "=", 2)], columns=["n"]).to_pylist() == [{"n": 21}]
+        if (by or order)[0] == "user":
+            assert sorted(client.scan("op", prefix=(1,)).to_arrow().column("n").to_pylist()) == [10, 11]
+        else:
+            assert client.scan("op", prefix=((NINE, NINE + MINUTE),), columns=["n"]).to_pylist() == [{"n": 10}]
+        with pytest.raises(UnknownKeyOrNamespaceError, match="no window"):
+            client.get("op", 1, window="nine")
+    query.close()
+
+
+def test_windows_that_are_all_of_the_key(tmp_path: Path) -> None:
+    query = windowed(tmp_path, ("window",), (), [(0, bounds(0), 10), (0, bounds(1), 11)])
+    with served(query) as client:
+        assert (
+            client.get("op", NINE)
+            == client.get("op", (NINE, NINE + MINUTE))
+            == client.get("op", bounds(0))
+            == {"n": 10}
+        )
+        assert client.get("op", {"window": bounds(1)}) == {"n": 11}
+        assert client.get("op", NINE - MINUTE) is None
+        table = client.get_many("op", [NINE + MINUTE, bounds(0), (NINE, NINE), (NINE,)])
+        assert table.column("n").to_pylist() == [11, 10, None, 10]
+        assert client.get_many("op", pa.array([bounds(1)], WINDOW)).column("n").to_pylist() == [11]
+        with pytest.raises(RequestError, match="all of the key"):
+            client.get("op", NINE, window=NINE)
+    query.close()
+
+
+def test_windows_of_several_lengths_need_both_ends(tmp_path: Path) -> None:
+    query = windowed(tmp_path, ("user", "window"), (), [*ROWS, (1, bounds(0, 5), 99)])
+    with served(query) as client:
+        with pytest.raises(RequestError, match="different lengths"):
+            client.get("op", 1, window=NINE)
+        assert client.get("op", 1, window=(NINE, NINE + 5 * MINUTE)) == {"n": 99}
+    query.close()
+
+
+def test_sessions_and_deduplicated_keys(tmp_path: Path) -> None:
+    by_key = pa.schema([pa.field("k", pa.string())])
+    schema = session_schema(by_key, TS, AGGREGATOR.state_schema)
+    output = pa.schema([*by_key, pa.field("session_window", WINDOW), *AGGREGATOR.result_fields])
+    logic = SessionLogic(schema, AGGREGATOR, output, "session_window", "update")
+    rows = pa.schema([*by_key, pa.field("session_window", WINDOW), pa.field("v", pa.float64())])
+    query = Query(tmp_path, schema, "session_aggregate")
+    given = [("a", bounds(40, 2), 2.0), ("a", bounds(5, 10), 1.0), ("b", bounds(5, 10), 3.0)]
+    columns = [pa.array([row[i] for row in given], f.type) for i, f in enumerate(rows)]
+    query.process(logic, ["k"], pa.record_batch(columns, schema=rows))
+    with served(query) as client:
+        first, second = {"n": 1, "mean": 1.0}, {"n": 1, "mean": 2.0}
+        assert client.get("op", "a") == [
+            {"session_window": bounds(5, 10), **first},
+            {"session_window": bounds(40, 2), **second},
+        ]
+        assert client.get("op", "c") is None
+        assert client.get("op", "a", window=NINE + 40 * MINUTE) == second
+        assert client.get("op", "a", window=(NINE + 5 * MINUTE, NINE + 15 * MINUTE)) == first
+        assert client.get("op", "a", window=NINE) is None
+        table = client.get_many("op", ["b", "c", "a"])
+        assert table.schema.names == ["k", "sessions"]
+        assert [len(found or ()) for found in table.column("sessions").to_pylist()] == [1, 0, 2]
+        with pytest.raises(RequestError, match="window"):
+            client.get_many("op", ["a"], window=NINE)
+        assert client.scan("op", prefix="b", columns=["session_window"]).to_pylist() == [
+            {"session_window": bounds(5, 10)}
+        ]
+    query.close()
+
+
+def test_keys_that_were_seen(tmp_path: Path) -> None:
+    keys = pa.schema([pa.field("k", pa.string())])
+    schema = deduplicate_schema(keys, ("k",), None)
+    query = Query(tmp_path, schema, "deduplicate")
+    logic = DeduplicateLogic(schema, ("k",), (), None, None, None)
+    query.process(logic, ["k"], pa.record_batch([pa.array(["a", "b"])], schema=keys))
+    with served(query) as client:
+        assert client.get("op", "a") == {"present": True}
+        assert client.get("op", "c") is None
+        assert client.get_many("op", ["a", "c"]).column("present").to_pylist() == [True, None]
+        assert sorted(client.scan("op").to_arrow().column("k").to_pylist()) == ["a", "b"]
+    query.close()

@@ -1,0 +1,204 @@
+"""Wrong use: said while the DataFrame is built, by the query's first tasks, or by init_spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pyspark.sql import DataFrame
+
+from backends.formats.sealed import seal, unseal
+from coordinator_actor.durable.manifests import QueryFile
+from spark_bridge import aggregate, attach, init_spark
+from spark_bridge import functions as S
+from spark_bridge.exceptions import InvalidOperatorError, SessionError
+from spark_bridge.session.current import current_cluster
+from tests.spark_bridge.conftest import Stream, remove_checkpoint
+
+pytestmark = pytest.mark.spark
+
+
+def start(df: DataFrame, stream: Stream, **options: str) -> Any:
+    writer = df.writeStream.format("noop").outputMode("append").option("checkpointLocation", stream.checkpoint)
+    for name, value in options.items():
+        writer = writer.option(name, value)
+    return writer.start()
+
+
+def refusal(df: DataFrame, stream: Stream, **options: str) -> str:
+    """What query.exception() says; and no state may have been touched."""
+    before = sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog"))
+    query = start(df, stream, **options)
+    with pytest.raises(Exception, match=r"."):
+        query.processAllAvailable()
+    assert sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog")) == before
+    return str(query.exception())
+
+
+@pytest.fixture
+def typed(make_stream: Callable[..., Stream]) -> Stream:
+    return make_stream("k long, s string, v double, m map<string,int>, t timestamp")
+
+
+@pytest.mark.spark42
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"by": "nope", "n": S.count()}, r"by='nope'.*does not exist.*k, s, v, m, t"),
+        ({"by": [], "n": S.count()}, "no key column"),
+        ({"by": ["k", "k"], "n": S.count()}, "twice"),
+        ({"by": "m", "n": S.count()}, r"map<string,int>.*cannot be a key"),
+        ({"by": "k"}, "at least one output"),
+        ({"by": "k", "n": S.sum("nope")}, r"nope.*does not exist"),
+        ({"by": "k", "n": S.sum("s")}, "type string, which sum does not take"),
+        ({"by": "k", "n": S.max("m")}, "which max does not take"),
+        ({"by": "k", "n": S.last("s")}, "event time"),
+        ({"by": "k", "n": S.last("s", by="m")}, "no order"),
+        ({"by": "k", "k": S.count()}, "name of a key column"),
+        ({"by": "k", "n": "count"}, "no aggregate function"),
+        ({"by": "k", "n": S.count(), "num_partitions": 0}, "positive integer"),
+        ({"by": "k", "n": S.count(), "num_partitions": 5000}, "key groups, 1024"),
+        ({"by": "k", "n": S.count(), "output_mode": "overwrite"}, "output_mode='overwrite'"),
+        ({"by": "k", "n": S.count(), "operator": "a/b"}, "no operator name"),
+    ],
+)
+def test_what_the_dataframe_shows_is_an_error_while_building_it(
+    typed: Stream, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOperatorError, match=f"(?s){message}"):
+        aggregate(typed.read(), **{"operator": "wrong", **arguments})
+
+
+@pytest.mark.spark42
+def test_a_batch_dataframe_is_pointed_to_group_by(spark: Any) -> None:
+    with pytest.raises(InvalidOperatorError, match="groupBy"):
+        aggregate(spark.range(3), by="id", operator="batch", n=S.count())
+
+
+@pytest.mark.spark42
+def test_an_operator_name_used_twice_in_a_chain(stream: Stream) -> None:
+    once = aggregate(stream.read(), by="k", operator="same", v=S.sum("v"))
+    with pytest.raises(InvalidOperatorError, match="'same' is used twice"):
+        aggregate(once, by="k", operator="same", n=S.count())
+
+
+def test_an_operator_name_used_on_both_sides_of_a_union(stream: Stream) -> None:
+    stream.add([(1, 1.0)])
+    side = aggregate(stream.read(), by="k", operator="both", v=S.sum("v")).repartition(2)
+    assert "'both' is used twice" in refusal(side.union(side), stream)
+
+
+@pytest.mark.spark42
+def test_event_time_comes_from_the_watermark(typed: Stream) -> None:
+    df = aggregate(typed.read().withWatermark("t", "1 hour"), by="k", operator="marked", s=S.last("s"))
+    assert df.columns == ["k", "s"]
+
+
+def test_no_checkpoint_location(stream: Stream) -> None:
+    stream.add([(1, 1.0)])
+    query = aggregate(stream.read(), by="k", operator="o", n=S.count()).writeStream.format("console").start()
+    with pytest.raises(Exception, match="checkpointLocation"):
+        query.processAllAvailable()
+
+
+@pytest.mark.spark42
+def test_async_progress_tracking(stream: Stream, spark: Any) -> None:
+    stream.add([(1, 1.0)])
+    message = refusal(
+        aggregate(stream.read(), by="k", operator="o", n=S.count()),
+        stream,
+        asyncProgressTrackingEnabled="true",
+    )
+    assert "async" in message.lower()
+
+
+@pytest.mark.spark42
+def test_a_continuous_trigger(spark: Any, tmp_path: Path) -> None:
+    """Spark itself refuses a shuffle there; if it ever stops doing so, the listener refuses."""
+    rates = spark.readStream.format("rate").load().withColumnRenamed("value", "k")
+    df = aggregate(rates, by="k", operator="o", n=S.count())
+    writer = df.writeStream.format("console").option("checkpointLocation", str(tmp_path / "ck"))
+    with pytest.raises(Exception, match=r"(?i)continuous"):
+        writer.trigger(continuous="1 second").start().processAllAvailable()
+
+
+def test_a_scheme_that_storage_does_not_have(stream: Stream, spark: Any) -> None:
+    stream.add([(1, 1.0)])
+    spark.conf.set("spark.statestore.location", "hdfs://somewhere/state")
+    try:
+        message = refusal(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
+    finally:
+        spark.conf.unset("spark.statestore.location")
+    assert "hdfs" in message and "state_location=" in message
+
+
+def test_local_files_on_a_cluster_of_several_machines(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream.add([(1, 1.0)])
+    monkeypatch.setattr(current_cluster(), "machines", lambda: ["10.0.0.1", "10.0.0.2"])
+    message = refusal(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
+    assert "2 machines" in message and "sharedFileSystem" in message
+
+
+def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Callable[..., Stream]) -> None:
+    stream = make_stream("k long, j long, v double")
+
+    def made(by: Any = "k", operator: str = "o", n: Any = None) -> DataFrame:
+        return aggregate(stream.read(), by=by, operator=operator, num_partitions=3, n=n or S.count())
+
+    def go_on() -> None:
+        stream.add([(1, 1, 1.0)])
+        query = start(made(), stream)
+        query.processAllAvailable()
+        query.stop()
+
+    go_on()
+    stream.add([(1, 1, 1.0)])
+    state = Path(stream.checkpoint, "statestore")
+    for df, words in [
+        (made(by=["k", "j"]), ["key", "long"]),
+        (made(n=S.sum("v")), ["n.count", "n.sum"]),
+        (made(operator="p"), ["'o'", "'p'"]),
+    ]:
+        message = refusal(df, stream)
+        for word in words:
+            assert word in message, message
+    path = state / "query.json"
+    right = path.read_bytes()
+    path.write_bytes(seal(msgspec.structs.replace(unseal(right, QueryFile, str(path)), query_id="another")))
+    assert "another" in refusal(made(), stream)
+    path.write_bytes(right)
+    go_on()
+
+    # State that is gone is not started anew.
+    remove_checkpoint(state)
+    stream.add([(1, 1, 1.0)])
+    assert "version 3" in refusal(made(), stream)
+
+
+def test_a_session_without_the_listener(stream: Stream, spark: Any) -> None:
+    stream.add([(1, 1.0)])
+    other = Stream(spark.newSession(), stream.root, stream.schema)
+    df = aggregate(other.read(), by="k", operator="o", num_partitions=2, n=S.count())
+    assert "listener" in refusal(df, stream)
+
+
+def test_a_setting_that_loses_tasks_is_refused(stream: Stream, spark: Any) -> None:
+    stream.add([(1, 1.0)])
+    rules = spark.conf.get("spark.sql.optimizer.excludedRules")
+    spark.conf.unset("spark.sql.optimizer.excludedRules")
+    spark.conf.set("spark.sql.optimizer.excludedRules", "")
+    try:
+        assert "PropagateEmptyRelation" in refusal(aggregate(stream.read(), by="k", operator="o", n=S.count()), stream)
+    finally:
+        spark.conf.set("spark.sql.optimizer.excludedRules", rules)
+
+
+@pytest.mark.spark42
+def test_a_second_session_in_one_process(spark: Any) -> None:
+    with pytest.raises(SessionError, match="already"):
+        init_spark("second")
+    with pytest.raises(SessionError, match="already"):
+        attach(spark)

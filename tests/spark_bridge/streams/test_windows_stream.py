@@ -1,0 +1,245 @@
+"""Windows, output modes and deduplication as streams, against Spark's own operators on the same files."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.streaming import StreamingQuery
+
+from spark_bridge import aggregate
+from spark_bridge import functions as S
+from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.operators.deduplicate.operator import deduplicate
+from tests.spark_bridge.conftest import Stream, wait_until
+
+pytestmark = [pytest.mark.spark]
+
+START = dt.datetime(2024, 3, 9, 23, 50, tzinfo=dt.timezone.utc)
+SCHEMA = "k long, ts timestamp, v long"
+DELAY = "20 seconds"
+
+
+def events(stream: Stream, files: int = 3, rows: int = 80) -> None:
+    """Files of events a minute apart, out of order, some of them late, some without a time or a key."""
+    rng = np.random.default_rng(7)
+    for i in range(files):
+        at = (i * 60 + rng.integers(-90, 60, rows)).tolist()
+        stream.add(
+            [
+                (
+                    None if rng.random() < 0.05 else int(rng.integers(0, 6)),
+                    None if rng.random() < 0.05 else START + dt.timedelta(seconds=s),
+                    int(rng.integers(0, 100)),
+                )
+                for s in at
+            ]
+        )
+    # Far ahead, so that what is open closes.
+    stream.add([(99, START + dt.timedelta(hours=3), 0)])
+
+
+@dataclass
+class Running:
+    """A query, and the rows of each of its micro-batches that gave any."""
+
+    query: StreamingQuery
+    batches: list[list[Any]] = field(default_factory=list)
+
+    def finish(self, number: int = 0) -> list[list[Any]]:
+        """Stop when all input is processed, and so many rows have come."""
+        try:
+            if not number:
+                self.query.processAllAvailable()
+            # Where quiet streams tick there is always something available.
+            wait_until(lambda: self.query.exception() or sum(map(len, self.batches)) >= number)
+        finally:
+            self.query.stop()
+        return self.batches
+
+
+def start(df: DataFrame, stream: Stream, name: str, mode: str = "append") -> Running:
+    batches: list[list[Any]] = []
+
+    def keep(batch: DataFrame, _: int) -> None:
+        rows = [tuple(r) for r in batch.collect()]
+        if rows:
+            batches.append(sorted(rows, key=repr))
+
+    writer = df.writeStream.outputMode(mode).option("checkpointLocation", str(stream.root / name))
+    return Running(writer.foreachBatch(keep).start(), batches)
+
+
+def outputs(ours: DataFrame, native: DataFrame, stream: Stream, mode: str = "append") -> tuple[list[Any], list[Any]]:
+    """The rows of each micro-batch of both, which run side by side."""
+    running = start(ours, stream, "ours"), start(native, stream, "native", mode)
+    expected = running[1].finish()
+    return running[0].finish(), expected
+
+
+def flat(batches: list[list[Any]]) -> Counter[Any]:
+    return Counter(row for batch in batches for row in batch)
+
+
+@pytest.fixture
+def stream(make_stream: Callable[..., Stream]) -> Stream:
+    made = make_stream(SCHEMA)
+    events(made)
+    return made
+
+
+def read(stream: Stream) -> DataFrame:
+    return stream.read().withWatermark("ts", DELAY)
+
+
+def same_when_closed(ours: DataFrame, native: DataFrame, stream: Stream, at_least: int = 10) -> None:
+    """Both emit the same rows in the end."""
+    running = start(ours, stream, "ours"), start(native, stream, "native")
+    expected = flat(running[1].finish())
+    assert len(expected) > at_least
+    assert flat(running[0].finish(sum(expected.values()))) == expected
+
+
+AGGREGATES = {"n": S.count(), "total": S.sum("v"), "mean": S.mean("v")}
+
+
+def native_aggregates() -> list[Any]:
+    return [F.count("*").alias("n"), F.sum("v").alias("total"), F.avg("v").alias("mean")]
+
+
+@pytest.mark.spark42
+def test_windows_that_close_are_those_of_spark(stream: Stream) -> None:
+    ours = aggregate(
+        read(stream), by=[S.window("ts", "30 seconds"), "k"], operator="closed", output_mode="append", **AGGREGATES
+    )
+    native = read(stream).groupBy(F.window("ts", "30 seconds"), "k").agg(*native_aggregates())
+    same_when_closed(ours, native, stream)
+
+
+def test_sessions_that_end_are_those_of_spark(stream: Stream) -> None:
+    ours = aggregate(
+        read(stream),
+        by=["k", S.session_window("ts", "7 seconds")],
+        operator="ended",
+        output_mode="append",
+        **AGGREGATES,
+    )
+    native = read(stream).groupBy("k", F.session_window("ts", "7 seconds")).agg(*native_aggregates())
+    same_when_closed(ours, native, stream)
+
+
+def test_windows_of_windows_are_those_of_spark(stream: Stream) -> None:
+    """The watermark of the second operator is what the first one lets through."""
+    first = aggregate(
+        read(stream), by=[S.window("ts", "10 seconds"), "k"], operator="first", output_mode="append", n=S.count()
+    )
+    ours = aggregate(first, by=S.window("window", "1 minute"), operator="second", output_mode="append", n=S.sum("n"))
+    native = (
+        read(stream)
+        .groupBy(F.window("ts", "10 seconds"), "k")
+        .agg(F.count("*").alias("n"))
+        .groupBy(F.window("window", "1 minute"))
+        .agg(F.sum("n").alias("n"))
+    )
+    same_when_closed(ours, native, stream, at_least=3)
+
+
+def test_sliding_windows_touched_in_each_batch_are_those_of_spark(stream: Stream) -> None:
+    ours = aggregate(
+        read(stream),
+        by=["k", S.window("ts", "40 seconds", "15 seconds", start_time="5 seconds")],
+        operator="touched",
+        partial_aggregation=True,
+        **AGGREGATES,
+    )
+    native = (
+        read(stream).groupBy("k", F.window("ts", "40 seconds", "15 seconds", "5 seconds")).agg(*native_aggregates())
+    )
+    got, expected = outputs(ours, native, stream, "update")
+    assert got == expected
+
+
+def test_the_whole_table_each_batch_is_that_of_spark(stream: Stream) -> None:
+    ours = aggregate(
+        read(stream), by=[S.window("ts", "1 minute"), "k"], operator="whole", output_mode="complete", **AGGREGATES
+    )
+    native = read(stream).groupBy(F.window("ts", "1 minute"), "k").agg(*native_aggregates())
+    got, expected = outputs(ours, native, stream, "complete")
+    assert got == expected
+
+
+def test_duplicates_are_dropped_as_by_spark(stream: Stream) -> None:
+    by = ["k", "ts"]
+    ours = deduplicate(read(stream), by, operator="duplicates")
+    native = read(stream).dropDuplicates(by)
+
+    def keys(batches: list[list[Any]]) -> list[list[Any]]:
+        return [sorted([(r[0], r[1]) for r in batch], key=repr) for batch in batches]
+
+    got, expected = outputs(ours, native, stream)
+    assert keys(got) == keys(expected)
+
+
+def test_duplicates_within_the_watermark_are_dropped_as_by_spark(make_stream: Callable[..., Stream]) -> None:
+    # With one time per key and file, Spark's choice among rows does not depend on their order.
+    stream = make_stream(SCHEMA)
+    rng = np.random.default_rng(3)
+    for i in range(6):
+        at = {k: START + dt.timedelta(seconds=i * 15 + int(rng.integers(-25, 15))) for k in range(12)}
+        stream.add([(k, at[k], 0) for k in rng.integers(0, 12, 20).tolist()])
+    ours = deduplicate(read(stream), "k", operator="within", within=DELAY)
+    native = read(stream).dropDuplicatesWithinWatermark(["k"])
+    got, expected = outputs(ours, native, stream)
+    assert sum(map(len, expected)) > 20
+    assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"by": S.window("ts", "1 minute"), "output_mode": "append", "n": S.count()}, "no key has a watermark"),
+        ({"by": "k", "output_mode": "append", "n": S.count()}, "no key has a watermark"),
+        ({"by": S.session_window("ts", "1 minute"), "n": S.count()}, "another key"),
+        ({"by": [S.window("ts", "1 minute"), S.window("ts", "2 minutes")], "n": S.count()}, "there can be one"),
+        ({"by": ["k", S.window("ts", "1 minute").alias("k")], "n": S.count()}, "another name"),
+        ({"by": ["k", S.window("ts", "1 minute").alias("v")], "n": S.sum("v")}, "another name"),
+        ({"by": ["k", 3], "n": S.count()}, "is no key"),
+        (
+            {"by": ["k", S.session_window("ts", "1 minute")], "n": S.count(), "partial_aggregation": True},
+            "session windows",
+        ),
+    ],
+)
+def test_what_is_wrong_with_windows_is_said_while_building(
+    make_stream: Callable[..., Stream], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidOperatorError, match=message):
+        aggregate(make_stream(SCHEMA).read(), **{"operator": "wrong", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("by", "within", "message"),
+    [
+        ("nope", None, "does not exist"),
+        ([], None, "no key column"),
+        ("k", "10 minutes", "withWatermark"),
+        ("k", "ten minutes", "withWatermark"),
+    ],
+)
+def test_what_is_wrong_with_deduplication_is_said_while_building(
+    make_stream: Callable[..., Stream], by: Any, within: str | None, message: str
+) -> None:
+    df = make_stream(SCHEMA).read()
+    with pytest.raises(InvalidOperatorError, match=message):
+        deduplicate(df, by, operator="wrong", within=within)
+    with pytest.raises(InvalidOperatorError, match="no duration"):
+        deduplicate(df.withWatermark("ts", DELAY), "k", operator="wrong", within="ten minutes")
+    with pytest.raises(InvalidOperatorError, match="dropDuplicates"):
+        deduplicate(df.sparkSession.range(3), "id", operator="wrong")
