@@ -23,8 +23,9 @@ class BlockingCalls:
         self._pending: asyncio.Future[Any] | None = None
 
     async def call(self, what: Callable[[], Any]) -> Any:
-        """Wait for a call, and return what it returns. If the caller is cancelled, the next caller gets the result:
-        nothing is lost.
+        """Wait for a call, and return what it returns.
+
+        If the caller is cancelled, the next caller gets the result: nothing is lost.
         """
         if self._pending is None:
             self._pending = self._begun(what)

@@ -198,11 +198,10 @@ class QueryableStateClient:
         isolation: str = "completed",
         timeout: float | None = None,
     ) -> list[Any]:
-        """Return what ``get`` returns for each of several keys, all of one version; for a value that cannot be a key,
-        the error itself.
+        """Return what ``get`` returns for each of several keys, all of one version.
 
-        For the keys of different callers (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a
-        table.
+        A value that cannot be a key gets the error itself. For the keys of different callers
+        (``AsyncQueryableStateClient``); ``get_many`` is for a caller that wants a table.
         """
         at = requested_version(isolation, None)
 
@@ -224,8 +223,9 @@ class QueryableStateClient:
         timeout: float | None = None,
         as_: str = "arrow",
     ) -> Any:
-        """Return one row per key asked, in that order: the columns of the key, then of its value, which are null for an
-        absent key.
+        """Return one row per key asked, in that order: the columns of the key, then of its value.
+
+        The columns of the value are null for an absent key.
 
         ``keys`` are a list of keys, an array of Arrow or numpy, a series or index of pandas or Polars; or several
         columns as a table or frame, whose columns count by name, else by order, or as a dict of columns. There may be
@@ -299,8 +299,9 @@ class QueryableStateClient:
         version: int | None = None,
         timeout: float | None = None,
     ) -> StateScan:
-        """Return the rows of a state variable, as they come: one per key, list element, map entry, window, session or
-        timer.
+        """Return the rows of a state variable, as they come.
+
+        There is a row per key, list element, map entry, window, session or timer.
 
         ``prefix``: the keys that begin with these columns, if it is a tuple (or a value that is no string), as
         ``("de",)``; or with this string, if it is one. ``start`` (included) and ``end`` (not included) bound the key in
@@ -386,8 +387,9 @@ class QueryableStateClient:
         from_version: int | None = None,
         timeout: float | None = None,
     ) -> StateWatch:
-        """Return what each completed checkpoint changes, version by version, for as long as it is iterated over; see
-        ``StateWatch``.
+        """Return what each completed checkpoint changes, version by version, for as long as it is iterated over.
+
+        See ``StateWatch``.
         """
         given = keys if keys is None or hasattr(keys, "__len__") else list(keys)
         return StateWatch(self._access, operator, given, state, query, from_version, timeout)
@@ -395,8 +397,9 @@ class QueryableStateClient:
     def sql(
         self, query: str, *, query_params: Any = None, connection: Any = None, timeout: float | None = None
     ) -> StateRelation:
-        """Return the rows that a SQL statement makes of the state of running queries, by DuckDB
-        (``ray-statestore[sql]``).
+        """Return the rows that a SQL statement makes of the state of running queries.
+
+        It needs DuckDB: install ``ray-statestore[sql]``.
 
             client.sql("select country, sum(n) from user_totals group by country").df()
 
@@ -417,9 +420,7 @@ class QueryableStateClient:
         return found
 
     def describe(self, operator: str, query: str | None = None, *, timeout: float | None = None) -> dict[str, Any]:
-        """Return one operator: its key and state variables, owners of partitions, versions, and how its hosts have
-        answered.
-        """
+        """Return the description of one operator: key, state variables, owners, versions, statistics of its hosts."""
 
         def ask(known: KnownOperator, deadline: float) -> dict[str, Any]:
             request = DescribeRequest(operator, known.location.run_id, forward=True)

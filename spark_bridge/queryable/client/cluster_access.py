@@ -72,8 +72,9 @@ class ClusterAccess:
         return self._operators.get(ref, deadline)
 
     def moved(self, ref: OperatorRef, error: Exception) -> None:
-        """Forget the location of an operator if ``error`` says that it may be wrong; leave a proxy that does not
-        answer.
+        """Forget the location of an operator if ``error`` says that it may be wrong.
+
+        Leave a proxy that does not answer.
         """
         if should_locate(error):
             self._operators.forget(ref)

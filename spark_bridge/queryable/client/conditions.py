@@ -43,8 +43,9 @@ def _comparison(condition: Condition, types: Mapping[str, pa.DataType]) -> Compa
 
 
 def plain_value(value: Any, kind: pa.DataType | None) -> str | int | float | bool:
-    """Return a value as JSON has it: as it is, or as a string that Arrow reads as the column's type. Raises
-    ``RequestError``.
+    """Return a value as JSON has it: as it is, or as a string that Arrow reads as the column's type.
+
+    Raises ``RequestError``.
     """
     if isinstance(value, pa.Scalar):
         value = value.as_py()
@@ -62,8 +63,9 @@ def plain_value(value: Any, kind: pa.DataType | None) -> str | int | float | boo
 
 
 def _time_text(value: dt.datetime, kind: pa.DataType | None) -> str:
-    """Return a time as Arrow reads it: with an offset if the column has one, else without. Times without a zone are
-    UTC.
+    """Return a time as Arrow reads it: with an offset if the column has one, else without.
+
+    Times without a zone are UTC.
     """
     if value.tzinfo is not None:
         value = value.astimezone(dt.timezone.utc)

@@ -55,8 +55,9 @@ def _described_host(operator: str, host: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged_requests(of_hosts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return requests and failures of all hosts by verb, and the slowest latency; percentiles of several hosts cannot
-    be merged.
+    """Return requests and failures of all hosts by verb, and the slowest latency.
+
+    Percentiles of several hosts cannot be merged.
     """
     merged: dict[str, dict[str, Any]] = {}
     for requests in of_hosts:

@@ -103,8 +103,9 @@ class CoordinatorDiscovery:
         return location
 
     def proxy(self) -> str:
-        """See ``Discovery``. Raises ``QueryableStateError`` if no query runs, because then there are no hosts to
-        ask.
+        """See ``Discovery``.
+
+        Raises ``QueryableStateError`` if no query runs, because then there are no hosts to ask.
         """
         if not self._addresses:
             running = self._coordinator.operators()
@@ -126,8 +127,9 @@ class NoRunningQueryError(QueryableStateError):
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
-    """Return the ``ip:port`` of one or several addresses, which may begin with ``statestore://``. Raises
-    ``RequestError``.
+    """Return the ``ip:port`` of one or several addresses, which may begin with ``statestore://``.
+
+    Raises ``RequestError``.
     """
     given = address.split(",") if isinstance(address, str) else list(address)
     addresses = [a.strip().removeprefix(SCHEME).rstrip("/") for a in given]

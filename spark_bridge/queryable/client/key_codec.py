@@ -27,11 +27,11 @@ from spark_bridge.queryable.client.lossless_casts import CAST_ERRORS, cast_witho
 
 @dataclass(frozen=True)
 class KeyCodec:
-    """The keys of one operator. ``stored`` are their columns as they are stored, ``by`` their names in the user's
-    order.
+    """The keys of one operator.
 
-    Every method raises ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error says
-    which key, and which columns.
+    ``stored`` are their columns as they are stored, ``by`` their names in the user's order. Every method raises
+    ``UnknownKeyOrNamespaceError`` for values that cannot be a key of these columns. The error says which key, and which
+    columns.
     """
 
     operator: str
@@ -58,8 +58,9 @@ class KeyCodec:
 
     @cached_property
     def encode_one(self) -> Callable[[Any], bytes]:
-        """The function that returns the stored key of one key, in a few microseconds for values of the columns' own
-        Python types.
+        """The function that returns the stored key of one key.
+
+        It takes a few microseconds for values of the columns' own Python types.
         """
         encoder = KeyEncoder.of(self.stored, self.num_groups)
         by_columns = self._one_by_columns

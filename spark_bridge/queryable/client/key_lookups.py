@@ -203,8 +203,9 @@ class KeyLookups:
         return KeysWithWindows(self.view, self._window_length).columns(keys, window)
 
     def _window_length(self) -> int | None:
-        """Return the length of the operator's windows in us, which is looked up once; None if there are no windows
-        yet.
+        """Return the length of the operator's windows in us, which is looked up once.
+
+        None if there are no windows yet.
         """
         name = self.view.window
         assert name is not None

@@ -1,6 +1,4 @@
-"""The operators that a client knows: used until their location proves wrong, and looked up again in the background
-while in use.
-"""
+"""The operators that a client knows: used until their location proves wrong, and refreshed in the background."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ OperatorRef = tuple[str, str | None]
 
 @dataclass
 class KnownOperator:
-    """Where an operator is, and its state variables. ``window_us`` is the length of its windows in us by state
-    variable, once known.
+    """Where an operator is, and its state variables.
+
+    ``window_us`` is the length of its windows in us by state variable, once known.
     """
 
     location: OperatorLocation
@@ -36,8 +35,9 @@ class KnownOperator:
 
     @classmethod
     def of(cls, location: OperatorLocation, located_at: float, earlier: KnownOperator | None) -> KnownOperator:
-        """Return what a location tells of an operator; views are kept from ``earlier`` if the operator is still the
-        same.
+        """Return what a location tells of an operator.
+
+        Views are kept from ``earlier`` if the operator is still the same.
         """
         if earlier is not None and _is_same(location, earlier.location):
             # Another run may have windows of another length.

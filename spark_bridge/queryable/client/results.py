@@ -23,8 +23,9 @@ def check_form(as_: str) -> None:
 
 
 def formed(table: pa.Table, as_: str) -> Any:
-    """Return a table in the form asked for. Raises ``RequestError`` for an unknown form, or if Polars is not
-    installed.
+    """Return a table in the form asked for.
+
+    Raises ``RequestError`` for an unknown form, or if Polars is not installed.
     """
     check_form(as_)
     if as_ == "pandas":
@@ -45,7 +46,7 @@ def to_polars(table: pa.Table) -> Any:
 
 @dataclass(frozen=True)
 class KeyedResults:
-    """Rows of several keys: the position of each row's key, the columns that tell the rows of one key apart, and the
+    """Rows of several keys: the position of each row's key, the columns that tell a key's rows apart, and the
     values.
     """
 
@@ -75,8 +76,9 @@ class KeyedResults:
             yield KeyedResults(rows.position.slice(begin, end - begin), inner, value)
 
     def lists(self, n: int) -> pa.Array:
-        """Return the rows of each of ``n`` keys as a list: of structs, or of values if there is one column. Null
-        without rows.
+        """Return the rows of each of ``n`` keys as a list: of structs, or of values if there is one column.
+
+        A key without rows is null.
         """
         return pa.ListArray.from_arrays(self._offsets(n), _elements({**self.inner, **self.value}))
 
@@ -99,8 +101,9 @@ def _elements(columns: Mapping[str, pa.Array]) -> pa.Array:
 
 
 def plain_values(columns: Mapping[str, pa.Array], *, hashable: bool = False) -> list[Any]:
-    """Return rows as Python values: the values of one column; dicts of several columns, or tuples if they must be
-    ``hashable``.
+    """Return rows as Python values.
+
+    Rows of one column are its values; rows of several columns are dicts, or tuples if they must be ``hashable``.
     """
     values: list[list[Any]] = [column.to_pylist() for column in columns.values()]
     if hashable:
@@ -118,8 +121,9 @@ def _hashable(value: Any) -> Any:
 
 
 def whole(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """Return a table's column as one array. Raises ``RequestLimitError`` if it has more bytes than an Arrow array
-    can.
+    """Return a table's column as one array.
+
+    Raises ``RequestLimitError`` if it has more bytes than an Arrow array can.
     """
     if isinstance(column, pa.Array):
         return column

@@ -33,8 +33,9 @@ class SingleResults:
 
     @classmethod
     def of(cls, state: pa.Schema) -> SingleResults | None:
-        """Return the results for state columns; None for functions other than counts, sums, means, extremes, first,
-        last, moments.
+        """Return the results for state columns.
+
+        None for functions other than counts, sums, means, extremes, first, last, moments.
         """
         outputs: dict[str, Result] = {}
         for name, function, parts in outputs_of(state):

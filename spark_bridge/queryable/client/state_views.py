@@ -56,10 +56,10 @@ ALL_ROWS = {LIST: LIST_VALUE, MAP: MAP_VALUE, TIMERS: TIMERS, SESSIONS: SESSIONS
 
 @dataclass(frozen=True)
 class StateView:
-    """One state variable of one operator. ``kind`` is that of the variable, or ``WINDOWS`` or ``SESSIONS`` for an
-    aggregate by these.
+    """One state variable of one operator.
 
-    Make one with ``state_view``. ``codec`` encodes a key (of windows: with the window).
+    ``kind`` is that of the variable, or ``WINDOWS`` or ``SESSIONS`` for an aggregate by these. Make one with
+    ``state_view``. ``codec`` encodes a key (of windows: with the window).
     """
 
     operator: str
@@ -85,8 +85,9 @@ class StateView:
 
     @cached_property
     def without_window(self) -> KeyCodec:
-        """The codec of keys without the window, by which all windows are found; the same as ``codec`` where there are
-        no windows.
+        """The codec of keys without the window, by which all windows are found.
+
+        The same as ``codec`` where there are no windows.
         """
         if self.window is None:
             return self.codec
@@ -134,8 +135,9 @@ class StateView:
 
     @cached_property
     def decode_one(self) -> Callable[[bytes], dict[str, Any] | None]:
-        """The function that returns the columns of one stored value, in a few microseconds for plain columns; None if
-        it has expired.
+        """The function that returns the columns of one stored value, in a few microseconds for plain columns.
+
+        None if it has expired.
         """
         by_columns = self._one_by_columns
         decoder = ValueDecoder.of(self.schema.value, self.schema.history)
@@ -184,9 +186,7 @@ class StateView:
 
     @cached_property
     def row_fields(self) -> tuple[list[pa.Field], list[pa.Field]]:
-        """The columns of a row after those of the key: the columns that tell the rows of one key apart, and the
-        value.
-        """
+        """The columns of a row after those of the key: the columns that tell a key's rows apart, and the value."""
         inner: list[pa.Field] = []
         if self.kind == TIMERS:
             return [pa.field(EXPIRATION, pa.int64())], []
@@ -229,7 +229,7 @@ class StateView:
 
     def rows_of(self, answer: pa.Table) -> KeyedResults:
         """Return the rows of keys in a host's answer: ``position``, the columns of the key, those of the rows, and
-        further ones.
+        others.
         """
         inner, value = self.row_columns
         columns = answer.columns
@@ -246,8 +246,9 @@ class StateView:
         )
 
     def one_answer(self, rows: KeyedResults) -> Any:
-        """Return what ``get`` returns for the rows of one key: a list, or for a map a dict; None if there are no
-        rows.
+        """Return what ``get`` returns for the rows of one key: a list, or for a map a dict.
+
+        None if there are no rows.
         """
         if not len(rows.position):
             return None

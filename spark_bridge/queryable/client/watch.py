@@ -42,8 +42,9 @@ class StateChange:
 
 
 class StateWatch:
-    """The changes of an operator's state, version by version: in order, no version skipped and none twice. Iterate over
-    it.
+    """The changes of an operator's state, version by version: in order, no version skipped and none twice.
+
+    Iterate over it.
 
         with client.watch("user_totals", keys=[42, 43]) as changes:
             for change in changes:
@@ -127,8 +128,9 @@ class StateWatch:
                 attempts = self._attempts()
 
     def _next_changes(self, deadline: float) -> Iterator[StateChange]:
-        """Yield what has completed since the position; wait for that a while. The position moves on with the changes
-        that are given.
+        """Yield what has completed since the position; wait for that a while.
+
+        The position moves on with the changes that are given.
         """
         known = self._access.known(self._ref, deadline)
         position = self._begin(known, deadline)
@@ -180,9 +182,7 @@ class StateWatch:
     # -- requests ------------------------------------------------------------------------------
 
     def _completed(self, known: KnownOperator, after: int, seconds: float, deadline: float) -> int:
-        """Return the completed version as soon as it is after ``after``, or the completed version that there is after
-        ``seconds``.
-        """
+        """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
         reply = self._access.ask_host(AwaitRequest(known.location.run_id, after, seconds), deadline)
         if not isinstance(reply, CountReply):
             raise ConnectionClosedError(f"A host answered a question for its version by {type(reply).__name__}.")

@@ -20,8 +20,9 @@ _MICROSECOND = dt.timedelta(microseconds=1)
 
 @dataclass(frozen=True)
 class KeysWithWindows:
-    """Makes whole keys of an aggregate by windows. ``length`` returns the length of the windows in us; None if there
-    are none.
+    """Makes whole keys of an aggregate by windows.
+
+    ``length`` returns the length of the windows in us; None if there are none.
     """
 
     view: StateView
@@ -81,8 +82,9 @@ class KeysWithWindows:
 
 
 def length_of(operator: str, windows: pa.StructArray) -> int | None:
-    """Return the length of windows in us; None if there are none. Raises ``RequestError`` if they have several
-    lengths.
+    """Return the length of windows in us; None if there are none.
+
+    Raises ``RequestError`` if they have several lengths.
     """
     if not len(windows):
         return None

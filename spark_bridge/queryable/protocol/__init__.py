@@ -1,3 +1,1 @@
-"""The wire protocol of queries: messages, frames, connections of clients, and the reads that a server answers
-from.
-"""
+"""The wire protocol of queries: messages, frames, connections of clients, and the reads behind a server."""

@@ -75,8 +75,9 @@ def pack_one(key: bytes) -> bytes:
 
 
 def unpack_one(body: memoryview | bytes) -> bytes | None:
-    """Return the one value of a body; None for null. Raises ``RequestError`` if the body has another number of
-    values.
+    """Return the one value of a body; None for null.
+
+    Raises ``RequestError`` if the body has another number of values.
     """
     if len(body) >= 8:
         count, length = struct.unpack_from("<Ii", body)

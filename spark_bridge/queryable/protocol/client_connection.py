@@ -48,9 +48,7 @@ _OPTIONS = {
 
 
 class ClosedByPeerError(ConnectionClosedError):
-    """The host closed the connection before it answered: the connection was idle for long, or the host was
-    restarted.
-    """
+    """The host closed the connection before it answered: it was idle for long, or the host was restarted."""
 
 
 class ClientConnection:

@@ -17,11 +17,10 @@ MAX_IDLE_SECONDS = 300.0
 
 
 class ConnectionPool:
-    """The connections to one address. The connection used last is used next, so that surplus connections become old and
-    are closed.
+    """The connections to one address.
 
-    ``_free`` guards the number of open connections and wakes waiting threads; ``_idle`` is a deque, which needs no
-    lock.
+    The connection used last is used next, so that surplus connections become old and are closed. ``_free`` guards the
+    number of open connections and wakes waiting threads; ``_idle`` is a deque, which needs no lock.
     """
 
     def __init__(self, address: str, token: str, tls: ssl.SSLContext | None) -> None:
@@ -71,8 +70,9 @@ class ConnectionPool:
             raise
 
     def replace(self, stale: ClientConnection, deadline: float) -> ClientConnection:
-        """Return a new connection instead of one that the host has closed; close the idle ones too, which are no
-        better.
+        """Return a new connection instead of one that the host has closed.
+
+        Close the idle ones too, which are no better.
         """
         stale.close()
         while self._idle:

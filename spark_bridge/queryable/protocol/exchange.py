@@ -102,10 +102,10 @@ class KvExchange:
 
 
 class KvStream(Iterator[tuple[Reply, memoryview]]):
-    """The frames that answer a scan, up to ``End``, which is the last one. Each frame may take ``timeout`` seconds to
-    come.
+    """The frames that answer a scan, up to ``End``, which is the last one.
 
-    A caller that stops early must ``close`` the stream. Raises the host's own error.
+    Each frame may take ``timeout`` seconds to come. A caller that stops early must ``close`` the stream. Raises the
+    host's own error.
     """
 
     def __init__(self, exchange: KvExchange, deadline: float, timeout: float) -> None:

@@ -1,5 +1,4 @@
-"""The messages between query clients and ``KvStateServer``: frames over a TCP connection, after Flink's queryable-state
-protocol.
+"""The messages between query clients and ``KvStateServer``: frames over TCP, after Flink's queryable-state protocol.
 
 A frame has two lengths (uint32 each, little-endian), a header and a body. The first length is that of header and body
 together, the second that of the header. A header is a msgpack array, checked by msgspec. A body is keys or values
@@ -66,11 +65,10 @@ class LocateOperatorRequest(Struct, frozen=True, array_like=True, tag="locate"):
 
 
 class LookupRequest(Struct, frozen=True, array_like=True, tag="lookup"):
-    """Ask for the stored values of keys; the body is the stored keys. Answered by ``LookupReply``, whose body has as
-    many values.
+    """Ask for the stored values of keys; the body is the stored keys.
 
-    ``forward``: this host asks the owners of partitions that it does not own; without it such partitions are a
-    ``NotOwnerError``.
+    Answered by ``LookupReply``, whose body has as many values. ``forward``: this host asks the owners of partitions
+    that it does not own; without it such partitions are a ``NotOwnerError``.
     """
 
     run_id: RunId
@@ -81,8 +79,7 @@ class LookupRequest(Struct, frozen=True, array_like=True, tag="lookup"):
 
 
 class KeyRowsRequest(Struct, frozen=True, array_like=True, tag="rows"):
-    """Ask for the typed rows that keys have in a state variable of any kind (windows of an aggregate, list elements,
-    map entries).
+    """Ask for the typed rows that keys have in a state variable: windows of an aggregate, list elements, map entries.
 
     The body is the stored grouping keys, without a window. Answered like a ``ScanRequest``; the first column,
     ``position``, is the position of the row's key. ``partitions`` are the partitions to look for the windows of
@@ -99,10 +96,10 @@ class KeyRowsRequest(Struct, frozen=True, array_like=True, tag="rows"):
 
 
 class Comparison(Struct, frozen=True, array_like=True):
-    """The condition ``column operator values``: one value, or several for ``in``; none for ``is null`` and ``is not
-    null``.
+    """The condition ``column operator values``: one value, or several for ``in``.
 
-    Values are JSON values. Values of types that JSON does not have are strings that Arrow casts to the column's type.
+    None for ``is null`` and ``is not null``. Values are JSON values. Values of types that JSON does not have are
+    strings that Arrow casts to the column's type.
     """
 
     column: Name
@@ -141,12 +138,12 @@ class CountRequest(Struct, frozen=True, array_like=True, tag="count"):
 
 
 class ChangesRequest(Struct, frozen=True, array_like=True, tag="changes"):
-    """Ask for the rows that the versions after ``after`` up to ``until`` changed, in the order of versions, in every
-    layout.
+    """Ask for the rows that the versions after ``after`` up to ``until`` changed, in the order of versions.
 
-    Read from storage, so any host can answer. The body, if there is one, is the grouping keys that matter. Answered as
-    a ``ScanRequest``. ``previous_run`` is the run that gave the changes up to ``after``, if that was an earlier run: if
-    a later run has made the version ``after`` anew, the answer is a ``StateVersionError``.
+    Changes of every layout are read from storage, so any host can answer. The body, if there is one, is the grouping
+    keys that matter. Answered as a ``ScanRequest``. ``previous_run`` is the run that gave the changes up to ``after``,
+    if that was an earlier run: if a later run has made the version ``after`` anew, the answer is a
+    ``StateVersionError``.
     """
 
     run_id: RunId
@@ -158,8 +155,9 @@ class ChangesRequest(Struct, frozen=True, array_like=True, tag="changes"):
 
 
 class AwaitRequest(Struct, frozen=True, array_like=True, tag="await"):
-    """Wait until a version after ``after`` is completed, for ``seconds`` at most. Answered by ``CountReply`` with the
-    completed version.
+    """Wait until a version after ``after`` is completed, for ``seconds`` at most.
+
+    Answered by ``CountReply`` with the completed version.
     """
 
     run_id: RunId
@@ -172,8 +170,9 @@ class OperatorsRequest(Struct, frozen=True, array_like=True, tag="operators"):
 
 
 class DescribeRequest(Struct, frozen=True, array_like=True, tag="describe"):
-    """Ask what this host holds and how it has answered; with ``forward`` all hosts of the operator's query. Answered by
-    ``DescribeReply``.
+    """Ask what this host holds and how it has answered; with ``forward`` all hosts of the operator's query.
+
+    Answered by ``DescribeReply``.
     """
 
     operator: Name | None = None

@@ -1,5 +1,4 @@
-"""The context of a request while a thread works on it: deadline, cancellation, memory, and the limits that admit slow
-work.
+"""The context of a request while a thread works on it: deadline, cancellation, memory, and admission of slow work.
 
 Long work calls the functions of this module between its pieces, as deep inside as it likes: nested iterators need not
 pass a context on. One thread answers a request, and the context is found by the thread. Without a context, as in a
@@ -62,8 +61,9 @@ def before_slow_work() -> None:
 
 
 def reserve_memory(nbytes: int) -> None:
-    """Reserve memory for a part of an answer, before more is read. Raises what the context raises, as
-    ``RequestLimitError``.
+    """Reserve memory for a part of an answer, before more is read.
+
+    Raises what the context raises, as ``RequestLimitError``.
     """
     context = _of_thread.context
     if context is not None:

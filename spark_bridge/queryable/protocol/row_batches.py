@@ -14,8 +14,9 @@ class RowBatchDecoder:
         self.schema: pa.Schema | None = None
 
     def decode(self, body: memoryview | bytes) -> pa.RecordBatch | None:
-        """Return the rows of a body; None if it has only the schema. Raises ``ConnectionClosedError`` for any other
-        body.
+        """Return the rows of a body; None if it has only the schema.
+
+        Raises ``ConnectionClosedError`` for any other body.
         """
         source = pa.BufferReader(pa.py_buffer(body))
         try:

@@ -58,12 +58,11 @@ class StateReads(Protocol):
         """Return what ``lookup`` returns for one key; the fast path."""
 
     def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
-        """Return the rows of stored grouping keys; the first column, ``position`` (int64), is the index of the row's
-        key.
+        """Return the rows of stored grouping keys.
 
-        Rows are ordered by position, and within a key as in a scan. The keys of aggregates by windows come without the
-        window, and their key groups do not count: the answer has the rows of those keys in this host's partitions (see
-        ``windowed_keys``).
+        The first column, ``position`` (int64), is the index of the row's key. Rows are ordered by position, and within
+        a key as in a scan. The keys of aggregates by windows come without the window, and their key groups do not
+        count: the answer has the rows of those keys in this host's partitions (see ``windowed_keys``).
         """
 
     def scan(self, request: ScanRequest) -> StateAnswer:
@@ -76,9 +75,7 @@ class StateReads(Protocol):
         """Return what versions have changed, in the order of versions; a batch belongs to one version."""
 
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
-        """Return the completed version once it is after ``after``, or the completed version that there is after
-        ``seconds``.
-        """
+        """Return the completed version once it is after ``after``, or the one that there is after ``seconds``."""
 
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators of all running queries, ready for JSON."""

@@ -63,8 +63,9 @@ class VersionedReader:
         read: Callable[[PartitionView], T],
         keep: ExitStack,
     ) -> tuple[int, list[T]]:
-        """Return the version, and what ``read`` gives for each partition: all at that version, but with ``latest`` the
-        lowest one.
+        """Return the version, and what ``read`` gives for each partition at that version.
+
+        With ``latest`` the partitions may be at different versions; the lowest one is returned.
 
         ``read`` may be called again if the version has gone meanwhile; what it has opened before must not matter then.
         What is read later, as iterators, may be read until ``keep`` is closed.

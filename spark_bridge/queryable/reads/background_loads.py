@@ -1,5 +1,4 @@
-"""Loads that requests wait for briefly: a load goes on without its requests, and later requests find what it has
-loaded.
+"""Loads that requests wait for briefly: a load goes on without its requests, for later ones.
 
 A request takes room of the host's admission limiters as long as it is worked on. If all room were taken by requests
 that wait for one partition, no request would be answered from the partitions that are loaded.
@@ -26,8 +25,9 @@ repeated.
 
 
 class BackgroundLoads:
-    """Runs loads in threads of its own. Thread-safe; the lock guards the loads that go on. No request waits longer than
-    ``wait_seconds``.
+    """Runs loads in threads of its own.
+
+    Thread-safe; the lock guards the loads that go on. No request waits longer than ``wait_seconds``.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class BackgroundLoads:
         self._running: dict[Hashable, Future[Any]] = {}
 
     def result(self, key: Hashable, load: Callable[[], T], what: str) -> T:
-        """Return what ``load`` returns, or raise what it raises. ``load`` runs once, in another thread, for all
-        requests for ``key``.
+        """Return what ``load`` returns, or raise what it raises.
 
-        Raises ``HostUnavailableError``, with ``what`` in its message, if the load takes longer; the load goes on then.
+        ``load`` runs once, in another thread, for all requests for ``key``. Raises ``HostUnavailableError``, with
+        ``what`` in its message, if the load takes longer; the load goes on then.
         """
         with self.waiting(what):
             with self._lock:

@@ -1,6 +1,4 @@
-"""Copies of partitions that follow a query: loaded from storage once, then brought from version to version for each
-reader.
-"""
+"""Copies of partitions that follow a query: loaded from storage once, then brought from version to version."""
 
 from __future__ import annotations
 

@@ -137,10 +137,10 @@ def _more(
 def rows_of_keys(
     plan: OperatorPlan, rows: VariableRows, found: Sequence[FoundPairs], *, by_window: bool
 ) -> Iterator[pa.RecordBatch]:
-    """Yield rows in the columns of ``VariableRows.output`` and the position of each row's key, ascending; within a key
-    as in a scan.
+    """Yield rows in the columns of ``VariableRows.output`` and the position of each row's key, ascending.
 
-    ``by_window``: the rows of one key are in several partitions, and come in the order of their windows.
+    Within a key as in a scan. ``by_window``: the rows of one key are in several partitions, and come in the order of
+    their windows.
     """
     positions = np.concatenate([f.positions for f in found]) if found else np.zeros(0, np.int64)
     keys = joined([f.keys for f in found])

@@ -1,6 +1,4 @@
-"""The coordinator's answers about operators, kept for a moment: any client may ask, and the coordinator has commits to
-take.
-"""
+"""The coordinator's answers about operators, kept for a moment, because the coordinator has commits to take."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ MAX_LOCATIONS = 1000
 
 
 class OperatorDirectory:
-    """Where operators are, and what this host holds of them. Thread-safe; the lock guards changes of the kept
-    locations.
+    """Where operators are, and what this host holds of them.
+
+    Thread-safe; the lock guards changes of the kept locations.
     """
 
     def __init__(self, host: Host) -> None:
@@ -33,8 +32,9 @@ class OperatorDirectory:
         self._lock = threading.Lock()
 
     def locate(self, operator: str, query: str | None) -> OperatorLocation:
-        """See ``StateReads``. The answer may be ``KEPT_SECONDS`` old, as every answer is a little old when it
-        arrives.
+        """See ``StateReads``.
+
+        The answer may be ``KEPT_SECONDS`` old, as every answer is a little old when it arrives.
         """
         key, now = (operator, query), time.monotonic()
         until, location = self._locations.get(key, (-math.inf, None))

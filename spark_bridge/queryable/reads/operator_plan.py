@@ -1,6 +1,4 @@
-"""What a host must know of an operator to read its state: layout, state variables, key groups, and which partition owns
-a key.
-"""
+"""What a host must know of an operator to read its state: layout, state variables, and the owner of a key."""
 
 from __future__ import annotations
 
@@ -24,8 +22,9 @@ from spark_bridge.state_format.stored_rows import VariableRows
 
 
 def without_prefix(keys: pa.BinaryArray, skipped: int = GROUP_BYTES) -> pa.BinaryArray:
-    """Return the bytes of each key without the first ``skipped``, by default without the key group. No key is shorter
-    than that.
+    """Return the bytes of each key without the first ``skipped``, by default without the key group.
+
+    No key is shorter than that.
     """
     content, offsets = binary_content(keys)
     return binary_array(*gather_ranges(content, offsets[:-1] + skipped, offsets[1:]))
@@ -77,10 +76,10 @@ class OperatorPlan:
         return frozenset(name for v in self.variables for name in v.families)
 
     def variable(self, name: str | None) -> StateVariable:
-        """Return the state variable of a name; None means the operator's own rows, or the only variable apart from
-        timers.
+        """Return the state variable of a name.
 
-        Raises ``UnknownKvStateIdError`` naming the state variables that there are.
+        None means the operator's own rows, or the only variable apart from timers. Raises ``UnknownKvStateIdError``
+        naming the state variables that there are.
         """
         if name is None:
             own = [v for v in self.variables if v.name == DEFAULT_FAMILY]
@@ -120,8 +119,9 @@ class OperatorPlan:
         return ", ".join(f"{v.name!r} ({v.kind})" for v in self.variables) or "none"
 
     def partitions(self, given: list[int] | None) -> list[int]:
-        """Return the partitions that a request names, or all. Raises ``RequestError`` for partitions that there are
-        not.
+        """Return the partitions that a request names, or all.
+
+        Raises ``RequestError`` for partitions that there are not.
         """
         n = self.spec.num_partitions
         if given is None:
@@ -134,8 +134,9 @@ class OperatorPlan:
         return given
 
     def groups_of(self, keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
-        """Return the key groups that stored keys begin with. Raises ``RequestError`` for other bytes than keys of this
-        operator.
+        """Return the key groups that stored keys begin with.
+
+        Raises ``RequestError`` for other bytes than keys of this operator.
         """
         if keys.null_count:
             raise RequestError(f"{keys.null_count} of {len(keys)} keys are null; a key cannot be null.")

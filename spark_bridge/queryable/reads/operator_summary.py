@@ -13,9 +13,7 @@ from spark_bridge.state_format.windowed_keys import window_of
 
 
 def operator_summary(found: RunningOperator) -> dict[str, Any]:
-    """Return the summary of one operator: its query, its versions, its state variables with the columns of keys and
-    values.
-    """
+    """Return the summary of one operator: its query, its versions, its state variables with their columns."""
     schema = OperatorSchema.from_json(found.operator.schema)
     return {
         "operator": found.operator.name,

@@ -1,6 +1,4 @@
-"""Loading of partitions that requests read: in the background, waited for briefly, and not tried for other hosts'
-partitions.
-"""
+"""Loading of partitions that requests read, in the background; partitions of other hosts are refused for a moment."""
 
 from __future__ import annotations
 

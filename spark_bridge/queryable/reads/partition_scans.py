@@ -29,9 +29,7 @@ Pairs = dict[str, Iterator[pa.RecordBatch]]
 
 @dataclass(frozen=True)
 class KeyBounds:
-    """Grouping keys from ``start`` (included) to ``end`` (not included), by the bytes of their columns, in each key
-    group.
-    """
+    """Grouping keys from ``start`` (included) to ``end`` (not included), by their columns' bytes, in each key group."""
 
     start: bytes | None = None
     end: bytes | None = None
@@ -64,15 +62,17 @@ class KeyBounds:
 
 
 def pairs_of(view: PartitionView, rows: VariableRows, groups: range, bounds: KeyBounds) -> Pairs:
-    """Return the pairs that rows are made of, by family. All iterators are opened at once, so that they show the same
-    moment.
+    """Return the pairs that rows are made of, by family.
+
+    All iterators are opened at once, so that they show the same moment.
     """
     return {family: _checked(_pairs(view, rows, family, groups, bounds)) for family in rows.families}
 
 
 def _checked(pairs: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the pairs as long as the request is wanted. The check is here because many pairs may make no row for
-    long.
+    """Yield the pairs as long as the request is wanted.
+
+    The check is here because many pairs may make no row for long.
     """
     for batch in pairs:
         raise_if_cancelled()
@@ -99,7 +99,8 @@ def _pairs(
 
 
 def has_row_per_pair(rows: VariableRows) -> bool:
-    """Return whether every stored pair is one row that never expires, so that rows can be counted without reading
-    values.
+    """Return whether every stored pair is one row that never expires.
+
+    Then rows can be counted without reading values.
     """
     return rows.kind in (ROWS, VALUE, TIMERS) and not rows.has_ttl

@@ -18,8 +18,9 @@ from spark_bridge.queryable.reads.operator_plan import OperatorPlan
 
 
 class PreviousValues:
-    """The values of one partition at ascending versions. Copies that it takes are given back when ``keep`` is
-    closed.
+    """The values of one partition at ascending versions.
+
+    Copies that it takes are given back when ``keep`` is closed.
     """
 
     def __init__(self, host: Host, copies: FollowerCopies, plan: OperatorPlan, piece: Piece, keep: ExitStack) -> None:

@@ -31,10 +31,9 @@ RowPredicate = Callable[[pa.RecordBatch], pa.Array]
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Turns rows in the columns of ``VariableRows.output`` into the rows and columns of an answer. Make one with
-    ``of``.
+    """Turns rows in the columns of ``VariableRows.output`` into the rows and columns of an answer.
 
-    ``schema`` is the answer's; ``taken`` are the positions of its columns among the given ones.
+    Make one with ``of``. ``schema`` is the answer's; ``taken`` are the positions of its columns among the given ones.
     """
 
     schema: pa.Schema
@@ -50,11 +49,11 @@ class RowSelection:
         *,
         with_position: bool = False,
     ) -> RowSelection:
-        """Return the selection of ``columns``, in their order; None means all but key group, partition, and when a row
-        expires.
+        """Return the selection of ``columns``, in their order.
 
-        ``with_position``: the given rows have the position of their key as last column, the rows of the answer as first
-        one. Raises ``RequestError`` for an unknown column, or a value that is not of a column's type.
+        None means all but key group, partition, and when a row expires. ``with_position``: the given rows have the
+        position of their key as last column, the rows of the answer as first one. Raises ``RequestError`` for an
+        unknown column, or a value that is not of a column's type.
         """
         output = rows.output
         hidden = {len(output) - 1, len(output) - 2}

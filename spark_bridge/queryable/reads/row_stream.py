@@ -14,9 +14,7 @@ BATCH_BYTES = 1 << 20
 
 
 class RowStream(Iterator[pa.RecordBatch]):
-    """An iterator that calls ``release`` once: at its end, at a failure, when it is closed, or when it is garbage
-    collected.
-    """
+    """An iterator that calls ``release`` once: at its end, at a failure, when closed, or when garbage collected."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch], release: Callable[[], None]) -> None:
         self._batches: Iterator[pa.RecordBatch] | None = batches
@@ -62,8 +60,9 @@ def limited(batches: Iterator[pa.RecordBatch], limit: int | None) -> Iterator[pa
 
 
 def gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``; larger batches stay as they
-    are.
+    """Yield the same rows in batches of about ``BATCH_ROWS`` rows or ``BATCH_BYTES``.
+
+    Larger batches stay as they are.
     """
     held: list[pa.RecordBatch] = []
     num_rows = nbytes = 0

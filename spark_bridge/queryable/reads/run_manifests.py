@@ -78,8 +78,9 @@ class RunManifests:
         return StateVersions(place, held.log, chain, completed, plan.registration.key_groups)
 
     def release_idle(self) -> None:
-        """Forget runs that were not read for a while and are not registered here: nobody would tell this host of their
-        end.
+        """Forget runs that were not read for a while and are not registered here.
+
+        Nobody would tell this host of their end.
         """
         until = self._clock() - MANIFESTS_IDLE_SECONDS
         with self._lock:

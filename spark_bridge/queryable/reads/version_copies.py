@@ -1,6 +1,4 @@
-"""Copies from storage of partitions at retained versions that a host no longer has in memory, shared by their
-readers.
-"""
+"""Copies from storage of partitions at retained versions that a host no longer has in memory."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ _MIN_RESCAN = 64
 
 
 class KeyWindowIndex:
-    """The windows in the keys of one loaded partition, as bytes of the encoded column. Thread-safe; the lock guards all
-    of it.
+    """The windows in the keys of one loaded partition, as bytes of the encoded column.
 
-    ``key`` are the columns of the stored key, ``place`` is the position of the window among them.
+    Thread-safe; the lock guards all of it. ``key`` are the columns of the stored key, ``place`` is the position of the
+    window among them.
     """
 
     def __init__(self, key: pa.Schema, place: int) -> None:
@@ -55,8 +55,8 @@ class KeyWindowIndex:
         return held
 
     def add(self, base: str | None, head: str, changes: Changes) -> None:
-        """Add the windows of a version: the version with the head ``head`` has ``changes`` over the version with the
-        head ``base``.
+        """Add the windows of the version with the head ``head``, which has ``changes`` over the one with the head
+        ``base``.
         """
         if base not in self._heads:
             return

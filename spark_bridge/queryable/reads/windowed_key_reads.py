@@ -28,8 +28,9 @@ _Candidates: TypeAlias = tuple[pa.BinaryArray, Positions, Positions]
 
 @dataclass(frozen=True)
 class WindowedKeys:
-    """Grouping keys of an aggregate by windows: columns without the window, whose position in the stored key is
-    ``place``.
+    """Grouping keys of an aggregate by windows, as columns without the window.
+
+    ``place`` is the position of the window in the stored key.
     """
 
     rows: VariableRows
@@ -70,8 +71,9 @@ class WindowedKeys:
     def _candidates(
         self, plan: OperatorPlan, index: KeyWindowIndex, windows: frozenset[bytes]
     ) -> Iterator[_Candidates]:
-        """Yield all keys with all windows, ``CANDIDATES`` at a time. They are kept, because partitions mostly have the
-        same windows.
+        """Yield all keys with all windows, ``CANDIDATES`` at a time.
+
+        They are kept, because partitions mostly have the same windows.
         """
         made = self._made.get(windows)
         if made is not None:

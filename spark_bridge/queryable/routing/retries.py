@@ -115,11 +115,11 @@ def retrying(
     sleep: Callable[[float], None] = time.sleep,
     failure: Exception | None = None,
 ) -> T:
-    """Repeat ``call`` until it returns. Before each further attempt ``relocate`` forgets the location, if that may
-    help.
+    """Repeat ``call`` until it returns.
 
-    ``failure`` is that of a first attempt that the caller has made itself. Raises what ``Attempts.delay`` does.
-    ``call`` must look up a forgotten location itself, because the look-up may fail in the same ways.
+    Before each further attempt ``relocate`` forgets the location, if that may help. ``failure`` is that of a first
+    attempt that the caller has made itself. Raises what ``Attempts.delay`` does. ``call`` must look up a forgotten
+    location itself, because the look-up may fail in the same ways.
     """
     while True:
         try:

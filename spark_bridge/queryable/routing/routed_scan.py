@@ -73,9 +73,7 @@ class RoutedScan(Iterator[pa.RecordBatch]):
             raise
 
     def _check_same(self) -> None:
-        """Raise ``ConnectionClosedError`` unless all hosts answer with the version asked for, and with the same
-        columns.
-        """
+        """Raise ``ConnectionClosedError`` unless all hosts answer with the version asked for and the same columns."""
         at = self._plan.request.at
         for stream in self._streams:
             source = stream.source

@@ -1,5 +1,5 @@
-"""``StateRouter``: ask the owners of an operator's partitions, all at once, and put their answers together at one
-version.
+"""``StateRouter``: asks the owners of an operator's partitions, all at once, and puts one answer of one version
+together.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ class StateRouter:
     def _completed_now(
         self, location: OperatorLocation, request: ScanRequest, shares: list[tuple[str, list[int]]], deadline: float
     ) -> int:
-        """Return the version that all hosts are asked for in a scan: the later one of what an owner and the location
-        say.
+        """Return the version of a scan, which all hosts are then asked for: the later one of an owner's and the
+        location's.
 
         An owner is asked because other hosts may not have heard of the run for long.
         """

@@ -81,8 +81,9 @@ class RoutingTable:
         return address or self._no_owner()
 
     def shares_of(self, keys: pa.BinaryArray) -> list[KeyShare]:
-        """Return stored keys by owner. Keys of one partition come together, so that the owner need not order them
-        again.
+        """Return stored keys by owner.
+
+        Keys of one partition come together, so that the owner need not order them again.
         """
         if len(self.addresses) == 1 or not len(keys):
             return [KeyShare(self.addresses[0] or self._no_owner(), keys, None)]
@@ -145,11 +146,13 @@ class RoutingTable:
         return shares
 
     def is_windowed(self, state: str | None) -> bool:
-        """Whether the rows of one key may be in all partitions, because the window is a part of the stored key."""
+        """Return whether the rows of one key may be in all partitions, because the window is a part of the stored
+        key.
+        """
         return is_windowed(self.location.operator.schema, state)
 
     def is_stable(self, state: str | None) -> bool:
-        """Whether a version has the same rows at any time: no row expires."""
+        """Return whether a version has the same rows at any time: no row expires."""
         return is_stable(self.location.operator.schema, state)
 
     def _no_key(self, key: bytes) -> UnknownKeyOrNamespaceError:
@@ -171,20 +174,19 @@ class RoutingTable:
 
 @lru_cache(256)
 def is_windowed(schema: str, state: str | None) -> bool:
-    """Whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows."""
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is an aggregate by windows."""
     return any(window_of(v) is not None for v in _variables(schema, state))
 
 
 @lru_cache(256)
 def is_stable(schema: str, state: str | None) -> bool:
-    """Whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL."""
+    """Return whether the state variable ``state`` of an operator with that schema (JSON) is known to have no TTL."""
     chosen = _variables(schema, state)
     return bool(chosen) and all(v.ttl_ms is None for v in chosen)
 
 
 def _variables(schema: str, state: str | None) -> list[StateVariable]:
-    """Return the state variable that a host would read (``OperatorPlan.variable``), or all that the host might choose
-    from.
+    """Return the state variables among which a host chooses the one to read (``OperatorPlan.variable``).
 
     Empty if the schema is not known.
     """

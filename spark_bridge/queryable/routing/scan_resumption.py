@@ -118,7 +118,7 @@ class ScanResumption:
         return source
 
     def _check_same_rows(self, location: OperatorLocation) -> None:
-        """Raise ``RetiredRunError`` unless each partition has the rows, in the order, that it had when the scan
+        """Raise ``RetiredRunError`` unless each partition has the same rows in the same order as when the scan
         began.
         """
         before = self.plan.location

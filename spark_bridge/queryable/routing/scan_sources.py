@@ -19,8 +19,9 @@ PendingScan: TypeAlias = KvStream | Callable[[], StateAnswer]
 
 
 class RemoteRows:
-    """The rows that come over a connection. The constructor waits for the first frame: then version and schema are
-    known.
+    """The rows that come over a connection.
+
+    The constructor waits for the first frame: then version and schema are known.
     """
 
     def __init__(self, stream: KvStream) -> None:

@@ -1,3 +1,1 @@
-"""The TCP server of a host and its proxy (Flink's KvStateServer and KvStateClientProxy): tokens, admission,
-statistics.
-"""
+"""The TCP server of a host and its proxy (Flink's KvStateServer and KvStateClientProxy): tokens, admission, rows."""

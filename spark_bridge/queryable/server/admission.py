@@ -19,10 +19,10 @@ COMPUTE_PATIENCE_SECONDS = 0.05
 
 
 class AdmissionLimiter:
-    """Admits an ``amount`` of something at once; the others wait in order (``threading.Semaphore`` lets newcomers
-    overtake).
+    """Admits an ``amount`` of something at once.
 
-    ``what`` names it in errors. The lock guards the free amount and the queue.
+    The others wait in order (``threading.Semaphore`` lets newcomers overtake). ``what`` names it in errors. The lock
+    guards the free amount and the queue.
     """
 
     def __init__(self, amount: int, what: str) -> None:
@@ -33,8 +33,9 @@ class AdmissionLimiter:
         self._waiting: deque[_Waiter] = deque()
 
     def acquire(self, wait_seconds: float, amount: int = 1) -> None:
-        """Take ``amount``, after ``wait_seconds`` at most. Raises ``TooManyRequestsError`` if so much is not free by
-        then.
+        """Take ``amount``, after ``wait_seconds`` at most.
+
+        Raises ``TooManyRequestsError`` if so much is not free by then.
         """
         with self._lock:
             if not self._waiting and self._free >= amount:

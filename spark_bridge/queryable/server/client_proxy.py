@@ -62,8 +62,9 @@ class KvStateClientProxy(KvStateServer):
         )
 
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
-        """Return who owns which partitions of a query (``job_id`` is its query id), as far as this proxy knows; else
-        None. From any thread.
+        """Return who owns which partitions of a query, as far as this proxy knows; else None. From any thread.
+
+        ``job_id`` is the id of the query.
         """
         return self._locations.get(job_id)
 

@@ -39,8 +39,9 @@ class ClientSession:
         self._checked_at = now
 
     def check_client(self, now: float) -> None:
-        """Check that the client is connected and its token valid. Raises ``ClientGoneError`` or
-        ``AccessDeniedError``.
+        """Check that the client is connected and its token valid.
+
+        Raises ``ClientGoneError`` or ``AccessDeniedError``.
         """
         if self._frames.is_closed_by_client():
             raise ClientGoneError("The client has left.")

@@ -1,5 +1,6 @@
-"""``ForwardingReads``: answers for all hosts. This host's partitions are read here; the owners are asked for the
-others.
+"""``ForwardingReads``: answers for all hosts.
+
+This host's partitions are read here; the owners are asked for the others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ room here.
 
 
 class ForwardingReads:
-    """``StateReads`` of a proxy: a request with ``forward`` is answered for all partitions, another one only for this
-    host's.
+    """``StateReads`` of a proxy: answers requests with ``forward`` for all partitions, others for this host's.
 
     ``own`` returns what this host answers by itself, and ``address`` its own query address; both are called once, when
     something is asked. Requests to other hosts have no ``forward``, so no request goes further than one step.
@@ -101,8 +101,9 @@ class ForwardingReads:
         )
 
     def scan(self, request: ScanRequest) -> StateAnswer:
-        """See ``StateReads``. The rows of ``partitions`` come in their order; without ``partitions`` the hosts' rows
-        come as they arrive.
+        """See ``StateReads``.
+
+        The rows of ``partitions`` come in their order; without ``partitions`` the hosts' rows come as they arrive.
         """
         if not request.forward:
             return self.own.scan(request)
@@ -160,8 +161,9 @@ class ForwardingReads:
         *,
         with_schema: bool = False,
     ) -> T:
-        """Return what ``ask`` returns; repeat it for a little while if partitions have moved. Raises what the owners
-        raise.
+        """Return what ``ask`` returns; repeat it for a little while if partitions have moved.
+
+        Raises what the owners raise.
         """
         run_id, operator = request.run_id, request.operator
         begun = self._clock()

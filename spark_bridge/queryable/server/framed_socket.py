@@ -33,8 +33,9 @@ _TIMES = struct.Struct("@ll")
 
 
 class ClientGoneError(Exception):
-    """The client has left, or takes no answers. This error does not cross the network, unlike errors of forwarded
-    requests.
+    """The client has left, or takes no answers.
+
+    This error does not cross the network, unlike errors of forwarded requests.
     """
 
 

@@ -47,8 +47,9 @@ class LatencyHistogram:
         return copied
 
     def quantiles(self, wanted: tuple[float, ...] = QUANTILES) -> list[float]:
-        """Return the latencies in seconds that the shares ``wanted`` (ascending) did not exceed; 0.0 without
-        requests.
+        """Return the latencies in seconds that the shares ``wanted`` (ascending) did not exceed.
+
+        0.0 without requests.
         """
         if not self.total:
             return [0.0] * len(wanted)

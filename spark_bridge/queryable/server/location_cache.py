@@ -1,5 +1,5 @@
-"""The location cache of a proxy: a ``KvStateLocationOracle`` per running query, fetched when needed and refreshed while
-in use.
+"""The location cache of a proxy: a ``KvStateLocationOracle`` per query, fetched when needed and refreshed while in
+use.
 """
 
 from __future__ import annotations
@@ -89,12 +89,11 @@ class LocationCache:
                 self._specs = {key: spec for key, spec in self._specs.items() if key[0] != run_id}
 
     def location(self, run_id: str, operator: str, *, with_schema: bool = False) -> OperatorLocation:
-        """Return where an operator of a run is: the same object as long as nothing changes. It has a schema only
-        ``with_schema``.
+        """Return where an operator of a run is: the same object as long as nothing changes.
 
-        Raises ``RetiredRunError`` if the run is unknown or not the query's newest one, ``QueryEndedError``,
-        ``UnknownOperatorError``, and ``HostUnavailableError`` if the operator is not cached and the coordinator does
-        not answer.
+        It has a schema only ``with_schema``. Raises ``RetiredRunError`` if the run is unknown or not the query's newest
+        one, ``QueryEndedError``, ``UnknownOperatorError``, and ``HostUnavailableError`` if the operator is not cached
+        and the coordinator does not answer.
         """
         job_id = self._jobs.get(run_id)
         cached = None if job_id is None else self._cached.get(job_id)
@@ -116,8 +115,9 @@ class LocationCache:
         return location
 
     def refresh(self, run_id: str) -> None:
-        """Fetch the oracle of a run again, because it has proved wrong or its owners do not answer; unless it was
-        fetched just now.
+        """Fetch the oracle of a run again, because it has proved wrong or its owners do not answer.
+
+        Unless it was fetched just now.
         """
         job_id = self._jobs.get(run_id)
         if job_id is not None:

@@ -1,6 +1,4 @@
-"""The answers to the requests of one client: each request is admitted, read from ``StateReads``, and answered in
-frames.
-"""
+"""The answers to the requests of one client: each request is admitted, read from ``StateReads``, and answered."""
 
 from __future__ import annotations
 
@@ -61,8 +59,9 @@ _ABSENT_VALUE = b"\x01\x00\x00\x00\xff\xff\xff\xff"
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What the connections of one server share. ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when
-    the server stops.
+    """What the connections of one server share.
+
+    ``describe`` answers a ``DescribeRequest``; ``stopping`` is set when the server stops.
     """
 
     reads: StateReads

@@ -43,8 +43,9 @@ class _Series:
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """The figures of one operator and verb since the deltas were last taken. ``latencies`` are seconds by quantile; 1.0
-    is the slowest.
+    """The figures of one operator and verb since the deltas were last taken.
+
+    ``latencies`` are seconds by quantile; 1.0 is the slowest.
     """
 
     operator: str

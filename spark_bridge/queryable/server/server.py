@@ -1,5 +1,4 @@
-"""``KvStateServer``: the TCP server of a host that answers queries of its state (``messages``), after Flink's class of
-that name.
+"""``KvStateServer``: the TCP server of a host that answers queries of its state (Flink's class of that name).
 
 Each connection has a thread. Lookups spend their time in RocksDB and Arrow, which let other threads run.
 """
@@ -42,12 +41,11 @@ ACCEPT_SECONDS = 1.0
 
 
 class KvStateServer:
-    """Answers queries at ``server_address`` from ``reads``. ``port`` 0 takes a free port, which the server keeps when
-    started again.
+    """Answers queries at ``server_address`` from ``reads``.
 
-    ``tokens`` decides which clients may ask. Clients are told ``host_id`` in the ``Welcome``. With ``tls``, only
-    encrypted connections are answered. Raises ``OSError`` if the address cannot be bound. ``_lock`` guards the
-    connections and what runs now.
+    ``port`` 0 takes a free port, which the server keeps when started again. ``tokens`` decides which clients may ask.
+    Clients are told ``host_id`` in the ``Welcome``. With ``tls``, only encrypted connections are answered. Raises
+    ``OSError`` if the address cannot be bound. ``_lock`` guards the connections and what runs now.
     """
 
     def __init__(
@@ -82,8 +80,9 @@ class KvStateServer:
         return f"[{self._ip}]:{self._port}" if ":" in self._ip else f"{self._ip}:{self._port}"
 
     def start(self) -> None:
-        """Begin to answer; nothing happens if the server runs. After ``shutdown`` it listens at the same address again,
-        or raises ``OSError``.
+        """Begin to answer; nothing happens if the server runs.
+
+        After ``shutdown`` it listens at the same address again, or raises ``OSError``.
         """
         with self._lock:
             if self._acceptor is not None:
@@ -108,8 +107,9 @@ class KvStateServer:
             self._acceptor.start()
 
     def shutdown(self) -> None:
-        """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs. May be
-        repeated.
+        """Close the port and all connections, and end all threads: within 10 s, unless the store itself hangs.
+
+        May be repeated.
         """
         with self._lock:
             listener, acceptor, running = self._listener, self._acceptor, self._running
@@ -147,8 +147,9 @@ class KvStateServer:
             )
 
     def describe(self, request: DescribeRequest) -> dict[str, Any]:
-        """Return what ``reads`` says, and as ``requests`` how this server has answered. A proxy overrides it for
-        ``forward``.
+        """Return what ``reads`` says, and as ``requests`` how this server has answered.
+
+        A proxy overrides it for ``forward``.
         """
         described = self._reads.describe(request.operator, request.query)
         return {**described, "requests": self.statistics.snapshot(request.operator)}

@@ -51,9 +51,7 @@ VERBS: dict[type[Any], str] = {
 
 
 class ServerConnection:
-    """Answers one client, in one thread, until the client leaves, its bytes can no longer be understood, or the server
-    stops.
-    """
+    """Answers one client, in one thread, until the client leaves, sends bytes without meaning, or the server stops."""
 
     def __init__(self, server: ServerContext, connected: socket.socket) -> None:
         self._server = server
@@ -92,8 +90,9 @@ class ServerConnection:
             self._server.admission.connections.release()
 
     def _greet(self) -> bool:
-        """Check the token in the first frame, before anything else of the client is read. Return whether it is
-        valid.
+        """Check the token in the first frame, before anything else of the client is read.
+
+        Return whether it is valid.
         """
         started = time.monotonic()
         try:

@@ -16,10 +16,9 @@ LINGER_READS = 16
 
 
 def refuse_handshake(connected: socket.socket, error: ssl.SSLError) -> None:
-    """Tell a client why its handshake failed, and wait a moment: closing while it still sends would take the reason
-    from it.
+    """Tell a client why its handshake failed, and wait a moment.
 
-    The caller closes the socket.
+    Closing while the client still sends would take the reason from it. The caller closes the socket.
     """
     deadline = time.monotonic() + LINGER_SECONDS
     with contextlib.suppress(OSError):

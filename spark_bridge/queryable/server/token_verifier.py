@@ -21,8 +21,9 @@ from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 
 @dataclass(frozen=True)
 class Grant:
-    """What a token allows. ``name`` is ``cluster``, or the id of a read-only token as ``statestore token list`` shows
-    it.
+    """What a token allows.
+
+    ``name`` is ``cluster``, or the id of a read-only token as ``statestore token list`` shows it.
     """
 
     name: str
@@ -58,8 +59,9 @@ class ClusterTokens:
         self._clock = clock
 
     def verify(self, token: str) -> Grant:
-        """See ``TokenVerifier``. Raises also ``HostUnavailableError`` if revocations are not known; the remedy is to
-        ask again.
+        """See ``TokenVerifier``.
+
+        Raises also ``HostUnavailableError`` if revocations are not known; the remedy is to ask again.
         """
         if not token:
             raise AccessDeniedError(

@@ -1,6 +1,4 @@
-"""The tables that SQL may name: the state variables of running queries, and which of them a name in a statement
-means.
-"""
+"""The tables that SQL may name: the state variables of running queries, and the table that a name means."""
 
 from __future__ import annotations
 

@@ -44,8 +44,9 @@ def statement_kind(duckdb: Any, statement: str) -> str:
 
 
 def connection_with_tables(duckdb: Any, tables: Mapping[tuple[str, ...], StateDataset], *, may_share: bool) -> Any:
-    """Return a connection to an empty database in memory with the tables: the shared database if possible, else a new
-    one.
+    """Return a connection to an empty database in memory with the tables.
+
+    It is the shared database if ``may_share``, and if no name is qualified; else a new one.
     """
     global _database
     if may_share and all(len(name) == 1 for name in tables):

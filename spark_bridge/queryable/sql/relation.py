@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class StateRelation:
-    """The result of a statement: a ``duckdb.DuckDBPyRelation`` that raises the client's own errors, not DuckDB's text
-    of them.
+    """The result of a statement: a ``duckdb.DuckDBPyRelation`` that raises the client's own errors.
 
     It has all methods of ``relation``, DuckDB's object. Rows are read when a method that needs rows is called; each
     such call reads them again, at the same version. Not for several threads at once.
