@@ -2,8 +2,10 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-The part without clusters comes first and alone, so that simple mistakes show within a minute. The two lines of Spark wait
-most of their time, so they run side by side; each has Ray's files in a directory of its own, and its lines begin with its name.
+The part without clusters comes first and alone, so that simple mistakes show within a minute. The two lines of Spark
+wait
+most of their time, so they run side by side; each has Ray's files in a directory of its own, and its lines begin with
+its name.
 """
 
 from __future__ import annotations

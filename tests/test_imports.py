@@ -24,7 +24,10 @@ def modules_imported_from(source: str) -> set[str]:
 
 
 def test_what_is_found() -> None:
-    source = "import a.test_b\nfrom . import test_c\ndef f():\n    from .test_d import World\nfrom tests.effort import effort"
+    source = (
+        "import a.test_b\nfrom . import test_c\ndef f():\n    from .test_d import World\n"
+        "from tests.effort import effort"
+    )
     assert modules_imported_from(source) == {"test_b", "test_c", "test_d"}
 
 

@@ -1,4 +1,6 @@
-"""Every public name is what its name says when a user imports it first, in a process that has imported nothing else of ours."""
+"""Every public name is what its name says when a user imports it first, in a process that has imported nothing else
+of ours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The directive ``command-line``: all commands of a Typer application with their arguments and options, as it declares them.
+"""The directive ``command-line``: all commands of a Typer application with their arguments and options, as it
+declares them.
 
 ```{command-line} spark_bridge.cli.main:app
 ```
@@ -65,7 +66,9 @@ def _cell(text: str) -> str:
 
 
 def module_of(script: str) -> str:
-    """Return the module of a console script, as pyproject.toml names it. Raises ``ValueError`` if there is no such script."""
+    """Return the module of a console script, as pyproject.toml names it. Raises ``ValueError`` if there is no such
+    script.
+    """
     found = re.search(rf'^{re.escape(script)} = "(.+):\w+"$', PROJECT.read_text(), re.MULTILINE)
     if found is None:
         raise ValueError(f"{PROJECT} has no console script {script!r}.")

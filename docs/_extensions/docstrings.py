@@ -1,6 +1,7 @@
 """Make reStructuredText of the project's docstrings, which are written to be read as plain text.
 
-A block behind an empty line that is indented deeper than the paragraph before it is code. Letters may follow double backticks.
+A block behind an empty line that is indented deeper than the paragraph before it is code. Letters may follow double
+backticks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
     ```{options} backends.StateStoreConf
     ```
 
-The class is a dataclass, a pydantic model, or a ``msgspec.Struct``. The table has name, type and default of every field. What a field means is read from the class: the description of a pydantic field,
-or the line of the docstring's list that begins with the field's name in double backticks, such as "- ``fsync``: ...". The rest of the
+The class is a dataclass, a pydantic model, or a ``msgspec.Struct``. The table has name, type and default of every
+field. What a field means is read from the class: the description of a pydantic field,
+or the line of the docstring's list that begins with the field's name in double backticks, such as "- ``fsync``: ...".
+The rest of the
 docstring stands above the table. A field whose default is such a class itself gets a table of its own below.
 """
 
@@ -29,7 +31,9 @@ _EXACT_BELOW = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One field: its name, its type and default as text, and what it means (Markdown, as the docstrings of these classes are)."""
+    """One field: its name, its type and default as text, and what it means (Markdown, as the docstrings of these
+    classes are).
+    """
 
     name: str
     type: str
@@ -38,7 +42,9 @@ class Option:
 
 
 def load(path: str) -> Any:
-    """Return the object at ``package.module.name``; the last part may be a name that the package loads when it is asked for."""
+    """Return the object at ``package.module.name``; the last part may be a name that the package loads when it is
+    asked for.
+    """
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 

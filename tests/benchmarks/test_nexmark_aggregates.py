@@ -1,4 +1,6 @@
-"""The aggregates of Nexmark's queries, run as tasks do without Spark, give what pandas computes from the same events."""
+"""The aggregates of Nexmark's queries, run as tasks do without Spark, give what pandas computes from the same
+events.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from spark_bridge.stateful.ddl import struct_of
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW, OperatorRun
 
 BID = "date_time timestamp, price long, channel string, url string, extra string"
-ROWS = f"auction long, bidder long, price long, channel string, url string, extra string, date_time timestamp, bid struct<{BID}>"
+ROWS = (
+    "auction long, bidder long, price long, channel string, url string, extra string, date_time timestamp, "
+    f"bid struct<{BID}>"
+)
 RANKED = ["price", "date_time", "bidder", "channel", "url", "extra"]
 CONFS = [
     NexmarkConf(event_rate=300),

@@ -1,4 +1,6 @@
-"""The processors of Nexmark's queries, run as tasks do without Spark, give what pandas computes from the same events."""
+"""The processors of Nexmark's queries, run as tasks do without Spark, give what pandas computes from the same
+events.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,9 @@ class Rows:
 
 @dataclass
 class MemoryClient:
-    """Operators: "totals" (key country, user), "users" (key user), "per_minute" (key user and window). ``asked`` is what was called."""
+    """Operators: "totals" (key country, user), "users" (key user), "per_minute" (key user and window). ``asked`` is
+    what was called.
+    """
 
     failure: Exception | None = None
     fail_after: int | None = None

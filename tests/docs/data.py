@@ -25,7 +25,9 @@ def write_clicks(directory: str, name: str = "clicks") -> None:
 
 
 def write_rows(rows: pd.DataFrame, directory: str, name: str) -> None:
-    """Write a parquet file that appears whole: a stream that runs reads a file that is being written as an empty one."""
+    """Write a parquet file that appears whole: a stream that runs reads a file that is being written as an empty
+    one.
+    """
     Path(directory).mkdir(parents=True, exist_ok=True)
     draft = Path(directory).with_name(f".{Path(directory).name}-{name}.parquet")
     rows.to_parquet(draft, index=False)

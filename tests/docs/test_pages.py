@@ -1,4 +1,6 @@
-"""The code of the pages that needs no cluster, and the marks of all code. What needs Spark is in tests/spark_bridge/test_pages.py."""
+"""The code of the pages that needs no cluster, and the marks of all code. What needs Spark is in
+tests/spark_bridge/test_pages.py.
+"""
 
 from __future__ import annotations
 

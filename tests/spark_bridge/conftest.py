@@ -23,7 +23,8 @@ from backends import StateStoreConf
 from backends.encoding.spark_types import from_spark_type
 from tests.patience import HANG, PATIENCE
 
-# Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times. Cold
+# Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times.
+# Cold
 # code takes more stack as well, which a regular expression within Spark 4.2 has once run out of.
 _JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_JVM}".strip()
@@ -149,7 +150,9 @@ def wait_until(what: Callable[[], Any], timeout: float = PATIENCE, every: float 
 
 
 def driver_environment(scratch: str | Path) -> dict[str, str]:
-    """Of a driver in a process of its own. One that is killed removes nothing, so it has its temporary files in ``scratch``."""
+    """Of a driver in a process of its own. One that is killed removes nothing, so it has its temporary files in
+    ``scratch``.
+    """
     return {
         **os.environ,
         "PYSPARK_PYTHON": sys.executable,

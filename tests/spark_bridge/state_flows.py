@@ -197,7 +197,9 @@ class Query:
 
 
 class Flow(Query):
-    """A query of a processor. ``at`` is what each version of ``Everything`` must hold, ``times`` the batches' timestamps."""
+    """A query of a processor. ``at`` is what each version of ``Everything`` must hold, ``times`` the batches'
+    timestamps.
+    """
 
     def __init__(
         self,

@@ -46,7 +46,8 @@ events = EventPipe(options.events_fd)
 end_with_parent()
 print("noise")
 sleeper = "import os, time; print(os.environ.get('DEMO_EXTRA'), flush=True); time.sleep(600)"
-grandchild = subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True, stdout=subprocess.PIPE, text=True)
+command = [sys.executable, "-c", sleeper]
+grandchild = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
 events.send(Progress(f"{grandchild.pid} {grandchild.stdout.readline().strip()}"))
 time.sleep(600)
 """

@@ -26,7 +26,9 @@ SECOND = 1_000_000
 
 
 class OperatorRun:
-    """One operator of ``num_partitions``, batch by batch. ``keys`` are the columns that key groups come from, as stored."""
+    """One operator of ``num_partitions``, batch by batch. ``keys`` are the columns that key groups come from, as
+    stored.
+    """
 
     def __init__(self, logic: Logic, schema: OperatorSchema, keys: Sequence[str], num_partitions: int) -> None:
         self.logic = logic

@@ -35,7 +35,9 @@ events = st.lists(
 
 
 class Model:
-    """Spark's StreamingDeduplicateExec and StreamingDeduplicateWithinWatermarkExec, given rows in the order that counts."""
+    """Spark's StreamingDeduplicateExec and StreamingDeduplicateWithinWatermarkExec, given rows in the order that
+    counts.
+    """
 
     def __init__(self, by: tuple[str, ...], has_watermark: bool, within: int | None) -> None:
         self.by = [ROWS.get_field_index(name) for name in by]

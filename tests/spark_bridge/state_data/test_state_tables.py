@@ -1,4 +1,6 @@
-"""State as Arrow tables: every kind of variable, at every version, and what changed, against a model; without Ray and Spark."""
+"""State as Arrow tables: every kind of variable, at every version, and what changed, against a model; without Ray
+and Spark.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ def test_reading_may_be_given_up(worked):
 
 
 def applied(name: str, rows: list[Row], changes: list[dict[str, Any]]) -> list[Row]:
-    """Rows with changes made to them: what is deleted or updated must be there, what is inserted must not (lists apart)."""
+    """Rows with changes made to them: what is deleted or updated must be there, what is inserted must not (lists
+    apart).
+    """
     held = list(rows)
     for change in changes:
         key = tuple(v for k, v in change.items() if k not in (*OURS, "before", "after"))

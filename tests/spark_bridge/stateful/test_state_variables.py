@@ -384,7 +384,8 @@ def test_heads_of_a_step_are_read_at_once_and_only_if_asked_for(tmp_path: Path) 
 ZONED = dt.datetime(2024, 3, 1, 12, tzinfo=dt.timezone.utc)
 TYPES = (
     "b BOOLEAN, y TINYINT, s SMALLINT, i INT, l BIGINT, f FLOAT, d DOUBLE, t STRING, x BINARY, day DATE, ts TIMESTAMP, "
-    "ntz TIMESTAMP_NTZ, dec DECIMAL(10,2), a ARRAY<INT>, m MAP<STRING, ARRAY<INT>>, r STRUCT<p: INT, q: STRUCT<z: STRING>>"
+    "ntz TIMESTAMP_NTZ, dec DECIMAL(10,2), a ARRAY<INT>, m MAP<STRING, ARRAY<INT>>, "
+    "r STRUCT<p: INT, q: STRUCT<z: STRING>>"
 )
 GIVEN = (
     np.bool_(True),

@@ -1,10 +1,13 @@
-"""Transfers between accounts whose sum never changes, and tellers that ask for all balances while everything is being killed.
+"""Transfers between accounts whose sum never changes, and tellers that ask for all balances while everything is being
+killed.
 
     python -m tests.spark_bridge.streams.bank --answers 100000 --seed 7
     python -m tests.spark_bridge.streams.bank --answers 100000 --seed 7 --pause 2    fewer blows, more versions
 
-Each micro-batch moves money between accounts of all partitions, so that an answer whose partitions are not at one version has another
-sum, or, if it has the sum, balances that there never were. Every answer is compared with the balances of all versions that
+Each micro-batch moves money between accounts of all partitions, so that an answer whose partitions are not at one
+version has another
+sum, or, if it has the sum, balances that there never were. Every answer is compared with the balances of all versions
+that
 there have been, and a teller must never see an older version than it has seen.
 """
 
@@ -48,7 +51,9 @@ class Bank:
         self._random = random.Random(self.seed)
 
     def next_batch(self) -> list[tuple[int, int]]:
-        """Rows of account and amount; the first batch opens the accounts. The balances are noted before the batch can run."""
+        """Rows of account and amount; the first batch opens the accounts. The balances are noted before the batch
+        can run.
+        """
         rows = [(account, OPENING) for account in range(ACCOUNTS)] if self.versions == 0 else []
         for _ in range(TRANSFERS if self.versions else 0):
             giver, taker = self._random.sample(range(ACCOUNTS), 2)
@@ -195,9 +200,11 @@ def run_bank(
     pause: float = PAUSE,
     at_least: tuple[int, int] = (0, 0),
 ) -> tuple[int, dict[str, int], int]:
-    """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows, versions seen.
+    """Transfers, tellers and blows until there are so many answers, or the time is over; gives answers, blows,
+    versions seen.
 
-    Blows come every ``pause`` seconds. Without ``at_least`` so many answers, and so high a version seen, it goes on without blows, which may
+    Blows come every ``pause`` seconds. Without ``at_least`` so many answers, and so high a version seen, it goes on
+    without blows, which may
     come faster than what they have hit recovers.
 
     ``stream`` is a ``Stream`` of ``account long, amount long``. Raises ``AssertionError`` with what a teller has found.

@@ -29,7 +29,9 @@ MapInArrow = Callable[[Iterator[Any]], Iterator[Any]]
 
 @dataclass
 class Flow:
-    """A stream, its query of two operators, and what their state must be. One file is one batch, unless said otherwise."""
+    """A stream, its query of two operators, and what their state must be. One file is one batch, unless said
+    otherwise.
+    """
 
     stream: Stream
     seed: int = 1
@@ -63,7 +65,9 @@ class Flow:
     def frame(
         self, n: int = 3, m: int = 2, *, before: MapInArrow | None = None, between: MapInArrow | None = None
     ) -> DataFrame:
-        """The query: ``n`` and ``m`` partitions; ``before`` sees the rows first, ``between`` what the first operator emits."""
+        """The query: ``n`` and ``m`` partitions; ``before`` sees the rows first, ``between`` what the first operator
+        emits.
+        """
         rows = self.stream.read()
         if before is not None:
             rows = rows.mapInArrow(before, SCHEMA)

@@ -121,7 +121,9 @@ def kill_all_state_processes() -> None:
 def test_the_first_batch_of_a_rescaled_query_is_not_committed(
     flow: Flow, client: QueryableStateClient, action: Callable[[], None]
 ) -> None:
-    """Its version is prepared in the new layout. The next run has yet another, and repeats the batch from the old one."""
+    """Its version is prepared in the new layout. The next run has yet another, and repeats the batch from the old
+    one.
+    """
     run(flow, client, (4, 2))
     flow.add()
     writer = flow.frame(3, 3).writeStream.option("checkpointLocation", flow.stream.checkpoint)
@@ -139,7 +141,8 @@ def test_the_first_batch_of_a_rescaled_query_is_not_committed(
     run(flow, client, (4, 2))
 
 
-@pytest.mark.thorough  # otherwise: the test above, and test_failures.py::test_a_driver_killed_between_our_commit_and_sparks_own
+# Otherwise: the test above, and test_failures.py::test_a_driver_killed_between_our_commit_and_sparks_own
+@pytest.mark.thorough
 def test_the_session_dies_before_the_first_batch_of_a_rescaled_query_is_committed(
     flow: Flow, client: QueryableStateClient, tmp_path: Path
 ) -> None:
@@ -178,7 +181,8 @@ def test_rebalancing_on_demand_disturbs_nothing(flow: Flow, client: QueryableSta
     assert sink.seen == list(range(6))
 
     def is_balanced() -> bool:
-        rebalance()  # once more: a machine that stands still loses its hosts' leases for a moment, and their shares with them
+        # Once more: a machine that stands still loses its hosts' leases for a moment, and their shares with them
+        rebalance()
         held = owners(query).values()
         return sum(held) == 6 and max(held) - min(held) <= 1
 

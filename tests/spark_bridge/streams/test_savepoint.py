@@ -327,7 +327,8 @@ def test_stopping_with_a_savepoint_lets_no_sink_see_a_later_batch(
         wait_until(is_made_of_a_stream_that_goes_on)
     path = triggered.result().result()
     assert not query.isActive
-    # Spark cancels the held batch's job before it interrupts its thread: a sink in Python may see that first, and raise.
+    # Spark cancels the held batch's job before it interrupts its thread: a sink in Python may see that first, and
+    # raise.
     error = query.exception()
     assert error is None or f"cancelled part of cancelled job group {query.runId}" in str(error), error
     batch = check_savepoint(flow, path)

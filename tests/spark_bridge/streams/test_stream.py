@@ -198,7 +198,8 @@ def test_a_restarted_query_goes_on_from_its_checkpoint(stream: Stream, client: Q
         table = client.get_many("again", list(expected))
         assert dict(zip(table["k"].to_pylist(), table["total"].to_pylist(), strict=True)) == expected
         query.stop()
-    # Each run begins by making what is there its own record, and a task that Spark had to run again adds a manifest as well.
+    # Each run begins by making what is there its own record, and a task that Spark had to run again adds a manifest as
+    # well.
     versions = [m["version"] for m in manifests(stream)]
     assert versions == sorted(versions)
     assert set(versions) == {1, 2, 3, 4, 5, 6}
@@ -253,7 +254,7 @@ def test_results_do_not_depend_on_the_number_of_partitions(
 
 @pytest.mark.spark42
 def test_every_operator_runs_all_its_partitions_in_every_batch(make_stream: Callable[..., Stream]) -> None:
-    """Behind an operator that emits nothing, beside an empty side of a union, and in an empty batch (DESIGN, section 8)."""
+    """Behind an operator that emits nothing, beside an empty side of a union, and in an empty batch."""
     stream, quiet = make_stream(), make_stream()
     df = stream.read().union(quiet.read().where("k < 0"))
     first = aggregate(df, by="k", operator="first", num_partitions=3, v=S.sum("v"))

@@ -1,4 +1,6 @@
-"""A task's store over real hosts and their Flight servers: several families, scans and commits, also when a host dies."""
+"""A task's store over real hosts and their Flight servers: several families, scans and commits, also when a host
+dies.
+"""
 
 from __future__ import annotations
 

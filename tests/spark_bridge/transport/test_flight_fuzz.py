@@ -192,7 +192,9 @@ def options(rng: random.Random | None = None, timeout: float = PATIENCE) -> flig
 
 
 def in_time(begin: Callable[[], T]) -> T:
-    """A stream that has little time: another one if that was over before it was begun, for the machine may stand still."""
+    """A stream that has little time: another one if that was over before it was begun, for the machine may stand
+    still.
+    """
     until = time.monotonic() + PATIENCE
     while True:
         try:
