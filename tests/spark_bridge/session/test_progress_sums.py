@@ -14,7 +14,7 @@ class Cluster:
         self.hosts = [{"instances": instances} for instances in hosts]
         self.coordinator = self
 
-    def call(self, method: str) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {"queries": [{"run_id": "r", "completed_version": 3, "operators": {"op": 2}}]}
 
     def describe_hosts(self) -> list[dict[str, Any]]:
