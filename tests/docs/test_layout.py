@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import grimp
 import pytest
 
 from tests.docs.pages import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 PAGE = ROOT / "docs" / "explanation" / "layout.md"
 ROOTS = ("spark_bridge", "coordinator_actor", "backends")
@@ -59,6 +65,20 @@ def test_no_import_runs_upwards(graph: grimp.ImportGraph, root: str) -> None:
             if importer and place and importer != place and places[place] <= places[importer]:
                 upwards.add(f"{importer} imports {place}")
     assert sorted(upwards) == []
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_the_contracts_of_the_linter_say_the_same(root: str) -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (c["layers"] for c in contracts if c["type"] == "layers" and c["layers"][0].startswith(f"{root}."))
+    drawing = drawn()[root]
+    lines = []
+    for layer in layers:
+        names = {name.strip() for name in layer.split("|")}
+        (line,) = (i for i, line in enumerate(drawing) if names & set(line))
+        assert names <= set(drawing[line]), f"{layer} is not one line of the drawing"
+        lines.append(line)
+    assert lines == sorted(set(lines))
 
 
 def test_roots_stand_over_one_another(graph: grimp.ImportGraph) -> None:
