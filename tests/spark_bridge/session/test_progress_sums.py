@@ -39,5 +39,5 @@ def test_a_partition_held_twice_counts_once() -> None:
 
 def test_before_the_first_batch_there_is_nothing_to_tell() -> None:
     cluster: Any = Cluster()
-    cluster.call = lambda method: {"queries": []}
+    cluster.describe = lambda: {"queries": []}
     assert progress_of(cluster, "r") == []
