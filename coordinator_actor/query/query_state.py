@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 class QueryState:
     """One registered run of a query.
 
-    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``. It
+    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``.
+    It
     is held while the run's storage is asked, so messages that must not wait for storage do not take it. They read
     values that are only ever replaced as a whole: the chain and the completed version, the current assignment, the
     registration, what is announced to hosts, and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``),
