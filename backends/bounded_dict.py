@@ -9,9 +9,9 @@ V = TypeVar("V")
 
 
 class BoundedDict(dict[K, V]):
-    """Keep the ``limit`` entries that were set last, and forget the oldest ones.
+    """Keep ``limit`` entries, and forget the oldest ones.
 
-    Setting a key again makes its entry the newest; reading does not. Has no lock of its own.
+    Setting a key again keeps its place, so that readers without a lock never miss it. Has no lock of its own.
     Only ``d[key] = value`` and ``setdefault`` are bounded. Raises ``ValueError`` for a limit below 1.
     """
 
@@ -22,7 +22,6 @@ class BoundedDict(dict[K, V]):
         self._limit = limit
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key, None)
         super().__setitem__(key, value)
         if len(self) > self._limit:
             del self[next(iter(self))]

@@ -27,6 +27,7 @@ from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.instance import spec_of
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.partition_loading import PartitionLoading
@@ -121,7 +122,8 @@ class Host:
                 "a second time. Something behind the operator merges its partitions (coalesce, union); "
                 "put .repartition(n) between the operator and it."
             )
-        return OpenReply(None, grant.version, grant.registration.key_groups, instance.spec.schema, grant.times)
+        schema = spec_of(grant.registration, task.operator).schema
+        return OpenReply(None, grant.version, grant.registration.key_groups, schema, grant.times)
 
     def commit(
         self, task: TaskIdentity, changes: Changes, timings: Mapping[str, float], figures: OperatorFigures | None = None

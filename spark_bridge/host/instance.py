@@ -32,8 +32,10 @@ class Instance:
     """One loaded partition.
 
     ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards
-    ``epoch``, ``snapshot_version``, ``rescaled_at`` and changes of ``acknowledged``. The lock of ``HeldPartitions``
-    guards ``invocations``, ``invocations_of`` and ``commits``.
+    changes of ``acknowledged``, which reports copy without it. The lock of ``HeldPartitions`` guards ``invocations``,
+    ``invocations_of`` and ``commits``. Whoever loads the partition writes ``epoch``. Loading and the upload of a
+    snapshot
+    write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
     """
 
     registration: QueryRegistration

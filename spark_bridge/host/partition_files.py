@@ -14,8 +14,6 @@ from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
-"""Opens the durable files of a query, from their location and the options of their storage."""
-
 
 class PartitionFiles:
     """The local directory of one host, below which an incarnation that was killed may have left its state.

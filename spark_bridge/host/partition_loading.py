@@ -194,9 +194,10 @@ class PartitionLoading:
             self._files.remove_run(run_id)
 
     def _forget_run(self, run_id: str) -> None:
+        # The registration goes first: whoever waits for a version wakes when that is forgotten, and must not find it.
+        self._held.forget_run(run_id)
         for table in (self._grants, self._version_requests, self._completed):
             table.forget(run_id)
-        self._held.forget_run(run_id)
 
 
 def _complete(instance: Instance, version: int, head: str) -> bool:

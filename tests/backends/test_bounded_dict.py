@@ -10,13 +10,14 @@ def test_the_oldest_entries_are_forgotten():
     assert bounded == {"b": "B", "c": "C"}
 
 
-def test_setting_again_makes_an_entry_the_newest_and_reading_does_not():
+def test_setting_again_keeps_the_place_of_an_entry():
     bounded = BoundedDict(2)
     bounded["a"], bounded["b"] = 1, 2
     bounded["a"] = 3
     assert bounded["b"] == 2
+    assert list(bounded.items()) == [("a", 3), ("b", 2)]
     bounded["c"] = 4
-    assert list(bounded.items()) == [("a", 3), ("c", 4)]
+    assert list(bounded.items()) == [("b", 2), ("c", 4)]
 
 
 def test_setdefault_is_bounded_too():

@@ -90,7 +90,15 @@ class QueryableStateClient:
         self._router = router
         self._fast: dict[tuple[str, str | None, str | None], _FastLookup] = {}
         self._access = ClusterAccess(discovery, connections, timeout, on_moved=self._fast.clear)
-        self.timeout = timeout
+
+    @property
+    def timeout(self) -> float:
+        """The seconds of a call that names none. May be set at any time."""
+        return self._access.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._access.timeout = seconds
 
     @classmethod
     def connect(
@@ -170,7 +178,7 @@ class QueryableStateClient:
             fast = self._fast.get((operator, query, state))
             if fast is not None and begun - fast.known.located_at < REFRESH_SECONDS:
                 encoded = fast.encode(key)
-                deadline = begun + (self.timeout if timeout is None else timeout)
+                deadline = begun + (self._access.timeout if timeout is None else timeout)
                 try:
                     _, value = self._router.lookup_one(fast.known.location, fast.family, encoded, COMPLETED, deadline)
                 except Exception as error:  # noqa: BLE001 - counts as the first attempt below, which raises final errors
@@ -320,7 +328,7 @@ class QueryableStateClient:
 
             def relocate(error: Exception) -> Any:
                 self._access.moved((operator, query), error)
-                return self._access.known((operator, query), time.monotonic() + self.timeout).location
+                return self._access.known((operator, query), time.monotonic() + self._access.timeout).location
 
             return StateScan(self._router.scan(known.location, request, deadline, relocate), limit)
 
