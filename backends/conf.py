@@ -12,6 +12,11 @@ PROVIDERS = {
     "rocksdb": "backends.providers.rocksdb.RocksDBStateStoreProvider",
     "file": "backends.providers.file.FileStateStoreProvider",
 }
+MOVED_PROVIDERS = {
+    "backends.rocksdb.RocksDBStateStoreProvider": PROVIDERS["rocksdb"],
+    "backends.file.FileStateStoreProvider": PROVIDERS["file"],
+}
+"""Where providers are now whose earlier import paths manifests and savepoints may name."""
 COMPRESSIONS = ("none", "lz4", "zstd")
 _MIB = 1 << 20
 
@@ -115,7 +120,7 @@ class StateStoreConf:
 
     def provider_class(self) -> type:
         """Return the class that ``provider`` names. Raises ``InvalidStateStoreArgument`` if there is none."""
-        path = PROVIDERS.get(self.provider, self.provider)
+        path = PROVIDERS.get(self.provider) or MOVED_PROVIDERS.get(self.provider, self.provider)
         module, _, name = path.replace(":", ".").rpartition(".")
         try:
             found = getattr(import_module(module), name)

@@ -65,7 +65,8 @@ class LoadedProviders(Generic[Store]):
     """Loaded providers by their id. Many threads may use one object at once.
 
     ``load`` makes a provider. ``coordinator`` returns the reference to the coordinator, or None where there is none.
-    ``_lock`` guards everything here, and is not held while a provider or the coordinator is called, but for ``load``.
+    ``_lock`` guards everything here, and is not held while a provider or the coordinator is called, but for ``load``
+    and for getting the reference to the coordinator.
     """
 
     def __init__(

@@ -68,12 +68,13 @@ class Coordinator(CoordinatorPort):
             Figures(self.id, self.registries),
             self.tokens,
         )
-        self._answers = {
-            message: getattr(handler, message)
-            for handler in handlers
-            for message in MESSAGES
-            if hasattr(handler, message)
-        }
+        answers = [(m, getattr(handler, m)) for handler in handlers for m in MESSAGES if hasattr(handler, m)]
+        answered = sorted(m for m, _ in answers)
+        if answered != sorted(MESSAGES):
+            raise TypeError(
+                f"Each message needs one handler: {sorted(MESSAGES)} are declared, {answered} are answered."
+            )
+        self._answers = dict(answers)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Pass a message to its handler and return the answer."""
@@ -85,9 +86,13 @@ class Coordinator(CoordinatorPort):
         Leases do not run while the coordinator itself has stood still, for ``stood_still`` seconds since the last call:
         heartbeats of that time may wait to be heard, or their senders may have stood still as well.
         """
-        self.registries.prolong(stood_still)
-        self._hosts.expire()
-        self._queries.expire()
+        # All leases are compared with one reading of the clock: who stands still behind that reading loses no host.
+        now = self._clock()
+        with self.registries.lock:
+            self.registries.prolong(stood_still, now)
+            self._hosts.expire(now)
+            gone = self._queries.overdue(now)
+        self._queries.forget(gone)
         for run in self.registries.runs.current():
             self._look_at(run)
 

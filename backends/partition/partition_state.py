@@ -54,7 +54,7 @@ class PartitionState:
 
     Locks, in the order in which they are taken: the one of ``SnapshotUploads`` for a whole upload; ``_mutation`` for
     ``load``, ``complete``, the capture of a snapshot and ``close``, so that one of them at a time uses the engine; the
-    one of ``HeldVersions`` for moments, also for the figures here.
+    one of ``HeldVersions`` for moments, also for the figures here that add up.
     """
 
     def __init__(

@@ -60,7 +60,8 @@ class CheckpointCoordinator:
     without any lock held. If the first one raises, the checkpoint is not completed: it stays pending with all its
     acknowledgements, the acknowledger gets the error, and the next acknowledgement tries again. So this hook may be
     called several times for one checkpoint. While it runs, other acknowledgers of the same checkpoint wait. Therefore a
-    caller must hold its own lock around all calls to this coordinator, or around none.
+    caller must hold its own lock around all calls that may complete a checkpoint, or around none of them;
+    ``cancel_all``, ``expire`` and ``shutdown`` wait for no completion.
 
     One lock, ``_lock``, guards all state. The hooks are called outside of it.
     """

@@ -116,10 +116,10 @@ class Hosts:
                 owned[run.run_id][operator].append(partition)
         return owned
 
-    def expire(self) -> None:
-        """Drop the hosts that were not heard of for the host timeout."""
+    def expire(self, now: float) -> None:
+        """Drop the hosts that were not heard of for the host timeout before ``now``."""
         with self._registries.lock:
-            for host_id in self._registries.hosts.expire(self._registries.clock() - self._timeout):
+            for host_id in self._registries.hosts.expire(now - self._timeout):
                 log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
 
 

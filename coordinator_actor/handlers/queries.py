@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from backends.exceptions import StorageError
@@ -154,11 +154,13 @@ class Queries:
             self._runs.end(run, why)
         return True
 
-    def expire(self) -> None:
-        """Forget the runs whose drivers were not heard of for the driver timeout."""
-        now = self._registries.clock()
+    def overdue(self, now: float) -> list[QueryState]:
+        """Return the runs whose drivers were not heard of for the driver timeout before ``now``."""
         with self._registries.lock:
-            gone = [r for r in self._runs.by_id.values() if now - r.driver_seen > self._conf.driver_timeout]
+            return [r for r in self._runs.by_id.values() if now - r.driver_seen > self._conf.driver_timeout]
+
+    def forget(self, gone: Sequence[QueryState]) -> None:
+        """End runs whose leases are over. Not to be called under the lock of the registries."""
         for run in gone:
             # Not for good: a machine may have slept, and the driver (only the driver) may bring the run back.
             log.warning("The driver of run %s has not been heard of; the run is forgotten", run.run_id)

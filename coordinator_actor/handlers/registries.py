@@ -34,9 +34,8 @@ class Registries:
         with self.lock:
             self.last_needed = self.clock()
 
-    def prolong(self, seconds: float) -> None:
+    def prolong(self, seconds: float, now: float) -> None:
         """Let all leases run so many seconds longer: those of hosts, of drivers, and of the coordinator itself."""
-        now = self.clock()
         with self.lock:
             self.hosts.prolong(seconds, now)
             for run in self.runs.by_id.values():

@@ -32,10 +32,13 @@ log = logging.getLogger(__name__)
 class QueryState:
     """One registered run of a query.
 
-    ``lock`` guards everything in it, also in its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``.
-    Only the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``) and what is announced to hosts are read
-    and written without the lock: each of these values is replaced as a whole. The lock is held while the run's storage
-    is asked, so messages that must not wait for storage do not take it.
+    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``.
+    It
+    is held while the run's storage is asked, so messages that must not wait for storage do not take it. They read
+    values that are only ever replaced as a whole: the chain and the completed version, the current assignment, the
+    registration, what is announced to hosts, and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``),
+    which they also write. The one maintenance thread alone writes ``maintained`` and reads descriptors in without the
+    lock. Checkpoints have a lock of their own.
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``maintained`` is when
     garbage was removed last.

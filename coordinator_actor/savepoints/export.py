@@ -216,7 +216,9 @@ def copy_spark_files(
 ) -> list[FileRef]:
     """Copy what Spark needs to go on behind batch ``batch_id``. Return the copies.
 
-    These are ``offsets`` and ``commits`` of that batch, ``offsets`` of the batch before it, and all of ``sources``.
+    These are ``offsets`` and ``commits`` of that batch, ``offsets`` and, if it exists, ``commits`` of the batch
+    before it,
+    and all of ``sources``.
     Sources may be ahead of the batch: Spark reads from them only what lies behind its offsets. Spark appends to and
     compacts sources meanwhile. Whenever a file vanishes, all are listed again. Hadoop's hidden checksums are not
     copied: they are optional, and Spark's storage makes its own.

@@ -51,6 +51,24 @@ def started(world: World) -> Coordinator:
     return c
 
 
+def test_a_pause_while_leases_are_looked_at_ends_none(world: World) -> None:
+    """All leases are compared with one reading of the clock, so a process may stand still behind that reading."""
+    step = 0.0
+
+    def clock() -> float:
+        world.now += step
+        return world.now - step
+
+    c = Coordinator(clock, world.storage, CoordinatorConf(report_timeout=0.0, host_timeout=10.0))
+    c.register_host(world.host(0), HostReport())
+    c.register_query(world.registration())
+    step = 1000.0
+    c.expire()
+    step = 0.0
+    assert [h["host_id"] for h in c.describe()["hosts"]] == ["h0"]
+    assert [q["run_id"] for q in c.describe()["queries"]] == ["run1"]
+
+
 def test_the_last_acknowledgement_prepares_the_version_and_sparks_commit_completes_it(
     world: World, started: Coordinator
 ) -> None:

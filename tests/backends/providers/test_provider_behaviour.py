@@ -1279,6 +1279,8 @@ def test_a_provider_is_named_by_its_import_path(location):
     conf = StateStoreConf(provider="tests.backends.providers.third_provider.ThirdStateStoreProvider")
     assert conf.provider_class() is ThirdStateStoreProvider
     assert StateStoreConf(provider="file").provider_class() is FileStateStoreProvider
+    # As manifests may name it that were written before the modules moved:
+    assert StateStoreConf(provider="backends.file.FileStateStoreProvider").provider_class() is FileStateStoreProvider
     for wrong in ("no.such.module.Class", "backends.engines.file.NoSuchClass", "backends.engines.file.lists_of"):
         with pytest.raises(InvalidStateStoreArgument, match="cannot be imported"):
             StateStoreConf(provider=wrong).provider_class()

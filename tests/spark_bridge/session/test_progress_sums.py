@@ -14,7 +14,7 @@ class Cluster:
         self.hosts = [{"instances": instances} for instances in hosts]
         self.coordinator = self
 
-    def call(self, method: str) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {"queries": [{"run_id": "r", "completed_version": 3, "operators": {"op": 2}}]}
 
     def describe_hosts(self) -> list[dict[str, Any]]:
@@ -39,5 +39,5 @@ def test_a_partition_held_twice_counts_once() -> None:
 
 def test_before_the_first_batch_there_is_nothing_to_tell() -> None:
     cluster: Any = Cluster()
-    cluster.call = lambda method: {"queries": []}
+    cluster.describe = lambda: {"queries": []}
     assert progress_of(cluster, "r") == []
