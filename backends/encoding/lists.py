@@ -1,4 +1,6 @@
-"""The stored keys of lists: every element of a list is a pair of its own, so that appending reads nothing.
+"""The stored keys of lists of the provider API (``merge``): every element is a pair of its own; appending reads nothing.
+
+The lists of processors (``ListState``) have another layout, see ``spark_bridge/state_format/layouts.py``.
 
 A column family of lists is stored under its name and a mark. The stored key of an element is the user's key, then the
 version that appended the element, and its number within the commit. So elements follow in the order in which they were

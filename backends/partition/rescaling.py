@@ -1,6 +1,7 @@
 """Rescaling: a partition takes over its range of keys from the partitions of an earlier layout.
 
 The layout of an operator changes when its query comes back with another number of partitions or another backend.
+``formats/manifest_chain.py`` says which partitions have the range; ``loading.py`` calls this.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from coordinator_actor.messages import (
     Refused,
     SnapshotUploaded,
 )
-from coordinator_actor.query.assignment import Assignment
+from coordinator_actor.query.current_assignment import Assignment
 from coordinator_actor.query.query_state import QueryState
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.query.assignment import Assignment
+from coordinator_actor.query.current_assignment import Assignment
 from coordinator_actor.query.partition_owners import assign
 from coordinator_actor.query.query_state import QueryState
 

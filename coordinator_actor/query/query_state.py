@@ -19,7 +19,7 @@ from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
 from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, QueryRegistration
-from coordinator_actor.query.assignment import RunAssignment
+from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of

@@ -1,4 +1,7 @@
-"""What is removed from storage, and when: only files that the newest manifest, which is durable, no longer keeps."""
+"""What is removed from storage, and when: only files that the newest manifest, which is durable, no longer keeps.
+
+The rules are in ``backends/formats/retention.py``; this file removes by them.
+"""
 
 from __future__ import annotations
 
