@@ -1,4 +1,4 @@
-"""The stored keys of lists of the provider API (``merge``): every element is a pair of its own; appending reads nothing.
+"""The stored keys of lists of the provider API (``merge``): each element is a pair of its own; appending reads nothing.
 
 The lists of processors (``ListState``) have another layout, see ``spark_bridge/state_format/layouts.py``.
 
