@@ -60,11 +60,17 @@ def list_command(base: str, storage_option: Option = None) -> None:
 
 
 @app.command()
-def describe(path: str, storage_option: Option = None) -> None:
+def describe(
+    path: str,
+    check_files: Annotated[
+        bool, typer.Option("--check-files", help="Read every file and compare it with what was written.")
+    ] = False,
+    storage_option: Option = None,
+) -> None:
     """Describe the savepoint at PATH: query, version, rows, operators."""
     from spark_bridge.session.savepoints import describe_savepoint
 
-    info: SavepointInfo = _or_exit(lambda: describe_savepoint(path, _options(storage_option)))
+    info: SavepointInfo = _or_exit(lambda: describe_savepoint(path, _options(storage_option), check_files=check_files))
     made = info.metadata
     if made is None:
         raise typer.Exit(2)

@@ -147,9 +147,16 @@ def list_savepoints(base_path: str, storage_options: Mapping[str, str] | None = 
     return savepoint_catalog.list_savepoints(_absolute(base_path), _options(storage_options))
 
 
-def describe_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> SavepointInfo:
-    """Return what is in a savepoint: query, version, operators with schemas and rows. Raises ``SavepointError``."""
-    return savepoint_catalog.describe_savepoint(_absolute(path), _options(storage_options))
+def describe_savepoint(
+    path: str, storage_options: Mapping[str, str] | None = None, *, check_files: bool = False
+) -> SavepointInfo:
+    """Return what is in a savepoint: query, version, operators with their schemas and rows.
+
+    With ``check_files`` every file is read and compared with what was written. Raises ``SavepointError``, and
+    ``DamagedFileError`` that names all files that are missing or damaged.
+    """
+    describe = savepoint_catalog.verify_savepoint if check_files else savepoint_catalog.describe_savepoint
+    return describe(_absolute(path), _options(storage_options))
 
 
 def delete_savepoint(path: str, storage_options: Mapping[str, str] | None = None) -> None:

@@ -181,7 +181,7 @@ class QueryableStateClient:
                 deadline = begun + (self._access.timeout if timeout is None else timeout)
                 try:
                     _, value = self._router.lookup_one(fast.known.location, fast.family, encoded, COMPLETED, deadline)
-                except Exception as error:  # noqa: BLE001 - counts as the first attempt below, which raises final errors
+                except Exception as error:  # noqa: BLE001 - the first attempt below, which raises final errors
                     failure = error
                 else:
                     return None if value is None else fast.decode(value)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
 from spark_bridge import describe_savepoint, restore_savepoint, state_metadata_table, state_table
+from spark_bridge.cli.main import app
 from tests.spark_bridge.state_data.format_fixtures import BACKENDS, FORMAT_1, Stored
 from tests.spark_bridge.state_data.format_program import (
     STORED_BATCHES,
@@ -110,3 +113,15 @@ def test_the_savepoint_can_be_restored(backend: str, tmp_path: Path) -> None:
     restore_savepoint(Stored(backend).savepoint, checkpoint, backend="file")
     assert read(checkpoint) == Stored(backend).state()
     assert set(state_metadata_table(checkpoint)["provider"].to_pylist()) == {"file"}
+
+
+def test_the_command_line_checks_the_files_of_a_savepoint(backend: str, tmp_path: Path) -> None:
+    savepoint = Path(shutil.copytree(Stored(backend).savepoint, tmp_path / "savepoint"))
+    describe = ["savepoint", "describe", str(savepoint)]
+    assert CliRunner().invoke(app, [*describe, "--check-files"]).exit_code == 0
+    damaged = next(savepoint.glob("operators/totals/**/*.parquet"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert CliRunner().invoke(app, describe).exit_code == 0  # describes without reading the files
+    checked = CliRunner().invoke(app, [*describe, "--check-files"])
+    assert checked.exit_code != 0
+    assert damaged.name in checked.output
