@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,9 @@ _MEMORY = Path("/dev/shm")
 if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4 << 30:
     # Most tests write and sync many small files; what they show does not depend on where.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
+# Each process of the suite would start a thread per core for matrices that no test has.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 settings.register_profile("suite", max_examples=examples(100), deadline=None)
 settings.load_profile("suite")
@@ -31,3 +35,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=left)
             items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     items.sort(key=lambda item: 2 if item.get_closest_marker("spark") else 1 if item.get_closest_marker("ray") else 0)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # What was imported and collected stays to the end: no collection of garbage by a test looks through it again.
+    gc.collect()
+    gc.freeze()
