@@ -51,7 +51,7 @@ demo: $(STAMP) ## Replay a year of flights as a stream, query its state meanwhil
 test: $(STAMP) $(STAMP42) ## Run the tests, a representative part of what takes long, and say how long it took
 	@$(BIN)/python -m tests.run $(ARGS)
 
-test-thorough: $(STAMP) $(STAMP42) ## Run all tests on both lines of Spark, with many times as much random work
+test-thorough: $(STAMP) $(STAMP42) ## Run what make test leaves out: the other line of Spark for each stream, more random work
 	@$(BIN)/python -m tests.run --thorough $(ARGS)
 
 # The other Pythons that are promised: each that is on this machine, by name or as pyenv keeps them.

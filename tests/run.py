@@ -3,9 +3,11 @@
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
 The part without clusters comes first and alone, so that simple mistakes show within a minute. The two lines of Spark
-wait
-most of their time, so they run side by side; each has Ray's files in a directory of its own, and its lines begin with
-its name.
+run side by side, since they wait most of their time. Each has Ray's files in a directory of its own, and what it prints
+begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters are shared out.
+
+A thorough run does what the usual one leaves: each test of clusters on the other line, the tests that are marked
+``thorough`` on both, and the part without clusters with many times as much random work.
 """
 
 from __future__ import annotations
@@ -102,11 +104,16 @@ def report(outcomes: Sequence[Outcome], seconds: float, bound: float | None) -> 
     )
 
 
+LINES_AND_THEIR_REST = (
+    ("(ray or spark) and not spark42_only", "(ray or spark) and (spark42_only or thorough)"),
+    ("spark42 or spark42_only", "(ray or spark) and (thorough or not (spark42 or spark42_only))"),
+)
+"""The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2."""
 WITHOUT_CLUSTERS = ("-n", "3", "--dist", "loadfile", "-m", "not ray and not spark")
 
 
 def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
-    """Return the steps of the suite; a thorough one has no bounds, and all tests of streams on both lines of Spark."""
+    """Return the steps of the suite; those of a thorough run are the rest of the usual ones, and have no bounds."""
     given = {"STATESTORE_TEST_EFFORT": "thorough"} if is_thorough else {}
 
     def part(name: str, venv: str, *options: str, bound: float | None = None) -> Part:
@@ -116,8 +123,8 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
     return [
         [part("without clusters", ".venv", *WITHOUT_CLUSTERS, bound=60)],
         [
-            part("Spark 3.5", ".venv", "-m", "ray or spark"),
-            part("Spark 4.2", ".venv42", "-m", "ray or spark" if is_thorough else "spark42"),
+            part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),
+            part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough]),
         ],
     ]
 

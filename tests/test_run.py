@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,20 @@ def test_the_status_is_that_of_the_tests(monkeypatch: pytest.MonkeyPatch, capsys
         monkeypatch.setattr(run, "steps_of", lambda *_, step=step: [step])
         assert run.main([]) == status
         assert "in all" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("line", [0, 1])
+@pytest.mark.parametrize("marks", list(product([0, 1], repeat=4)))
+def test_each_test_of_clusters_runs_on_both_lines_of_spark(line: int, marks: tuple[int, ...]) -> None:
+    """By the usual run or the thorough one; by the usual one on one line at least, unless it is marked ``thorough``."""
+    given = dict(zip(("ray", "spark42", "spark42_only", "thorough"), marks, strict=True)) | {"spark": not marks[0]}
+    if given["spark42"] and given["spark42_only"]:
+        return  # "on both" and "on one"
+    usual = [not given["thorough"] and bool(eval(of, {}, given)) for of, _ in run.LINES_AND_THEIR_REST]
+    thorough = [bool(eval(of, {}, given)) for _, of in run.LINES_AND_THEIR_REST]
+    assert usual[line] != thorough[line]
+    assert any(usual) != given["thorough"]
+    assert all(usual) == (given["spark42"] and not given["thorough"])
 
 
 def test_a_thorough_run_is_told_to_all_parts() -> None:

@@ -24,7 +24,7 @@ from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.flow import SCHEMA, Flow, MapInArrow, Sink, progressed, start
 from tests.spark_bridge.streams.other_driver import PARTITIONS, Driver
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.effort import only_thorough
 from tests.spark_bridge.conftest import Stream, settle, wait_until
 from tests.spark_bridge.streams.totals import Totals, start
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
 
 
 @pytest.fixture(scope="module")

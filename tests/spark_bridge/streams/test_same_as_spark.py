@@ -12,7 +12,6 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from spark_bridge import transform_with_state, transform_with_state_in_pandas
-from tests.effort import effort
 from tests.spark_bridge.conftest import Stream
 from tests.spark_bridge.streams.processors import (
     BY,
@@ -40,7 +39,7 @@ pytestmark = [
 ]
 
 SEED = int(os.environ.get("STATESTORE_TEST_SEED", "1"))
-BATCHES = effort(4, 6)
+BATCHES = 6
 NATIVE = {
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"

@@ -42,7 +42,7 @@ from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.conftest import Stream, remove_checkpoint, settle, wait_until
 from tests.spark_bridge.streams.flow import NULL, SCHEMA, Flow, Sink, backend, kept_by, progressed, same_state, start
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.spark42_only]
 
 
 @contextmanager
@@ -117,7 +117,6 @@ def flow(make_stream: Callable[..., Stream]) -> Flow:
     return Flow(make_stream(SCHEMA))
 
 
-@pytest.mark.spark42
 def test_a_savepoint_while_batches_go_on(flow: Flow, client: QueryableStateClient, tmp_path: Path) -> None:
     flow.add(7)
     sink = Sink(0.1)
