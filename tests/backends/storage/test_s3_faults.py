@@ -548,18 +548,24 @@ def test_a_provider_works_though_requests_fail_all_the_time(s3: S3, tmp_path: Pa
 def test_a_commit_that_fails_for_good_changes_nothing(s3: S3, tmp_path: Path, fault: Fault, path: str) -> None:
     with open_provider(s3, tmp_path / "one") as provider:
         commit(provider, 0, a="1", b="1")
+        before = s3.direct().list()
         s3.plan(again(fault, 1000, "PUT", path))
+        store = provider.get_store(1)
+        store.put(b"a", b"2")
         with pytest.raises(StorageError, match=rf"Could not write s3://{s3.bucket}/ck/statestore/.*{path}"):
-            commit(provider, 1, a="2", c="2")
+            store.commit()
         assert s3.proxy.plan[0].happened >= 1
-        assert provider.latest_version() == 1 and content(provider, 1) == {"a": "1", "b": "1"}
+        assert not store.has_committed and provider.latest_version() == 1
+        assert content(provider, 1) == {"a": "1", "b": "1"}
+        assert path != ".changelog" or s3.direct().list() == before
         with open_provider(s3, tmp_path / "two") as other:
             assert other.latest_version() == 1 and content(other, 1) == {"a": "1", "b": "1"}
         s3.plan()
-        assert commit(provider, 1, a="3") == 2
-        assert content(provider, 2) == {"a": "3", "b": "1"} and content(provider, 1) == {"a": "1", "b": "1"}
+        # The same store may try again, and so may a new one.
+        assert (store.commit() if path == ".changelog" else commit(provider, 1, a="2")) == 2
+        assert content(provider, 2) == {"a": "2", "b": "1"} and content(provider, 1) == {"a": "1", "b": "1"}
     with open_provider(s3, tmp_path / "three") as third:
-        assert third.latest_version() == 2 and content(third, 2) == {"a": "3", "b": "1"}
+        assert third.latest_version() == 2 and content(third, 2) == {"a": "2", "b": "1"}
 
 
 def test_a_commit_of_unknown_outcome_leaves_one_version_or_the_other(s3: S3, tmp_path: Path) -> None:
