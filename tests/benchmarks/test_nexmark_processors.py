@@ -110,8 +110,9 @@ def winning_in_arrow(limits: Limits) -> OperatorRun:
         only_thorough(winning_in_rows, CONFS[2], Limits(), id="rows, hot"),
         only_thorough(winning_in_arrow, CONFS[0], Limits(), id="arrow, in order"),
         only_thorough(winning_in_arrow, CONFS[1], Limits(), id="arrow, out of order"),
-        pytest.param(winning_in_arrow, CONFS[1], TINY, id="arrow, in little memory"),
-        pytest.param(winning_in_arrow, CONFS[2], Limits(), id="arrow, hot"),
+        only_thorough(winning_in_arrow, CONFS[1], TINY, id="arrow, in little memory"),
+        pytest.param(winning_in_arrow, CONFS[2], TINY, id="arrow, hot, in little memory"),
+        only_thorough(winning_in_arrow, CONFS[2], Limits(), id="arrow, hot"),
     ],
 )
 def test_winning_bids(form: Callable[[Limits], OperatorRun], conf: NexmarkConf, limits: Limits) -> None:

@@ -169,21 +169,19 @@ def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
             else:
                 assert below.get(some) == [below.pairs.get(key) for key in some]
             assert below.cache._budget.used <= limit
-            assert len(set(_tags(below.cache))) == len(_tags(below.cache))
+            assert are_unique(below.cache)
         if limit == MIB and collisions is None:
             asked = below.num_read
             below.get(keys)
             assert below.num_read <= asked + len(keys) // 2
 
 
-def _tags(cache):
-    """What must be unique: bucket and tag of each entry."""
-    return [
-        (bucket, entry >> cached_rows.TAG_SHIFT)
-        for bucket, entries in enumerate(cache.rows.buckets.tolist())
-        for entry in entries
-        if entry >= 0
-    ]
+def are_unique(cache):
+    """Whether no two entries are of one bucket and one tag."""
+    held = cache.rows.buckets
+    buckets, _ = np.nonzero(held >= 0)
+    tags = held[held >= 0] >> cached_rows.TAG_SHIFT
+    return len(set(zip(buckets.tolist(), tags.tolist(), strict=True))) == len(tags)
 
 
 def test_keys_of_one_hash_are_told_apart(monkeypatch):
@@ -355,7 +353,7 @@ def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, colli
             asked = rng.choice((some, [*some, *others], others))
             assert below.get(asked) == [below.pairs.get(key) for key in asked]
         assert below.cache._budget.used <= limit
-        assert len(set(_tags(below.cache))) == len(_tags(below.cache))
+        assert are_unique(below.cache)
 
 
 def test_rows_of_one_width_are_records_until_others_come():

@@ -857,18 +857,18 @@ def test_versions_kept_in_memory_and_others_read_the_same(open_provider):
 
 def test_scans_show_what_there_was_when_they_began(provider):
     store = provider.get_store(0)
-    store.put_many(pa.array([b"%06d" % i for i in range(50_000)]), pa.array([b"1"] * 50_000))
+    store.put_many(pa.array([b"%06d" % i for i in range(20_000)]), pa.array([b"1"] * 20_000))
     store.commit()
     reader = provider.get_read_store(1)
     scan = reader.scan()
     first = next(scan)
     for version in (1, 2, 3):
         store = provider.get_store(version)
-        store.put_many(pa.array([b"%06d" % i for i in range(0, 50_000, 7)]), pa.array([b"2"] * 7143))
+        store.put_many(pa.array([b"%06d" % i for i in range(0, 20_000, 7)]), pa.array([b"2"] * 2858))
         store.commit()
         provider.do_maintenance()
     values = pa.concat_arrays([b.column(1) for b in (first, *scan)])
-    assert len(values) == 50_000 and values.value_counts().to_pylist() == [{"values": b"1", "counts": 50_000}]
+    assert len(values) == 20_000 and values.value_counts().to_pylist() == [{"values": b"1", "counts": 20_000}]
 
 
 def test_keys_are_counted_exactly(provider):
