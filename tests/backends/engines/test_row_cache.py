@@ -18,7 +18,7 @@ from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
-from tests.effort import only_thorough
+from tests.effort import effort, only_thorough
 from tests.patience import PATIENCE
 
 MIB = 1 << 20
@@ -320,7 +320,7 @@ def check_while_read(below, keys, rng, steps, value_of, before_step=lambda step:
 @pytest.mark.parametrize("limit", [30_000, MIB])
 def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
     keys = [b"key %05d" % i for i in range(400)]
-    check_while_read(Below(limit), keys, random.Random(limit), 250, lambda step: b"%d" % step)
+    check_while_read(Below(limit), keys, random.Random(limit), effort(100, 250), lambda step: b"%d" % step)
 
 
 # -- rows of one width -----------------------------------------------------------------------------
@@ -463,7 +463,7 @@ def test_readers_in_threads_while_rows_come_to_be_of_many_widths(limit):
         if step % 40 == 0:
             below.cache.clear()
 
-    check_while_read(below, keys, rng, 200, value_of, begin_anew)
+    check_while_read(below, keys, rng, effort(120, 200), value_of, begin_anew)
 
 
 # -- in the engine -------------------------------------------------------------------------------
