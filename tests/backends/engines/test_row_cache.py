@@ -342,7 +342,7 @@ def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, colli
     below = Below(limit)
     keys = [user(i) for i in range(120)]
     others = [b"shorter %d" % i for i in range(20)]
-    for step in range(150):
+    for step in range(effort(90, 150)):
         some = rng.choices(keys, k=rng.choice((1, 5, 40, 200)))
         if step == 30 and seed:  # values of one key in another width, or keys
             below.put({keys[0]: b"a longer value of another schema"})
@@ -490,7 +490,7 @@ def test_the_engine_reads_what_it_holds(tmp_path, all_rows, limit):
     engine = LocalRocksDB(tmp_path / "db", conf(rocksdb_row_cache_bytes=limit))
     keys = [b"%d" % i for i in range(200)]
     model = {"default": {}, "other": {}}
-    for step in range(200):
+    for step in range(effort(120, 200)):
         family = rng.choice(list(model))
         some = rng.sample(keys, rng.choice((1, 20, 100)))
         action = rng.random()
