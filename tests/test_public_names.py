@@ -20,30 +20,40 @@ MODULES = {("spark_bridge", "functions")}
 LOOK = """
 import json, sys
 
-def look(package, name):
+def forget():
     # As in a new process: nothing of ours is imported yet. What others have made stays, for it costs most of the time.
     for module in [m for m in sys.modules if m.partition(".")[0] in ("backends", "coordinator_actor", "spark_bridge")]:
         del sys.modules[module]
+
+def look(package, name):
     scope = {}
     exec(f"from {package} import {name} as found", scope)
     found = scope["found"]
     return type(found).__name__, getattr(found, "__name__", None), getattr(found, "__module__", None)
 
-for package, name in json.loads(sys.argv[1]):
-    try:
-        said = look(package, name)
-    except BaseException as error:
-        said = ("error", repr(error), None)
-    print(json.dumps(said))
+for names in json.loads(sys.argv[1]):
+    forget()
+    for package, name in names:
+        try:
+            said = look(package, name)
+        except BaseException as error:
+            said = ("error", repr(error), None)
+        print(json.dumps(said))
 """
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[tuple[str, str], tuple[str, str | None, str | None]]:
     """By package and name: the kind of the object, its own name and its module, as the first import gives them."""
-    program = [sys.executable, "-c", LOOK, json.dumps(NAMES)]
+    homes: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for package, name in NAMES:
+        # The first import of a name does no more than that of another one which comes from the same module.
+        home = importlib.import_module(package)._HOMES.get(name, name)
+        homes.setdefault((package, home), []).append((package, name))
+    program = [sys.executable, "-c", LOOK, json.dumps([*homes.values()])]
     ran = subprocess.run(program, capture_output=True, text=True, check=True, timeout=120)
-    return {name: tuple(json.loads(line)) for name, line in zip(NAMES, ran.stdout.splitlines(), strict=True)}
+    names = [name for group in homes.values() for name in group]
+    return {name: tuple(json.loads(line)) for name, line in zip(names, ran.stdout.splitlines(), strict=True)}
 
 
 @pytest.mark.parametrize(("package", "name"), NAMES)

@@ -29,7 +29,7 @@ from nexmark.generator import (
     write_batch,
 )
 
-from tests.effort import effort
+from tests.effort import effort, only_thorough
 
 CONF = NexmarkConf()
 MANY = events(CONF, 0, 50_000)
@@ -40,7 +40,7 @@ def times_ms(table: pa.Table | pa.RecordBatch, name: str = "date_time") -> np.nd
     return table.column(name).cast(pa.int64()).to_numpy() // 1000
 
 
-@pytest.mark.parametrize("conf", [CONF, NexmarkConf(seed=7, out_of_order_group_size=40)])
+@pytest.mark.parametrize("conf", [only_thorough(CONF), NexmarkConf(seed=7, out_of_order_group_size=40)])
 def test_events_are_the_same_however_they_are_cut(conf: NexmarkConf) -> None:
     many = effort(700, 3000)
     whole = pa.Table.from_batches([events(conf, 0, many)])

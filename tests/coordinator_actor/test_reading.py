@@ -124,11 +124,12 @@ def test_every_version_of_every_layout_can_be_read(stream):
     assert versions.reading("op").version == 8
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 8), (0, 1), (2, 4), (3, 6), (5, 5)])
-def test_what_changed_between_two_versions_whatever_layouts_lie_between(stream, first, last):
+def test_what_changed_between_two_versions_whatever_layouts_lie_between(stream):
     s = rescaled(stream)
-    reading = look(s).reading_of_changes("op", first, last)
-    assert changes_of(reading) == expected_changes(s.at, first, last)
+    versions = look(s)
+    for first, last in ((0, 8), (0, 1), (2, 4), (3, 6), (5, 5)):
+        found = changes_of(versions.reading_of_changes("op", first, last))
+        assert found == expected_changes(s.at, first, last), (first, last)
 
 
 def test_removed_keys_are_changes(stream):

@@ -18,7 +18,7 @@ from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import LocalStateDamagedError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
-from tests.effort import only_thorough
+from tests.effort import effort, only_thorough
 from tests.patience import PATIENCE
 
 MIB = 1 << 20
@@ -169,21 +169,19 @@ def test_reads_are_those_of_a_dict(monkeypatch, limit, collisions):
             else:
                 assert below.get(some) == [below.pairs.get(key) for key in some]
             assert below.cache._budget.used <= limit
-            assert len(set(_tags(below.cache))) == len(_tags(below.cache))
+            assert are_unique(below.cache)
         if limit == MIB and collisions is None:
             asked = below.num_read
             below.get(keys)
             assert below.num_read <= asked + len(keys) // 2
 
 
-def _tags(cache):
-    """What must be unique: bucket and tag of each entry."""
-    return [
-        (bucket, entry >> cached_rows.TAG_SHIFT)
-        for bucket, entries in enumerate(cache.rows.buckets.tolist())
-        for entry in entries
-        if entry >= 0
-    ]
+def are_unique(cache):
+    """Whether no two entries are of one bucket and one tag."""
+    held = cache.rows.buckets
+    buckets, _ = np.nonzero(held >= 0)
+    tags = held[held >= 0] >> cached_rows.TAG_SHIFT
+    return len(set(zip(buckets.tolist(), tags.tolist(), strict=True))) == len(tags)
 
 
 def test_keys_of_one_hash_are_told_apart(monkeypatch):
@@ -322,7 +320,7 @@ def check_while_read(below, keys, rng, steps, value_of, before_step=lambda step:
 @pytest.mark.parametrize("limit", [30_000, MIB])
 def test_readers_in_threads_never_see_less_than_what_was_written_before(limit):
     keys = [b"key %05d" % i for i in range(400)]
-    check_while_read(Below(limit), keys, random.Random(limit), 250, lambda step: b"%d" % step)
+    check_while_read(Below(limit), keys, random.Random(limit), effort(100, 250), lambda step: b"%d" % step)
 
 
 # -- rows of one width -----------------------------------------------------------------------------
@@ -344,7 +342,7 @@ def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, colli
     below = Below(limit)
     keys = [user(i) for i in range(120)]
     others = [b"shorter %d" % i for i in range(20)]
-    for step in range(150):
+    for step in range(effort(90, 150)):
         some = rng.choices(keys, k=rng.choice((1, 5, 40, 200)))
         if step == 30 and seed:  # values of one key in another width, or keys
             below.put({keys[0]: b"a longer value of another schema"})
@@ -355,7 +353,7 @@ def test_rows_of_one_width_are_read_as_those_of_a_dict(monkeypatch, limit, colli
             asked = rng.choice((some, [*some, *others], others))
             assert below.get(asked) == [below.pairs.get(key) for key in asked]
         assert below.cache._budget.used <= limit
-        assert len(set(_tags(below.cache))) == len(_tags(below.cache))
+        assert are_unique(below.cache)
 
 
 def test_rows_of_one_width_are_records_until_others_come():
@@ -465,7 +463,7 @@ def test_readers_in_threads_while_rows_come_to_be_of_many_widths(limit):
         if step % 40 == 0:
             below.cache.clear()
 
-    check_while_read(below, keys, rng, 200, value_of, begin_anew)
+    check_while_read(below, keys, rng, effort(120, 200), value_of, begin_anew)
 
 
 # -- in the engine -------------------------------------------------------------------------------
@@ -492,7 +490,7 @@ def test_the_engine_reads_what_it_holds(tmp_path, all_rows, limit):
     engine = LocalRocksDB(tmp_path / "db", conf(rocksdb_row_cache_bytes=limit))
     keys = [b"%d" % i for i in range(200)]
     model = {"default": {}, "other": {}}
-    for step in range(200):
+    for step in range(effort(120, 200)):
         family = rng.choice(list(model))
         some = rng.sample(keys, rng.choice((1, 20, 100)))
         action = rng.random()

@@ -24,8 +24,6 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
-
 from backends import (
     FileStateStoreProvider,
     RocksDBStateStoreProvider,
@@ -34,6 +32,7 @@ from backends import (
     fault_points,
 )
 from backends.engines import rocksdb
+from backends.without_pandas import keep_pandas_out
 
 KILLED, DONE = 9, 7
 SAY = os.write
@@ -211,7 +210,7 @@ def run_steps(call, backend, directory, every):
 
 def main():
     """See the module."""
-    pa.array([b""])  # makes Arrow import pandas, once instead of in every fork
+    keep_pandas_out()  # else Arrow would import it, here or in every fork
     for job in sys.stdin:
         mode, backend, directory, *every = job.split()
         if mode in ("prepare", "forever"):

@@ -66,6 +66,20 @@ def server():
     server.close()
 
 
+@pytest.fixture(scope="module")
+def before(server, tmp_path_factory):
+    """What ``maintain`` and ``copies`` begin with; they copy it, and so it is made once."""
+    made = {}
+
+    def put(backend, directory):
+        if backend not in made:
+            made[backend] = tmp_path_factory.mktemp(backend) / "before"
+            assert not list(server.run("prepare", backend, made[backend]))
+        (directory / "before").symlink_to(made[backend])
+
+    return put
+
+
 def files_in(directory):
     return [path for path in Path(directory).rglob("*") if path.is_file()]
 
@@ -123,7 +137,7 @@ def check_ends(server, mode, backend, tmp_path, acknowledged):
     """After each death, all is well; returns the steps there are, and the newest version found after some of them."""
     ends = {}
     looks, seen = 0, None
-    answer = server.run(mode, backend, tmp_path, effort(6, 1))
+    answer = server.run(mode, backend, tmp_path, effort(8, 1))
     kinds = next(answer).split()
     for line in answer:
         number = int(re.search(r"(\d+) (?:killed|done)", line)[1])
@@ -157,8 +171,8 @@ def test_a_process_killed_at_any_step_of_the_first_commit_leaves_nothing_or_the_
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, tmp_path, backend):
-    assert not list(server.run("prepare", backend, tmp_path / "before"))
+def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, before, tmp_path, backend):
+    before(backend, tmp_path)
     kinds, ends = check_ends(server, "maintain", backend, tmp_path, MADE_BEFORE)
     last = kinds.index("apply")
     check_commit(kinds[: last + 1], {step: latest for step, latest in ends.items() if step <= last}, MADE_BEFORE)
@@ -219,8 +233,8 @@ def test_unfinished_files_are_removed_as_well(tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_next_process_removes_copies_that_a_dead_one_has_left(server, tmp_path, backend):
-    assert not list(server.run("prepare", backend, tmp_path / "before"))
+def test_the_next_process_removes_copies_that_a_dead_one_has_left(server, before, tmp_path, backend):
+    before(backend, tmp_path)
     list(server.run("copies", backend, tmp_path, 1))
     assert len(list((tmp_path / "0/local").glob("at-*"))) == 1
     with provider_in(backend, tmp_path / "0") as provider:

@@ -181,12 +181,12 @@ def test_scans_of_more_than_one_batch(state):
 
 
 def test_a_scan_shows_its_version_however_long_it_takes(state):
-    commit(state, {i.to_bytes(4, "big"): b"1" for i in range(40_000)})
+    commit(state, {i.to_bytes(4, "big"): b"1" for i in range(20_000)})
     scan = state.scan(1)
     first = next(scan)
-    commit(state, {i.to_bytes(4, "big"): None for i in range(0, 40_000, 2)})
+    commit(state, {i.to_bytes(4, "big"): None for i in range(0, 20_000, 2)})
     rest = [v for b in (first, *scan) for v in b.column(1).to_pylist()]
-    assert rest == [b"1"] * 40_000
+    assert rest == [b"1"] * 20_000
 
 
 def test_column_families_are_separate(state):
@@ -414,11 +414,11 @@ def test_reads_wait_while_a_version_is_loaded(tmp_path, storage, state, monkeypa
 
 def test_readers_see_whole_versions_while_versions_complete(state):
     """Every key holds the version's number; a read that mixes two versions is caught."""
-    n = 500
+    n = 200
     keys = [i.to_bytes(4, "big") for i in range(n)]
     array = pa.array(keys)
     commit(state, dict.fromkeys(keys, b"1"))
-    stop, wrong, reads = threading.Event(), [], [0]
+    stop, wrong, reads, have_read = threading.Event(), [], [0], threading.Semaphore(0)
 
     def read():
         order = np.random.default_rng().permutation(n)
@@ -432,13 +432,14 @@ def test_readers_see_whole_versions_while_versions_complete(state):
             except VersionNotFoundError:
                 continue
             reads[0] += 1
+            have_read.release()
             if found != {str(version).encode()}:
                 wrong.append((version, found))
 
     readers = [threading.Thread(target=read) for _ in range(3)]
     for r in readers:
         r.start()
-    for v in range(2, 30):
+    for v in range(2, 15):
         refused = stage(state, dict.fromkeys(keys, b"wrong"), attempt="refused")
         stage(state, dict.fromkeys(keys, b"replaced"), attempt="replaced")
         state.accept(v, "replaced")
@@ -446,11 +447,12 @@ def test_readers_see_whole_versions_while_versions_complete(state):
         state.accept(v, "a")
         state.discard(v, "refused")
         assert refused.path != ref.path
+        assert have_read.acquire(timeout=PATIENCE)
         state.complete(v, ref.path)
     stop.set()
     for r in readers:
         r.join()
-    assert wrong == [] and reads[0] > 20
+    assert wrong == [] and reads[0] > 10
 
 
 def test_complete_waits_for_readers_of_the_version_below_and_lets_others_in(state, provider, monkeypatch):
@@ -528,7 +530,7 @@ def test_two_owners_of_one_directory_are_refused(tmp_path, state, open_state):
 
 
 def test_use_after_close_is_an_error(state):
-    commit(state, {i.to_bytes(4, "big"): b"1" for i in range(40_000)})
+    commit(state, {i.to_bytes(4, "big"): b"1" for i in range(20_000)})
     scan = state.scan()
     next(scan)
     state.close()

@@ -220,8 +220,21 @@ def everywhere(value: bytes, *names: str) -> Pairs:
     return {key(g, name): value + b"%d" % g for g in range(G) for name in ("", *names)}
 
 
-@pytest.mark.parametrize(("n", "change"), [(1, False), (1, True), (3, False), (3, True), (16, True)])
-@backends
+@pytest.mark.parametrize(
+    ("backend", "n", "change"),
+    [
+        ("file", 1, False),
+        ("file", 3, False),
+        ("file", 3, True),
+        ("rocksdb", 3, False),
+        ("rocksdb", 16, True),
+        only_thorough("file", 1, True),
+        only_thorough("file", 16, True),
+        only_thorough("rocksdb", 1, False),
+        only_thorough("rocksdb", 1, True),
+        only_thorough("rocksdb", 3, True),
+    ],
+)
 def test_new_partitions_take_over_their_key_groups_of_the_old_ones(query, backend, n, change):
     q = query(4, backend)
     q.commit(everywhere(b"one", "x", "y")).commit({key(g): None for g in range(0, G, 3)})
@@ -303,9 +316,16 @@ def test_the_sources_are_those_that_have_some_of_the_key_groups_and_no_others(qu
 
 
 @pytest.mark.parametrize(
-    "counts", [(3, 16), (2, 1), only_thorough((G, 5), id=str((G, 5))), only_thorough((1, 7), id="(1, 7)")], ids=str
+    ("backend", "counts"),
+    [
+        ("file", (3, 16)),
+        ("file", (2, 1)),
+        ("rocksdb", (2, 1)),
+        only_thorough("rocksdb", (3, 16)),
+        *(only_thorough(backend, counts) for backend in ("file", "rocksdb") for counts in ((G, 5), (1, 7))),
+    ],
+    ids=str,
 )
-@backends
 def test_sources_of_sources_give_only_the_key_groups_that_are_wanted_in_the_end(query, backend, counts):
     """Two changes in a row, before the first new partitions have snapshots."""
     middle, n = counts

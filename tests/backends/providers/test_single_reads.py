@@ -100,10 +100,10 @@ def test_single_reads_while_versions_complete(state):
     threads = [threading.Thread(target=keep_reading, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    for version in range(2, 40):
+    for version in range(2, 20):
         commit(state, dict.fromkeys(keys, b"%d" % version))
     done.set()
     for thread in threads:
         thread.join()
     assert not failures and not state._versions.readers
-    assert state.get_many(pa.array(keys, pa.binary())).to_pylist() == [b"39"] * 30
+    assert state.get_many(pa.array(keys, pa.binary())).to_pylist() == [b"19"] * 30

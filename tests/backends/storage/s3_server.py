@@ -5,14 +5,13 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Fault = str
-"""``503``, ``500``, ``drop`` (before the server sees it), ``lose answer`` (after), ``cut`` (the answer), ``slow``."""
+"""``503``, ``500``, ``drop`` (before the server sees it), ``lose answer`` (after), ``cut`` (the answer)."""
 
 
 @dataclass
@@ -61,8 +60,6 @@ def _handler(state: FaultyS3) -> type[BaseHTTPRequestHandler]:
                 return self._hang_up()
             if fault in ("500", "503"):
                 return self._answer(int(fault), [], b"<Error><Code>SlowDown</Code></Error>")
-            if fault == "slow":
-                time.sleep(0.3)
             upstream = http.client.HTTPConnection(*state.backend, timeout=30)
             upstream.request(self.command, self.path, body, dict(self.headers))
             answer = upstream.getresponse()

@@ -11,6 +11,10 @@ from backends.exceptions import (
 from backends.storage.checkpoint_storage import CheckpointStorage
 from tests.backends.storage.s3_server import faulty_s3
 
+# Otherwise: test_s3_faults.py has a long list, a large file, failures of all kinds below a provider, and a commit that
+# fails for good.
+pytestmark = pytest.mark.thorough
+
 PROVIDERS = [RocksDBStateStoreProvider, FileStateStoreProvider]
 CONF = StateStoreConf(deltas_per_snapshot=3, min_versions_to_retain=3)
 
@@ -151,23 +155,3 @@ def test_a_commit_that_fails_for_good_leaves_everything_as_before(open_provider,
     assert dict(provider.get_read_store(1).iterator()) == {b"a": b"1"} and storage.list() == before
     assert store.commit() == 2
     assert dict(open_provider().get_store(2).iterator()) == {b"a": b"2", b"b": b"2"}
-
-
-def test_sparks_settings_reach_a_provider_through_its_conf(s3, boto):
-    conf = StateStoreConf(storage_options=options(s3))
-    with RocksDBStateStoreProvider(StateStoreId("s3a://bucket/by-conf", "op", 0), conf) as provider:
-        put(provider, 0, a="1")
-    keys = [o["Key"] for o in boto.list_objects_v2(Bucket="bucket", Prefix="by-conf/")["Contents"]]
-    assert any(k.endswith(".changelog") for k in keys) and any("/manifests/" in k for k in keys)
-
-
-def test_slow_answers_do_not_hold_up_reads(open_provider, s3):
-    provider = open_provider()
-    put(provider, 0, a="1")
-    store = provider.get_read_store(1)
-    assert store.get(b"a") == b"1"
-    s3.fail_always("slow")
-    requests = len(s3.requests)
-    for _ in range(100):
-        assert store.get(b"a") == b"1"
-    assert len(s3.requests) == requests, "no request was made"

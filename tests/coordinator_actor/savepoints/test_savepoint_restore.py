@@ -55,7 +55,7 @@ from tests.coordinator_actor.savepoints.savepoint_makers import (
     stored,
     tree,
 )
-from tests.effort import examples
+from tests.effort import examples, only_thorough
 
 
 @pytest.fixture
@@ -63,8 +63,17 @@ def made(tmp_path: Path) -> Savepoint:
     return small(tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["rocksdb", "file"])
-@pytest.mark.parametrize("n", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("n", "backend"),
+    [
+        (1, "file"),
+        (3, "rocksdb"),
+        (16, "file"),
+        only_thorough(1, "rocksdb"),
+        only_thorough(3, "file"),
+        only_thorough(16, "rocksdb"),
+    ],
+)
 def test_restored_to_any_layout_the_pairs_are_the_same(made: Savepoint, tmp_path: Path, n: int, backend: str) -> None:
     target = tmp_path / "new"
     restored = restore(made, target, num_partitions=n, backend=backend)

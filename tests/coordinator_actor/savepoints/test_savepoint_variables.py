@@ -29,6 +29,7 @@ from coordinator_actor.savepoints.savepoint_format import SavepointMetadata
 from spark_bridge.transport.protocol import TaskIdentity
 from tests.coordinator_actor.savepoints.savepoint_makers import assert_same, loaded, storage
 from tests.coordinator_actor.savepoints.savepoint_streams import G, Stream
+from tests.effort import only_thorough
 
 KEY = pa.schema([("k", pa.int64())])
 OLD = StateSchema(KEY, pa.schema([("n", pa.int32()), ("gone", pa.string())]))
@@ -148,7 +149,7 @@ def test_every_variable_that_is_not_deleted_is_in_it_with_rows_of_the_newest_sch
     assert set(rows[0]) == {"__statestore_key_group", "k", "more", "n"}
 
 
-@pytest.mark.parametrize(("n", "backend"), [(1, "rocksdb"), (3, "file"), (16, "rocksdb")])
+@pytest.mark.parametrize(("n", "backend"), [(1, "rocksdb"), (3, "file"), only_thorough(16, "rocksdb")])
 def test_it_is_restored_to_any_layout(savepoint: tuple[Stream, str], tmp_path: Path, n: int, backend: str) -> None:
     target = tmp_path / "new"
     restored = restore_savepoint(
