@@ -15,7 +15,7 @@ from backends.encoding.key_groups import spark_xxhash64
 from spark_bridge.aggregates.aggregator import Aggregator, results
 from spark_bridge.aggregates.distinct_sketch import LINEAR_COUNTING_UP_TO, precision_of
 from spark_bridge.aggregates.outputs import Output
-from tests.effort import examples
+from tests.effort import examples, only_thorough
 from tests.spark_bridge.aggregates.aggregation_runs import run, split
 
 
@@ -78,7 +78,15 @@ def test_registers_are_the_greatest_of_all_parts_in_sparse_and_dense_form(by_pai
 
 
 @pytest.mark.parametrize(
-    ("size", "num_keys"), [(1, 50), (400, 100), (1300, 400), (1600, 400), (2200, 200), (3000, 200), (20_000, 50)]
+    ("size", "num_keys"),
+    [
+        (1, 50),
+        (400, 100),
+        (1300, 100),
+        (2200, 100),
+        (20_000, 20),
+        *(only_thorough(*one) for one in [(1300, 400), (1600, 400), (2200, 200), (3000, 200), (20_000, 50)]),
+    ],
 )
 def test_counts_of_any_size_are_about_right_and_without_bias(size: int, num_keys: int) -> None:
     rng = np.random.default_rng(size)

@@ -21,7 +21,7 @@ from spark_bridge.operators.aggregate.partial_aggregation import PartialTask
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.keyed_rows import one_batch
 from spark_bridge.task.watermark import EventTime
-from tests.effort import examples
+from tests.effort import examples, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
 
 AGGREGATOR = Aggregator(
@@ -162,8 +162,18 @@ def test_keys_without_event_time_stay_for_good(
     check(logic_of(BY_KEY, mode, None, SMALL if small else None), Model(mode, lambda _: None), rows, partitions, 1)
 
 
-@pytest.mark.parametrize("mode", ["update", "append", "complete"])
-@pytest.mark.parametrize("limits", [None, Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)])
+STEPS = Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "limits"),
+    [
+        ("update", None),
+        ("append", STEPS),
+        ("complete", STEPS),
+        *(only_thorough(*one) for one in [("append", None), ("complete", None), ("update", STEPS)]),
+    ],
+)
 def test_many_keys_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregate_task, "FIXED_KEYS_PER_STEP", 7)
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)

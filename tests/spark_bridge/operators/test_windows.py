@@ -21,7 +21,7 @@ from spark_bridge.state_format.families import ENDS_FAMILY
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.watermark import between
-from tests.effort import examples
+from tests.effort import examples, only_thorough
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
 
 KEYS = pa.schema([pa.field("k", pa.string())])
@@ -127,8 +127,13 @@ def test_sessions_without_a_watermark_stay_for_good(batches: list[list[Row]], mo
     check(run_of(mode, 2, evicts=False), Model(mode, evicts=False), batches, 2)
 
 
-@pytest.mark.parametrize("mode", ["append", "complete"])
-@pytest.mark.parametrize("limits", [None, Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)])
+STEPS = Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "limits"),
+    [("append", None), ("complete", STEPS), only_thorough("append", STEPS), only_thorough("complete", None)],
+)
 def test_many_sessions_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_task, "KEYS_PER_STEP", 5)
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import key_groups
@@ -49,7 +50,9 @@ class Port:
         return getattr(self.c, name)
 
 
-def proxy_of(host: Any, port: Any, limits: RequestLimits | None = None) -> KvStateClientProxy:
+def proxy_of(
+    host: Any, port: Any, limits: RequestLimits | None = None, send_buffer: int | None = None
+) -> KvStateClientProxy:
     """The server of a host, which is first asked for when somebody asks it."""
     proxy = KvStateClientProxy(
         lambda: HostReads(host(), wait_seconds=0.5),
@@ -59,6 +62,10 @@ def proxy_of(host: Any, port: Any, limits: RequestLimits | None = None) -> KvSta
         ip="127.0.0.1",
         limits=limits or RequestLimits(),
     )
+    if send_buffer is not None:
+        listener = proxy._listener
+        assert listener is not None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # all that it accepts have it
     proxy.start()
     return proxy
 
@@ -67,7 +74,7 @@ class QueryHost:
     """A host and its proxy."""
 
     def __init__(self, cluster: Cluster, i: int, incarnation: str = "a", limits: RequestLimits | None = None) -> None:
-        self.proxy = proxy_of(lambda: self.host, cluster.port, limits)
+        self.proxy = proxy_of(lambda: self.host, cluster.port, limits, cluster.send_buffer)
         self.address = self.proxy.server_address
         info: HostInfo = msgspec.structs.replace(cluster.world.host(i, incarnation), query_address=self.address)
         local = cluster.root / f"local{i}{incarnation}"
@@ -85,7 +92,9 @@ class QueryHost:
 
 
 class Cluster:
-    """A query of an aggregate ``totals`` by ``user`` with outputs ``n`` and ``name``, on some hosts."""
+    """A query of an aggregate ``totals`` by ``user`` with outputs ``n`` and ``name``, on some hosts. Of what these
+    send, a socket keeps no more than ``send_buffer`` bytes for a client that does not read.
+    """
 
     def __init__(
         self,
@@ -93,9 +102,11 @@ class Cluster:
         hosts: int = 2,
         partitions: int = 4,
         limits: RequestLimits | None = None,
+        send_buffer: int | None = None,
         **registration: Any,
     ) -> None:
         self.root = root
+        self.send_buffer = send_buffer
         self.limits = limits
         self.registration = registration
         self.world = World(root)
@@ -136,11 +147,12 @@ class Cluster:
         columns = pa.record_batch([pa.array(rows, pa.int64())], schema=KEYS)
         groups = key_groups(columns, G)
         keys = encode_keys(columns, groups)
+        there = [v is not None for v in rows.values()]
         given = [v or (None, None) for v in rows.values()]
         states = pa.record_batch([pa.array([v[i] for v in given], f.type) for i, f in enumerate(STATE)], schema=STATE)
-        present = np.array([v is not None for v in rows.values()], bool)
         values = TOTALS.encode_values(states)
-        values = pa.array([v if p else None for v, p in zip(values.to_pylist(), present, strict=True)], pa.binary())
+        if not all(there):
+            values = pc.if_else(pa.array(there, pa.bool_()), values, None)
         batch = self.version
         self.world.plan_spark(batch)
         for p in range(self.partitions):

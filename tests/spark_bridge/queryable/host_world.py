@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from backends.conf import StateStoreConf
 from backends.encoding.key_groups import key_groups
@@ -156,7 +156,6 @@ def changes_of(values: Mapping[int, int | None], p: int, n: int) -> Changes:
     amounts = [values[k] for k in own]
     states = [pa.array([a or 0 for a in amounts], pa.int64())] * 2
     encoded = STATE.encode_values(pa.RecordBatch.from_arrays(states, schema=STATE.value))
-    is_there = pa.array(np.array([a is not None for a in amounts], np.bool_))
-    kept = encoded.to_pylist()
-    encoded = pa.array([v if there else None for v, there in zip(kept, is_there.to_pylist(), strict=True)], pa.binary())
+    is_there = pa.array([a is not None for a in amounts], pa.bool_())
+    encoded = pc.if_else(is_there, encoded, None)
     return Changes({"default": SortedPairs.of(stored(own), encoded)})

@@ -43,12 +43,13 @@ SMALL = Limits(memory=4_000, step_rows=7)
 TIME_MODES = ["none", "eventTime", "processingTime"]
 
 
-@pytest.mark.parametrize("time_mode", TIME_MODES)
-@pytest.mark.parametrize(
-    ("processor", "seed"),
-    effort([(Commands, 0), (PandasCommands, 1)], [(Commands, 0), (Commands, 1), (PandasCommands, 1)]),
-)
-def test_random_commands(processor: type, time_mode: str, seed: int) -> None:
+USUAL = [(Commands, 0, "none"), (Commands, 0, "eventTime"), (PandasCommands, 1, "processingTime")]
+"""Each form of rows and each kind of time once."""
+ALL = [(*p, mode) for p in ((Commands, 0), (Commands, 1), (PandasCommands, 1)) for mode in TIME_MODES]
+
+
+@pytest.mark.parametrize(("processor", "seed", "time_mode"), effort(USUAL, ALL))
+def test_random_commands(processor: type, seed: int, time_mode: str) -> None:
     check_random_commands(processor, time_mode, seed, batches=4)
 
 

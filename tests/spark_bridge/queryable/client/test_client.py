@@ -538,7 +538,7 @@ class Blocked:
     def find_spec(self, name, path=None, target=None):
         # All that is not msgspec, numpy, pyarrow or xxhash.
         storage, tools = ("rocksdict", "obstore"), ("pandas", "psutil", "rich", "typer", "polars")
-        if name.split(".")[0] in ("ray", "pyspark", "raydp", *storage, *tools):
+        if name.split(".")[0] in ("ray", "pyspark", "py4j", "raydp", *storage, *tools) or name == "pyarrow.flight":
             raise ImportError(f"{name} is not installed here")
 
 sys.meta_path.insert(0, Blocked())

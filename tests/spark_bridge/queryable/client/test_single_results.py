@@ -62,6 +62,18 @@ def test_results_are_those_of_the_columns(batch):
         assert comparable(result) == comparable(expected)
 
 
+@pytest.mark.parametrize("function", ["mean", *MOMENT_FUNCTIONS])
+def test_each_count_likely_to_go_wrong(function):
+    schema = pa.schema(state_fields(Output("n", function, "x", None, INT if function == "mean" else FLOAT)))
+    for count in (None, -1, 0, 1, 2, 5):
+        for value in (None, 0.0, 1.5):
+            columns = [pa.array([count if f.type == pa.int64() else value], f.type) for f in schema]
+            batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+            result = SingleResults.of(schema).of_row(batch.to_pylist()[0])
+            assert result is not None
+            assert comparable(result) == comparable(columnar(batch)), (count, value)
+
+
 def test_a_count_that_a_double_does_not_hold_is_left_to_the_columns():
     batch = pa.record_batch({"m.mean.sum": [1.0], "m.mean.count": [(1 << 53) + 1]})
     assert SingleResults.of(batch.schema).of_row(batch.to_pylist()[0]) is None

@@ -469,6 +469,7 @@ def test_tls_and_what_goes_wrong_with_it() -> None:
         get(connections, server.server_address, b"k")
 
 
+@pytest.mark.thorough  # otherwise: test_a_process_with_neither_ray_nor_spark_nor_rocksdb of the client
 def test_clients_need_neither_ray_nor_spark_nor_a_store() -> None:
     program = """
 import sys

@@ -30,6 +30,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.protocol.messages import At, Comparison, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads import completion_wait, host_reads, partition_loading, partition_scans, version_copies
+from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -817,7 +818,8 @@ def test_sums_hold_while_batches_partitions_and_readers_race(make, backend):
         reader.start()
     begun = time.monotonic()
     # On a slow machine until there is something to judge by.
-    while (took := time.monotonic() - begun) < 1.0 or (answers[0] <= 20 and not failures and took < PATIENCE):
+    least = effort(0.4, 1.0)
+    while (took := time.monotonic() - begun) < least or (answers[0] <= 20 and not failures and took < PATIENCE):
         changed = {}
         for _ in range(5):
             a, b = rng.sample(accounts, 2)

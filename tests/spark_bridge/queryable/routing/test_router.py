@@ -42,6 +42,7 @@ from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.routing.routing_table import RoutingTable, is_stable
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.queryable.server.server import KvStateServer
+from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import KEYS, TOKEN, TOTALS, Cluster, G
 from tests.spark_bridge.queryable.memory_reads import ROWS, MemoryReads, OneToken, eventually
@@ -606,7 +607,7 @@ def test_threads_see_one_version_and_never_an_older_one(connections: KvConnectio
     def ask() -> None:
         seen = 0
         try:
-            for _ in range(80):
+            for _ in range(effort(30, 80)):
                 floor = router.completed_version("run")
                 version, values = router.lookup(memory.location, FAMILY, keys, COMPLETED, soon())
                 assert set(values.to_pylist()) == {b"%d" % version}
@@ -615,7 +616,7 @@ def test_threads_see_one_version_and_never_an_older_one(connections: KvConnectio
         except BaseException as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
-    threads = [threading.Thread(target=ask) for _ in range(6)]
+    threads = [threading.Thread(target=ask) for _ in range(effort(4, 6))]
     clock = threading.Thread(target=advance)
     try:
         for thread in (*threads, clock):
@@ -664,7 +665,7 @@ def test_a_limit_counts_over_all_hosts(cluster: Cluster, router: StateRouter) ->
 
 def many(count: int) -> list[pa.RecordBatch]:
     wide = "x" * 900
-    return [pa.record_batch([pa.array(range(1000)), pa.array([wide] * 1000)], schema=ROWS) for _ in range(count)]
+    return [pa.record_batch([pa.array(range(1000)), pa.array([wide] * 1000)], schema=ROWS)] * count
 
 
 class Counting(MemoryReads):
@@ -764,7 +765,7 @@ def relayed(memory: Memory, stack: ExitStack) -> tuple[list[Relay], OperatorLoca
     return list(relays.values()), replace(memory.location, owners=tuple(owners))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(effort(3, 8)))
 def test_a_scan_goes_on_where_a_broken_stream_ended(seed: int, connections: KvConnections) -> None:
     rng = random.Random(seed)
     with ExitStack() as stack:

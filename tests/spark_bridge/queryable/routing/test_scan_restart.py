@@ -30,15 +30,16 @@ from spark_bridge.queryable.routing.routed_scan import RoutedScan
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.rollback import go_back
+from tests.spark_bridge.queryable.routing.router_world import asked
 
-USERS = 12_000
+USERS = 6_000
 WIDE = "x" * 4_000
 """So wide that no socket holds all rows: a host still has most of them when the query is restarted."""
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, hosts=2, partitions=4)
+    made = Cluster(tmp_path, hosts=2, partitions=4, send_buffer=1 << 16)
     made.batch(dict.fromkeys(range(USERS), (1, "narrow")))
     made.batch(dict.fromkeys(range(USERS), (2, WIDE)))
     yield made
@@ -68,11 +69,12 @@ def test_the_next_run_gives_the_rest(cluster: Cluster, direct: bool) -> None:
         cluster.start(run)
         cluster.batch(dict.fromkeys(range(USERS), (9, "narrow")))
         break_off(cluster, incarnation)
-        batches += [next(scan) for _ in range(3)]
+        batches += [next(scan) for _ in range(2)]
     table = pa.Table.from_batches([*batches, *scan])
     assert sorted(table["user"].to_pylist()) == list(range(USERS)), "each once"
     assert table["n"].unique().to_pylist() == [2], "all of the version that the scan began with"
     assert scan.version == 2
+    assert asked(cluster, "scan")[1] > 0, "the last run was asked for the rest"
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -120,6 +122,7 @@ def test_a_query_that_has_ended_and_comes_back_goes_on(cluster: Cluster, direct:
     users = pa.Table.from_batches([*batches, *scan])["user"].to_pylist()
     back.join()
     assert sorted(users) == list(range(USERS))
+    assert asked(cluster, "scan")[1] > 0, "the next run was asked for the rest"
 
 
 def test_a_proxy_leaves_it_to_the_client_to_wait_for_the_next_run(cluster: Cluster) -> None:

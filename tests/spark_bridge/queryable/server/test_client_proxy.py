@@ -54,6 +54,7 @@ from spark_bridge.queryable.server import location_cache
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.location_cache import LocationCache
 from spark_bridge.queryable.server.server import KvStateServer
+from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.memory_reads import MemoryReads, OneToken, eventually
@@ -217,12 +218,12 @@ def test_all_proxies_agree_while_versions_advance(cluster: Cluster, connections:
         except BaseException as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(effort(4, 6))]
     for thread in threads:
         thread.start()
     rng = random.Random(0)
     try:
-        for version in range(2, 14):
+        for version in range(2, effort(8, 14)):
             cluster.batch(dict.fromkeys(USERS, (version, "b")), complete=False)
             if rng.random() < 0.7:
                 cluster.c.batch_committed(cluster.run, version - 1)

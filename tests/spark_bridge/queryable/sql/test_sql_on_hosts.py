@@ -11,6 +11,7 @@ import pytest
 
 from spark_bridge.exceptions import AccessDeniedError, StateVersionError, UnknownOperatorError
 from spark_bridge.queryable.client.client import QueryableStateClient
+from tests.effort import effort
 from tests.spark_bridge.queryable.client.client_rows import NINE, ROWS, bounds, windowed
 from tests.spark_bridge.queryable.client_world import Cluster, served
 from tests.spark_bridge.state_flows import Flow
@@ -78,7 +79,7 @@ def test_a_join_with_itself_sees_one_version_while_batches_go_on(tmp_path: Path)
     try:
         client = made.client()
         versions = set()
-        for _ in range(15):
+        for _ in range(effort(6, 15)):
             relation = client.sql(
                 "select count(distinct x.n), count(*), bool_and(x.n = y.n) from totals x join totals y using (user)"
             )
