@@ -32,6 +32,7 @@ from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.state_data import state_tables
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.watermark import EventTime
+from tests.patience import PATIENCE
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW, batch_of, seconds
 from tests.spark_bridge.queryable.host_world import COMPLETED
 from tests.spark_bridge.state_flows import KEYS, NAMES, Flow, G, Query
@@ -52,11 +53,11 @@ def rows_of(answer: Any) -> tuple[list[str], list[tuple[Any, ...]]]:
 
 
 class Asked:
-    """What one host answers."""
+    """What one host answers. A test that waits in vain gives less than a slow machine needs to load a partition."""
 
-    def __init__(self, query: Query, **given: Any) -> None:
+    def __init__(self, query: Query, *, wait_seconds: float = PATIENCE, **given: Any) -> None:
         self.query = query
-        self.reads = HostReads(query.host, wait_seconds=0.5, **given)
+        self.reads = HostReads(query.host, wait_seconds=wait_seconds, **given)
 
     def scan(self, state: str | None = None, at: At = COMPLETED, **asked: Any) -> list[tuple[Any, ...]]:
         return rows_of(self.reads.scan(ScanRequest(self.query.run, "op", state, at, **asked)))[1]
@@ -223,7 +224,7 @@ def test_changes_are_those_of_the_change_feed_version_by_version(flow, name):
 
 
 def test_changes_that_are_not_there_are_refused(flow):
-    asked = Asked(flow)
+    asked = Asked(flow, wait_seconds=0.05)
     with pytest.raises(StateVersionError, match=f"Version 99 .*not completed; version {flow.version} is"):
         asked.changes(1, 99, "total")
     with pytest.raises(RequestError, match="there can be none"):
