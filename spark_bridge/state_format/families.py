@@ -25,6 +25,13 @@ ENDS_FAMILY = "sessions.-ends"
 EXPIRY_FAMILY = "default.-expiry"
 """The family of ``deduplicate`` that has the keys by the time at which they expire."""
 
+SWEEP_FAMILY = "ttl.-sweep"
+"""The family that notes, by key group and family, up to which key the sweep of expired values has come.
+
+It is in no schema, for its rows are no state: a key is the key group (2 bytes) and the family's name in UTF-8, a value
+is a stored key. A savepoint leaves them out, and the next sweep begins a key group again.
+"""
+
 
 def family_of(variable: StateVariable, part: str = "") -> tuple[str, StateSchema]:
     """Return the name and the schema of a variable's family; ``part`` is ``CHUNKS``, ..., or "" for the main family.
