@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import Row
 from pyspark.sql.types import IntegerType, StructField, StructType
 
@@ -318,7 +319,7 @@ def test_a_variable_that_init_deletes_again_is_not_to_be_used(kind: str) -> None
                 (self.temporary.get, "getting"),
             ):
                 with pytest.raises(
-                    RuntimeError, match=f"Error {doing} {kind.lower()} state.*temporary is not initialized"
+                    PySparkRuntimeError, match=f"Error {doing} {kind.lower()} state.*temporary is not initialized"
                 ):
                     use()
             self.kept.update((1,))
