@@ -571,6 +571,28 @@ def test_what_is_written_over_expired_values_stays(tmp_path: Path) -> None:
             assert len(partition.rows(family)) == 1
 
 
+def test_a_text_stands_for_the_only_field(tmp_path: Path) -> None:
+    def init(handle: Any) -> None:
+        held["value"] = handle.getValueState("value", "x STRING")
+        held["list"] = handle.getListState("list", "x STRING")
+        held["map"] = handle.getMapState("map", "k STRING", "v STRING")
+
+    def use(_: Any) -> None:
+        held["value"].update("a text")
+        held["list"].put(["1", ("22",)])
+        held["list"].appendValue("333")
+        held["map"].updateValue("1", "one")
+        held["map"].updateValue("22", ("two",))
+        assert held["value"].get() == ("a text",)
+        assert list(held["list"].get()) == [("1",), ("22",), ("333",)]
+        assert held["map"].containsKey("22") and held["map"].getValue("1") == ("one",)
+        held["map"].removeKey("1")
+        assert list(held["map"].iterator()) == [(("22",), ("two",))]
+
+    held: dict[str, Any] = {}
+    LocalPartition(tmp_path, init).handle([KEY], use)
+
+
 @pytest.mark.parametrize("n", [10, 200])
 def test_iterators_show_what_there_was_when_they_were_asked_for(tmp_path: Path, n: int) -> None:
     def init(handle: Any) -> None:
