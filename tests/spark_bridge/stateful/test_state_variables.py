@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import Row
 
-from backends.encoding.operator_schema import OperatorSchema, evolved
+from backends.encoding.operator_schema import OperatorSchema, StateVariable, evolved
+from backends.ids import check_name
 from spark_bridge.exceptions import StatefulProcessorError
+from spark_bridge.queryable.client.state_views import state_view
 from spark_bridge.stateful import ttl as expiry
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.task.local_state import LocalStateAccess
@@ -569,6 +571,53 @@ def test_what_is_written_over_expired_values_stays(tmp_path: Path) -> None:
         partition.handle([KEY], write, timestamp_ms=batch * 100)
         for family in ("value", "list", "map"):
             assert len(partition.rows(family)) == 1
+
+
+@pytest.mark.parametrize("name", ["größe", "a b/c", "timers", "a.-chunks", "-x", "..", "n.-2"])
+def test_variables_have_names_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    def init(handle: Any) -> None:
+        held["value"] = handle.getValueState(name, "x INT")
+        held["list"] = handle.getListState(f"{name} 1", "x INT")
+        held["map"] = handle.getMapState(f"{name}\n/2", "k INT", "v INT")
+        held["other"] = handle.getListState("a", "x INT")
+        held["handle"] = handle
+
+    def write(_: Any) -> None:
+        held["value"].update((1,))
+        for a_list in (held["list"], held["other"]):
+            a_list.put([(i,) for i in range(200)])
+        for i in range(100):
+            held["map"].updateValue((i,), (i,))
+        held["handle"].registerTimer(10**6)
+
+    def read(_: Any) -> None:
+        assert held["value"].get() == (1,)
+        assert len(list(held["list"].get())) == len(list(held["other"].get())) == 200
+        assert len(list(held["map"].keys())) == 100
+        assert list(held["handle"].listTimers()) == [10**6]
+
+    held: dict[str, Any] = {}
+    partition = LocalPartition(tmp_path, init, "processingtime")
+    partition.handle([KEY], write)
+    partition.handle([KEY], read)
+    families = partition.schema.families
+    assert len(families) == 1 + 2 + 2 + 2 + 2, "no two have one name"
+    assert [check_name("a family", family) for family in families]
+    view = state_view("op", partition.schema, 16, name)
+    assert (view.variable.name, view.schema.value.names) == (name, ["x"])
+
+
+def test_a_variable_called_timers_comes_and_goes_beside_the_timers(tmp_path: Path) -> None:
+    plain = LocalPartition(tmp_path / "a", lambda handle: None, "processingtime").schema
+    both = LocalPartition(tmp_path / "b", lambda handle: handle.getMapState("timers", "k INT", "v INT"), "eventtime")
+    schema = dataclasses.replace(both.schema, settings={})
+    grown = evolved(dataclasses.replace(plain, settings={}), schema)
+    assert grown.timers == plain.timers and grown.variable("timers").kind == "map"
+    assert [v.kind for v in grown.in_use] == ["map"]
+    gone = evolved(
+        grown, dataclasses.replace(plain, variables=(StateVariable("timers", "value", {}, deleted=True), plain.timers))
+    )
+    assert gone.timers == plain.timers and [v.kind for v in gone.in_use] == ["timers"]
 
 
 def test_a_text_stands_for_the_only_field(tmp_path: Path) -> None:
