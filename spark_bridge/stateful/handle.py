@@ -19,6 +19,7 @@ from spark_bridge.stateful.declaration import Declaration, check_variable_name
 from spark_bridge.stateful.deleted_state import make_deleted
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
+from spark_bridge.stateful.pyspark_classes import PySparkStatefulProcessorHandle
 from spark_bridge.stateful.step import CREATED, INITIALIZED, INT64_MAX, PRE_INIT, NoKey, Step, invalid_handle_state
 from spark_bridge.stateful.timers import Timers
 from spark_bridge.stateful.value_state import ValueState
@@ -38,7 +39,7 @@ class Declared:
     states: dict[str, ValueState | ListState | MapState]
 
 
-class StatefulProcessorHandle:
+class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
     """Declares state variables in ``init``, and sets timers of the current key later.
 
     Names and meaning are those of PySpark 4.2.
