@@ -13,16 +13,6 @@ from backends.exceptions import InvalidStateStoreArgument
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 
 
-def is_operator_name(name: object) -> bool:
-    """Return whether an operator of a stream can have this name.
-
-    More names than ``check_name`` accepts: letters of any alphabet, and of any number, as checkpoints have them.
-    """
-    if not isinstance(name, str) or name.startswith("."):
-        return False
-    return name.replace("_", "").replace("-", "").replace(".", "").isalnum()
-
-
 def check_name(kind: str, name: str) -> str:
     """Return ``name`` if it can be a directory's name on every storage; raise ``InvalidStateStoreArgument`` otherwise.
 
@@ -30,8 +20,8 @@ def check_name(kind: str, name: str) -> str:
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidStateStoreArgument(
-            f"{name!r} cannot be the name of {kind}: use 1 to 200 letters, digits, '_', '-' or '.', "
-            "not starting with '.' or '-'."
+            f"{name!r} cannot be the name of {kind}: use 1 to 200 letters of a to z or A to Z, digits, '_', "
+            "'-' or '.', not starting with '.' or '-'."
         )
     return name
 

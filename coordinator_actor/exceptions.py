@@ -113,3 +113,7 @@ class SavepointError(CoordinatorError):
 
 class SavepointMismatchError(CoordinatorError):
     """A savepoint does not fit the program; the message lists the differences."""
+
+
+class CheckpointPlaceError(CoordinatorError):
+    """A checkpoint cannot be moved or forked as it is. Nothing that counts was changed."""

@@ -17,7 +17,9 @@ from backends.encoding.schema_evolution import evolved_schema, in_words
 from backends.exceptions import IncompatibleSchemaError, InvalidStateStoreArgument
 from backends.ids import DEFAULT_FAMILY
 
-VARIABLE_KINDS = ("rows", "value", "list", "map", "timers")
+TIMERS = "timers"
+"""The kind, and the name, of the variable that has the timers of a processor."""
+VARIABLE_KINDS = ("rows", "value", "list", "map", TIMERS)
 _GENERATION = re.compile(r"(.+)\.-(\d+)")
 """The families of a variable that was deleted and declared again are numbered: the earlier rows are not theirs."""
 
@@ -36,6 +38,11 @@ class StateVariable:
     families: Mapping[str, StateSchema] = field(hash=False)
     ttl_ms: int | None = None
     deleted: bool = False
+
+    @property
+    def identity(self) -> tuple[str, bool]:
+        """What tells it from others: its name, and whether it has the timers, whose name a user may give as well."""
+        return self.name, self.kind == TIMERS
 
     def __post_init__(self) -> None:
         if self.kind not in VARIABLE_KINDS:
@@ -63,7 +70,7 @@ class OperatorSchema:
 
     ``key_columns`` differs from the stored order where a window is stored first, so that closed windows lie together.
     ``settings`` are what else of the program must stay as it is for the state to mean the same, such as the time mode
-    of timers. Of several variables of one name at most one is not deleted.
+    of timers. Of several variables of one name at most one is not deleted, apart from the timers.
     """
 
     variables: tuple[StateVariable, ...]
@@ -71,11 +78,11 @@ class OperatorSchema:
     settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        names = [v.name for v in self.variables if not v.deleted]
-        for name in names:
-            if names.count(name) > 1:
+        identities = [v.identity for v in self.variables if not v.deleted]
+        for identity in identities:
+            if identities.count(identity) > 1:
                 raise InvalidStateStoreArgument(
-                    f"State variable {name!r} is declared twice; give each a name of its own."
+                    f"State variable {identity[0]!r} is declared twice; give each a name of its own."
                 )
 
     @classmethod
@@ -88,12 +95,24 @@ class OperatorSchema:
         """All stored column families and their schemas."""
         return {name: schema for v in self.variables for name, schema in v.families.items()}
 
+    @property
+    def in_use(self) -> tuple[StateVariable, ...]:
+        """The variables that are not deleted, one of each name: a user's variable hides timers of the same name."""
+        there = [v for v in self.variables if not v.deleted]
+        of_users = {v.name for v in there if v.kind != TIMERS}
+        return tuple(v for v in there if v.kind != TIMERS or v.name not in of_users)
+
+    @property
+    def timers(self) -> StateVariable | None:
+        """The variable that has the timers; None if there are none."""
+        return next((v for v in self.variables if v.kind == TIMERS and not v.deleted), None)
+
     def variable(self, name: str) -> StateVariable:
         """Return a variable that is in use, by name. Raises ``InvalidStateStoreArgument`` naming those in use."""
-        for variable in self.variables:
-            if variable.name == name and not variable.deleted:
+        for variable in self.in_use:
+            if variable.name == name:
                 return variable
-        known = ", ".join(repr(v.name) for v in self.variables if not v.deleted)
+        known = ", ".join(repr(v.name) for v in self.in_use)
         raise InvalidStateStoreArgument(f"There is no state variable {name!r}; there are {known or 'none'}.")
 
     def compacted(self) -> OperatorSchema:
@@ -177,23 +196,25 @@ def evolved(stored: OperatorSchema | None, declared: OperatorSchema) -> Operator
     if stored is None:
         stored = replace(declared, variables=())
     _check_settings(stored, declared)
-    deleted = {v.name for v in declared.variables if v.deleted}
-    new = {v.name: v for v in declared.variables if not v.deleted}
+    deleted = {v.identity for v in declared.variables if v.deleted}
+    new = {v.identity: v for v in declared.variables if not v.deleted}
     variables: list[StateVariable] = []
     for variable in stored.variables:
-        again = None if variable.deleted else new.get(variable.name)
+        again = None if variable.deleted else new.get(variable.identity)
         if again is None:
-            variables.append(replace(variable, deleted=variable.deleted or variable.name in deleted))
+            variables.append(replace(variable, deleted=variable.deleted or variable.identity in deleted))
             continue
         try:
             variables.append(_evolved_variable(variable, again))
         except IncompatibleSchemaError:
-            if variable.name not in deleted:
+            if variable.identity not in deleted:
                 raise
             variables.append(replace(variable, deleted=True))
         else:
-            del new[variable.name]
-    variables += [_beginning(v, [earlier for earlier in variables if earlier.name == v.name]) for v in new.values()]
+            del new[variable.identity]
+    variables += [
+        _beginning(v, [earlier for earlier in variables if earlier.identity == v.identity]) for v in new.values()
+    ]
     return OperatorSchema(
         tuple(variables), stored.key_columns or declared.key_columns, {**stored.settings, **declared.settings}
     )

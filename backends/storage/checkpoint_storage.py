@@ -156,6 +156,17 @@ class CheckpointStorage:
             raise self._exists(path)
         return ref
 
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a file in place of the one that may be there: at each moment one of the two is there, whole.
+
+        Only for files of Spark's: those of the state are never overwritten. As durable as ``put_new``.
+        """
+        key, files = self._key(path), self._files
+        if files is not None:
+            self._retrying("write", path, lambda: files.replace(path, data))
+        else:
+            self._retrying("write", path, lambda: obstore.put(self._store, key, data))
+
     def put_file(self, path: str, source: Path) -> FileRef:
         """Copy a local file into the storage, under a name that nothing else uses. As durable as ``put_new``."""
         ref = FileRef(path, source.stat().st_size, file_digest(source))

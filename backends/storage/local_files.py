@@ -47,7 +47,14 @@ class LocalFiles:
 
         self._put_new(path, copy)
 
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a file in place of the one that may be there: at each moment one of the two is there, whole."""
+        self._put(path, lambda descriptor: self._write_all(descriptor, data), os.replace)
+
     def _put_new(self, path: str, write: Callable[[int], None]) -> None:
+        self._put(path, write, os.link)
+
+    def _put(self, path: str, write: Callable[[int], None], name: Callable[[Path, Path], None]) -> None:
         target = self._root / path
         # The '#<digits>' at the end is obstore's own mark of an unfinished file: it never lists such names.
         staged = target.with_name(f"{target.name}#{secrets.randbits(60)}")
@@ -58,7 +65,7 @@ class LocalFiles:
                     write(file.fileno())
                     if self._fsync:
                         os.fsync(file.fileno())
-                os.link(staged, target)
+                name(staged, target)
             finally:
                 staged.unlink(missing_ok=True)
         except FileExistsError:

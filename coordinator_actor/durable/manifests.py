@@ -14,6 +14,7 @@ from backends.formats.manifest_chain import Layout
 from backends.formats.sealed import seal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.durable.checkpoint_place import CheckpointPlaces
 from coordinator_actor.durable.fencing import Epochs
 from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 from coordinator_actor.durable.savepoint_records import SavepointRecords
@@ -43,8 +44,8 @@ def schema_path(schema_id: str) -> str:
 class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
-    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints. ``manifests`` has those that were read, by
-    id.
+    ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
+    checkpoint. ``manifests`` has those that were read, by id.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -53,6 +54,7 @@ class ManifestLog:
         self._files = RecordFiles(storage)
         self.epochs = Epochs(self._files, coordinator_id)
         self.savepoints = SavepointRecords(self._files)
+        self.places = CheckpointPlaces(self._files)
 
     @property
     def epoch(self) -> int:

@@ -1,14 +1,19 @@
-"""Spark's own logs of a query, ``commits/`` and ``offsets/``: its committed and planned batches, and their times."""
+"""Spark's own files of a query: ``commits/`` and ``offsets/``, its batches and their times; ``metadata``, its id."""
 
 from __future__ import annotations
+
+import json
 
 import msgspec
 from msgspec import Struct
 
 from backends.decoders import json_decoder
-from backends.exceptions import DamagedFileError
+from backends.exceptions import DamagedFileError, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import BatchTimes
+
+METADATA = "metadata"
+"""Spark's file with the query id."""
 
 
 class SparkCommits:
@@ -22,7 +27,7 @@ class SparkCommits:
 
         As Spark does it (``MicroBatchExecution.populateStartOffsets``), whatever was removed from either directory.
         """
-        begun, done = self.last_begun(), self._last("commits")
+        begun, done = self.last_begun(), self.last_committed()
         if begun is None:
             return 0 if done is None else done + 1
         return begun + 1 if done is not None and done >= begun else begun
@@ -30,6 +35,10 @@ class SparkCommits:
     def last_begun(self) -> int | None:
         """Return the last batch that Spark has planned; None if there is none."""
         return self._last("offsets")
+
+    def last_committed(self) -> int | None:
+        """Return the last batch that Spark has committed; None if there is none."""
+        return self._last("commits")
 
     def _last(self, directory: str) -> int | None:
         names = [path.rsplit("/", 1)[-1] for path, _ in self._storage.list(f"{directory}/")]
@@ -63,6 +72,30 @@ class SparkCommits:
             raise DamagedFileError(
                 f"{where} does not say the times of its batch as Spark writes them: {error}"
             ) from error
+
+
+def query_id_of(checkpoint: CheckpointStorage) -> str:
+    """Return the query id of a checkpoint location; raises ``MissingFileError`` or ``DamagedFileError``."""
+    name = checkpoint.full_location(METADATA)
+    try:
+        content = json.loads(checkpoint.get(METADATA))
+    except MissingFileError as error:
+        raise MissingFileError(
+            f"{name} does not exist: {checkpoint.location} is no checkpoint location of a query that has started."
+        ) from error
+    except ValueError as error:
+        raise DamagedFileError(f"{name} is damaged: {error}") from error
+    match content:
+        case {"id": str(query_id)}:
+            return query_id
+    raise DamagedFileError(f"{name} is damaged: it has no query id.")
+
+
+def write_query_id(checkpoint: CheckpointStorage, query_id: str) -> None:
+    """Give a checkpoint another query id: the next start of its query has it. Each moment has the old or the new id."""
+    # Hadoop's checksum of the old content, on a local disk. Without it, nothing is checked.
+    checkpoint.delete(f".{METADATA}.crc")
+    checkpoint.replace(METADATA, json.dumps({"id": query_id}, separators=(",", ":")).encode())
 
 
 class _OffsetSeqMetadata(Struct):

@@ -18,7 +18,7 @@ from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.run_registry import LEASE_OVER
 from coordinator_actor.messages import QueryRegistration, RegisteredQuery
-from coordinator_actor.query.compatibility import evolved_operators, refusal_of
+from coordinator_actor.query.compatibility import bound_elsewhere, evolved_operators, refusal_of
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
@@ -80,6 +80,10 @@ class Queries:
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
         run.adopt(evolved_operators(run))
+        manifests.ensure_query_file(QueryFile(registration.query_id, registration.key_groups))
+        refusal = bound_elsewhere(run)
+        if refusal is not None:
+            return RegisteredQuery(refusal, 0, completed)
         self._claim(run, initial)
         savepoints = RunSavepoints(
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
@@ -97,8 +101,6 @@ class Queries:
     @staticmethod
     def _claim(run: QueryState, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:
         """Claim the state. The run is not known to anybody before this has succeeded."""
-        registration = run.registration
-        run.manifests.ensure_query_file(QueryFile(registration.query_id, registration.key_groups))
         while True:
             run.claim(initial)
             operators = evolved_operators(run)

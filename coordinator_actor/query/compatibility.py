@@ -12,6 +12,7 @@ from backends.encoding.schema_evolution import in_words
 from backends.exceptions import IncompatibleSchemaError
 from backends.formats.manifest import Manifest
 from backends.ids import DEFAULT_FAMILY
+from coordinator_actor.durable.checkpoint_place import CheckpointPlace, is_inside
 from coordinator_actor.messages import OperatorSpec
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.query_versions import tasks_of
@@ -33,6 +34,9 @@ def refusal_of(run: QueryState) -> str | None:
             f"The state at {where} belongs to query {stored.query_id}, and this is query {registration.query_id}: the "
             "checkpoint's metadata file was replaced or the directory shared. Use a checkpoint location of its own."
         )
+    refusal = place_refusal(run, run.manifests.places.newest())
+    if refusal is not None:
+        return refusal
     if stored is not None and stored.key_groups != registration.key_groups:
         return (
             f"The state at {where} has {stored.key_groups} key groups, fixed when it was first made, and the program "
@@ -56,6 +60,29 @@ def refusal_of(run: QueryState) -> str | None:
     if run.versions.completed > 0 and run.versions.completed not in run.versions.chain:
         return _missing_version(run)
     return None
+
+
+def place_refusal(run: QueryState, place: CheckpointPlace | None) -> str | None:
+    """Return why the run may not use a state whose checkpoint is at ``place`` (None: it does not say), or None."""
+    registration = run.registration
+    state, here = registration.state_location, registration.checkpoint_location
+    if place is None or is_inside(state, here) or place.is_at(here):
+        return None
+    command = f"{here} --state-location {state.rstrip('/').rpartition('/')[0]}"
+    return (
+        f"The state at {state} belongs to the checkpoint at {place.checkpoint_location}, and this one is at {here}: "
+        "two checkpoints must not share a state. If the checkpoint has been moved, run 'statestore checkpoint move "
+        f"{command}'. If this is a copy that is to go on by itself, run 'statestore checkpoint fork {command}'."
+    )
+
+
+def bound_elsewhere(run: QueryState) -> str | None:
+    """Record where the checkpoint is, if the state does not say so yet; return why the run may not go on, or None."""
+    registration, places = run.registration, run.manifests.places
+    if is_inside(registration.state_location, registration.checkpoint_location):
+        return None
+    place = places.newest()
+    return place_refusal(run, place or places.record(registration.checkpoint_location, None))
 
 
 def _program_refusal(run: QueryState, base: Manifest) -> str | None:

@@ -5,20 +5,19 @@ A reader looks at the manifests, also while the query runs. It writes and locks 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from msgspec import Struct, structs
 
 from backends.encoding.operator_schema import OperatorSchema
-from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
+from backends.exceptions import InvalidStateStoreArgument, MissingFileError, VersionNotFoundError
 from backends.formats import manifest_chain as chains
 from backends.formats.manifest import Lineage, Manifest, OperatorEntry
 from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.manifests import ManifestLog
-from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
 
 STATE_DIRECTORY = "statestore"
 LOOKS = 5
@@ -78,7 +77,7 @@ def find_state(
     checkpoint = open_storage(checkpoint_location, given)
     places = [f"{checkpoint.location.rstrip('/')}/{STATE_DIRECTORY}"]
     if state_location:
-        places.insert(0, f"{state_location.rstrip('/')}/{_query_id(checkpoint)}")
+        places.insert(0, f"{state_location.rstrip('/')}/{query_id_of(checkpoint)}")
     for place in places:
         storage = open_storage(place, given)
         if storage.exists("query.json"):
@@ -88,22 +87,6 @@ def find_state(
         "of a query "
         "with operators of the state store, and state_location= if spark.statestore.location was set when it ran."
     )
-
-
-def _query_id(checkpoint: CheckpointStorage) -> str:
-    name = checkpoint.full_location("metadata")
-    try:
-        content = json.loads(checkpoint.get("metadata"))
-    except MissingFileError as error:
-        raise MissingFileError(
-            f"{name} does not exist: {checkpoint.location} is no checkpoint location of a query that has started."
-        ) from error
-    except ValueError as error:
-        raise DamagedFileError(f"{name} is damaged: {error}") from error
-    match content:
-        case {"id": str(query_id)}:
-            return query_id
-    raise DamagedFileError(f"{name} is damaged: it has no query id.")
 
 
 @dataclass(frozen=True)

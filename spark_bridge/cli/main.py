@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from coordinator_actor.coordinator_conf import NAMESPACE
+from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
 
@@ -31,6 +32,7 @@ class Backend(str, Enum):
     file = "file"
 
 
+app.add_typer(checkpoint_cli.app)
 app.add_typer(savepoint_cli.app)
 app.add_typer(token_cli.app)
 

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from backends.exceptions import StateStoreError
-from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-
-T = TypeVar("T")
+from spark_bridge.cli.storage_options import Option, options_of, or_exit
 
 app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
-
-Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--storage-option", help="A storage setting, name=value; spark.hadoop.fs.s3a.* as in Spark. Repeatable."
-    ),
-]
-
-
-def _options(given: list[str] | None) -> dict[str, str]:
-    pairs = [one.partition("=") for one in given or ()]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise typer.BadParameter(f"--storage-option {name!r} has no value; write name=value")
-    return {name: value for name, _, value in pairs}
-
-
-def _or_exit(call: Callable[[], T]) -> T:
-    try:
-        return call()
-    except (CoordinatorError, StateStoreError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
 
 
 @app.command("list")
@@ -49,7 +22,7 @@ def list_command(base: str, storage_option: Option = None) -> None:
     table = Table(box=None, padding=(0, 2))
     for heading in ("path", "query", "version", "rows", "bytes"):
         table.add_column(heading, overflow="fold")
-    for info in _or_exit(lambda: list_savepoints(base, _options(storage_option))):
+    for info in or_exit(lambda: list_savepoints(base, options_of(storage_option))):
         made = info.metadata
         if made is None:
             table.add_row(info.path, f"damaged: {info.damage}")
@@ -70,7 +43,7 @@ def describe(
     """Describe the savepoint at PATH: query, version, rows, operators."""
     from spark_bridge.session.savepoints import describe_savepoint
 
-    info: SavepointInfo = _or_exit(lambda: describe_savepoint(path, _options(storage_option), check_files=check_files))
+    info: SavepointInfo = or_exit(lambda: describe_savepoint(path, options_of(storage_option), check_files=check_files))
     made = info.metadata
     if made is None:
         raise typer.Exit(2)
@@ -96,7 +69,7 @@ def delete(path: str, storage_option: Option = None) -> None:
     """Remove the savepoint at PATH."""
     from spark_bridge.session.savepoints import delete_savepoint
 
-    _or_exit(lambda: delete_savepoint(path, _options(storage_option)))
+    or_exit(lambda: delete_savepoint(path, options_of(storage_option)))
     Console().print(f"Removed {path}", soft_wrap=True, highlight=False)
 
 
@@ -114,7 +87,7 @@ def restore(
     from spark_bridge.session.savepoints import restore_savepoint
 
     console = Console()
-    restored = _or_exit(
+    restored = or_exit(
         lambda: restore_savepoint(
             path,
             checkpoint_location,
@@ -122,7 +95,7 @@ def restore(
             backend,
             operator,
             state_only=state_only,
-            storage_options=_options(storage_option),
+            storage_options=options_of(storage_option),
             progress=lambda step: console.print(step, soft_wrap=True, highlight=False),
         )
     )

@@ -14,7 +14,8 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from backends.ids import is_operator_name
+from backends.exceptions import InvalidStateStoreArgument
+from backends.ids import check_name
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.initial_state import InitialState
@@ -70,11 +71,10 @@ def operators_of(df: DataFrame) -> list[OperatorSpec]:
 
 def check_operator_name(name: str, df: DataFrame) -> None:
     """Raise ``InvalidOperatorError`` for a name that a directory cannot have, or that is in the DataFrame's plan."""
-    if not is_operator_name(name):
-        raise InvalidOperatorError(
-            f"operator={name!r} is no operator name; use letters, digits, '_', '-' and '.', not starting with a dot. "
-            "It names the state in the checkpoint and in queries."
-        )
+    try:
+        check_name("an operator", name)
+    except InvalidStateStoreArgument as error:
+        raise InvalidOperatorError(f"operator={error} It names the state in the checkpoint and in queries.") from error
     if any(o.name == name for o in operators_of(df)):
         raise InvalidOperatorError(
             f"operator={name!r} is used twice in one query; give each stateful operator a name of its own."

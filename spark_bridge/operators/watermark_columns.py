@@ -29,3 +29,21 @@ def event_time_of(schema: T.StructType, columns: Sequence[str]) -> EventTime | N
     if not marked:
         return None
     return EventTime(marked[0], isinstance(schema[marked[0]].dataType, T.StructType))
+
+
+def session_event_time(schema: T.StructType, columns: Sequence[str], window: str, output_mode: str) -> EventTime | None:
+    """Return the event time of the session window among the columns, None if it has no watermark.
+
+    Raises ``InvalidOperatorError`` if another of the columns has the watermark: sessions end by their own time alone,
+    so that none would ever end, and late rows would not be known. In "complete" none ends anyway.
+    """
+    event_time = event_time_of(schema, columns)
+    if event_time is None or event_time.column == window:
+        return event_time
+    if output_mode == "complete":
+        return None
+    raise InvalidOperatorError(
+        f"The key {event_time.column!r} has the watermark and the session window {window!r} has none, so that no "
+        f"session would ever end: put withWatermark on the column of {window!r} instead, or leave "
+        f"{event_time.column!r} out of by=."
+    )

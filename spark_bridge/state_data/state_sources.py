@@ -99,7 +99,7 @@ def _variable(reading: Reading, name: str | None) -> StateVariable:
     """Return the variable of that name; for None the only one (timers apart), or that of the operator's own rows."""
     if name is not None:
         return reading.schema.variable(name)
-    there = [v for v in reading.schema.variables if not v.deleted]
+    there = list(reading.schema.in_use)
     own = [v for v in there if v.name == DEFAULT_FAMILY] or [v for v in there if v.kind != TIMERS] or there
     if len(own) == 1:
         return own[0]

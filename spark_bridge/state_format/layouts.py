@@ -43,6 +43,7 @@ from spark_bridge.state_format.families import (
     EXPIRY_FAMILY,
     TIMERS_BY_EXPIRY,
     TIMERS_BY_KEY,
+    stored_name,
 )
 
 VALUE, ROWS, WINDOWS, LIST, MAP, TIMERS = "value", "rows", "windows", "list", "map", "timers"
@@ -123,7 +124,7 @@ def with_ttl(fields: Iterable[pa.Field]) -> list[pa.Field]:
 
 def value_families(name: str, keys: pa.Schema, value: Sequence[pa.Field]) -> dict[str, StateSchema]:
     """Return the families of a value state: ``value`` are its fields, the TTL's included."""
-    return {name: StateSchema(keys, pa.schema(value))}
+    return {stored_name(name): StateSchema(keys, pa.schema(value))}
 
 
 def list_families(name: str, keys: pa.Schema, element: Sequence[pa.Field]) -> dict[str, StateSchema]:
@@ -132,8 +133,8 @@ def list_families(name: str, keys: pa.Schema, element: Sequence[pa.Field]) -> di
     head = [pa.field(LENGTH, pa.int64()), pa.field(NUM_CHUNKS, pa.int64()), pa.field(TAIL, elements)]
     chunk_key = [*keys, pa.field(CHUNK_NUMBER, pa.int64())]
     return {
-        name: StateSchema(keys, pa.schema(head)),
-        name + CHUNKS: StateSchema(pa.schema(chunk_key), pa.schema([pa.field(ELEMENTS, elements)])),
+        stored_name(name): StateSchema(keys, pa.schema(head)),
+        stored_name(name) + CHUNKS: StateSchema(pa.schema(chunk_key), pa.schema([pa.field(ELEMENTS, elements)])),
     }
 
 
@@ -148,8 +149,10 @@ def map_families(
     entries = pa.list_(pa.struct(with_ttl(fields) if has_ttl else fields))
     taken = set(keys.names)
     return {
-        name: StateSchema(keys, pa.schema([pa.field(IS_LARGE, pa.bool_()), pa.field(MAP_ENTRIES, entries)])),
-        name + ENTRIES: StateSchema(
+        stored_name(name): StateSchema(
+            keys, pa.schema([pa.field(IS_LARGE, pa.bool_()), pa.field(MAP_ENTRIES, entries)])
+        ),
+        stored_name(name) + ENTRIES: StateSchema(
             pa.schema([*keys, *(_renamed(field, taken) for field in user_key)]),
             pa.schema(with_ttl(value) if has_ttl else value),
         ),

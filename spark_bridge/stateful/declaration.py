@@ -13,7 +13,6 @@ from backends.encoding.schema import StateSchema
 from backends.exceptions import InvalidStateStoreArgument, UnsupportedTypeError
 from backends.ids import DEFAULT_FAMILY, check_name
 from spark_bridge.exceptions import StateDeclarationError
-from spark_bridge.state_format.families import PART_SEPARATOR
 from spark_bridge.state_format.layouts import (
     LIST,
     MAP,
@@ -56,6 +55,8 @@ class Declaration:
         self._check()
         try:
             families = self._families(key_schema)
+            for family in families:
+                check_name("a column family; the name of its state variable is too long", family)
         except (InvalidStateStoreArgument, UnsupportedTypeError) as error:
             raise StateDeclarationError(f"State variable {self.name!r} cannot be kept: {error}") from error
         return StateVariable(self.name, self.kind, families, self.ttl_ms)
@@ -84,16 +85,19 @@ class Declaration:
 
 
 def check_variable_name(name: str) -> None:
-    """Raise ``StateDeclarationError`` for what cannot be the name of a state variable."""
-    try:
-        check_name("a state variable", name)
-    except InvalidStateStoreArgument as error:
-        raise StateDeclarationError(f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {error}") from error
-    if name == DEFAULT_FAMILY or PART_SEPARATOR in name:
+    """Raise ``StateDeclarationError`` for what cannot be the name of a state variable, as in Spark."""
+    if not isinstance(name, str) or not name or name != name.strip() or name == DEFAULT_FAMILY:
         raise StateDeclarationError(
             f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {name!r} cannot be the name of a state "
-            f"variable: {DEFAULT_FAMILY!r} and names with {PART_SEPARATOR!r} in them are taken. Choose another name."
+            f"variable: give a text that is not {DEFAULT_FAMILY!r} and neither begins nor ends with a blank."
         )
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise StateDeclarationError(
+            f"[STATE_STORE_CANNOT_USE_COLUMN_FAMILY_WITH_INVALID_NAME] {name!r} cannot be the name of a state "
+            f"variable: it is no Unicode text ({error.reason})."
+        ) from error
 
 
 def _nullable(data_type: T.DataType) -> T.DataType:

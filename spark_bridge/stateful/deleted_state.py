@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from pyspark.errors import PySparkRuntimeError
+
 from spark_bridge.exceptions import HandleStateError
 
 _DOING = {
@@ -16,8 +18,12 @@ _DOING = {
 }
 
 
+class DeletedStateError(HandleStateError, PySparkRuntimeError):  # type: ignore[misc]
+    """A state variable was used that ``init`` has declared and then deleted; of PySpark's own class, too."""
+
+
 class DeletedState:
-    """A state variable whose every method raises ``HandleStateError``, in the words of PySpark's error."""
+    """A state variable whose every method raises ``DeletedStateError``, in the words of PySpark's error."""
 
     def __init__(self, name: str, kind: str) -> None:
         self._name = name
@@ -33,7 +39,7 @@ class DeletedState:
         )
 
         def refuse(*_: object, **__: object) -> NoReturn:
-            raise HandleStateError(message)
+            raise DeletedStateError(message)
 
         return refuse
 

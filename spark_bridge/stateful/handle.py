@@ -13,12 +13,13 @@ from pyspark.sql.types import StructType
 from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
-from spark_bridge.state_format.layouts import LIST, MAP, TIMERS, VALUE
+from spark_bridge.state_format.layouts import LIST, MAP, VALUE
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.declaration import Declaration, check_variable_name
 from spark_bridge.stateful.deleted_state import make_deleted
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
+from spark_bridge.stateful.pyspark_classes import PySparkStatefulProcessorHandle
 from spark_bridge.stateful.step import CREATED, INITIALIZED, INT64_MAX, PRE_INIT, NoKey, Step, invalid_handle_state
 from spark_bridge.stateful.timers import Timers
 from spark_bridge.stateful.value_state import ValueState
@@ -38,7 +39,7 @@ class Declared:
     states: dict[str, ValueState | ListState | MapState]
 
 
-class StatefulProcessorHandle:
+class StatefulProcessorHandle(PySparkStatefulProcessorHandle):
     """Declares state variables in ``init``, and sets timers of the current key later.
 
     Names and meaning are those of PySpark 4.2.
@@ -125,10 +126,6 @@ class StatefulProcessorHandle:
                 f"[STATEFUL_PROCESSOR_DUPLICATE_STATE_VARIABLE_DEFINED] State variable {name!r} is declared twice, as "
                 f"{self._variables[name].kind} state and as {kind} state. Give each variable a name of its own, and "
                 "keep the object that the first call has returned."
-            )
-        if name == TIMERS and self._time_mode != NONE:
-            raise StateDeclarationError(
-                f"The state variable {name!r} has the name under which timers are kept. Choose another name."
             )
         user_key = None if user_key_schema is None else struct_of(user_key_schema)
         declaration = Declaration(name, kind, struct_of(value_schema), user_key, self._checked_ttl(name, ttl_ms))

@@ -8,12 +8,13 @@ from typing import Any
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.stateful.declaration import Declaration
+from spark_bridge.stateful.pyspark_classes import PySparkListState
 from spark_bridge.stateful.state_values import null_value
 from spark_bridge.stateful.step import Step
 from spark_bridge.stateful.stored_lists import ListChange, StoredLists
 
 
-class ListState:
+class ListState(PySparkListState):
     """A state variable that holds a list per grouping key, of tuples of its schema's fields.
 
     Methods read and change the list of the current key; see ``StatefulProcessorHandle.getListState``.

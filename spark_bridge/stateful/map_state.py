@@ -10,6 +10,7 @@ from pyspark.sql import Row
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.stateful.declaration import Declaration
 from spark_bridge.stateful.map_keys import hash_function, sort_key
+from spark_bridge.stateful.pyspark_classes import PySparkMapState
 from spark_bridge.stateful.row_values import row_class
 from spark_bridge.stateful.step import Step
 from spark_bridge.stateful.stored_maps import KeyMap, StoredMaps, Values
@@ -21,7 +22,7 @@ _ENTRIES_LOADED = 1 << 14
 """The most entries of a large map that are loaded."""
 
 
-class MapState:
+class MapState(PySparkMapState):
     """A state variable that holds a map per grouping key, from tuples to tuples of its schemas' fields.
 
     Methods read and change the map of the current key; see ``StatefulProcessorHandle.getMapState``.

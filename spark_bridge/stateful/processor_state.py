@@ -9,9 +9,8 @@ from __future__ import annotations
 import pyarrow as pa
 
 from backends.encoding.operator_schema import StateVariable
-from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError
-from spark_bridge.state_format.layouts import TIMERS, timers_variable
+from spark_bridge.state_format.layouts import timers_variable
 from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
@@ -109,10 +108,10 @@ class ProcessorState:
         return times.watermark_ms if self._time_mode == EVENT_TIME else times.timestamp_ms
 
     def _timers_variable(self, store: StateAccess) -> StateVariable:
-        try:
-            return store.schema.variable(TIMERS)
-        except InvalidStateStoreArgument as error:
-            raise StateDeclarationError(f"{error} The operator was started without a time mode.") from error
+        timers = store.schema.timers
+        if timers is None:
+            raise StateDeclarationError("There are no timers: the operator was started without a time mode.")
+        return timers
 
 
 def _timer_values(time_mode: str, store: StateAccess) -> TimerValues:

@@ -69,6 +69,8 @@ class StateValues:
             raise null_value(self._variable, self._what)
         if isinstance(value, np.ndarray):
             value = value.tolist()
+        if isinstance(value, str) and len(self._fields) == 1:
+            value = (value,)  # as PySpark takes it, to which a text is a sequence
         if not isinstance(value, (tuple, list)):
             raise self.refusal(f"{value!r} ({type(value).__name__}) is no tuple.")
         if len(value) != len(self._fields):

@@ -9,11 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from spark_bridge.stateful.pyspark_classes import PySparkExpiredTimerInfo, PySparkTimerValues
+
 if TYPE_CHECKING:
     from spark_bridge.stateful.handle import StatefulProcessorHandle
 
 
-class TimerValues:
+class TimerValues(PySparkTimerValues):
     """Processing time and watermark of the batch, in ms since 1970; -1 where there is none."""
 
     __slots__ = ("_processing_time_ms", "_watermark_ms")
@@ -31,7 +33,7 @@ class TimerValues:
         return self._watermark_ms
 
 
-class ExpiredTimerInfo:
+class ExpiredTimerInfo(PySparkExpiredTimerInfo):
     """The timer that ``handleExpiredTimer`` is called for."""
 
     __slots__ = ("_expiry_ms",)

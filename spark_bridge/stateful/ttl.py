@@ -1,21 +1,25 @@
 """TTL expiry: when values expire, and the removal of expired values and of deleted state variables.
 
 An expired value is invisible at once. It is removed from the store when its key is handled, and otherwise by a sweep:
-each batch looks at some key groups, at others every time, so that every batch takes about the same time.
+each batch looks at so many rows, in other key groups every time, so that every batch takes about the same time. Where a
+key group has more rows than that, the state itself notes where its next sweep goes on (``SWEEP_FAMILY``).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from backends.encoding.columns import Mask, list_parts
+from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import StateVariable
 from backends.encoding.schema import StateSchema
-from spark_bridge.state_format.families import CHUNKS, ENTRIES, family_of
+from spark_bridge.state_format.families import CHUNKS, ENTRIES, SWEEP_FAMILY, family_of
 from spark_bridge.state_format.layouts import (
     ELEMENTS,
     IS_LARGE,
@@ -32,7 +36,7 @@ from spark_bridge.stateful.ranges import offsets_of, rows_of
 from spark_bridge.stateful.step import INT64_MAX, Step
 
 SWEPT_ROWS = 20_000
-"""Rows that a sweep looks at in a batch, about."""
+"""Rows that a sweep looks at in a batch, at most, or one of each column family."""
 _HEADS_ASKED = 32
 """Heads (rows beside the key) of long lists and large maps whose other rows are looked for, in one batch of a scan."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -92,50 +96,92 @@ def stage_expired(step: Step) -> None:
     _Sweep(step).stage()
 
 
+@dataclass(frozen=True)
+class _Family:
+    """A column family of a variable with a TTL: ``part`` says which one, ``name`` and ``schema`` are those stored."""
+
+    variable: StateVariable
+    part: str
+    name: str
+    schema: StateSchema
+
+
 class _Sweep:
     """The sweep of one batch: it looks at some key groups of the partition, at others in every batch."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
+        self._groups = _rotated(step.store.key_groups, step.store.batch_id)
 
     def stage(self) -> None:
         """Stage the removals."""
-        variables = [v for v in self._step.store.schema.variables if not v.deleted and v.ttl_ms is not None]
-        families = [(v, part) for v in variables for part in _PARTS_SWEPT[v.kind]]
-        for variable, part in families:
-            family, schema = family_of(variable, part)
-            self._stage_family(variable, part, family, schema, max(1, SWEPT_ROWS // len(families)))
-        self._purge()
+        schema = self._step.store.schema
+        variables = [v for v in schema.variables if not v.deleted and v.ttl_ms is not None]
+        swept = [_Family(v, part, *family_of(v, part)) for v in variables for part in _PARTS_SWEPT[v.kind]]
+        deleted = [family for v in schema.variables if v.deleted for family in v.families]
+        if not swept and not deleted:
+            return
+        positions = self._positions([family.name for family in swept] + deleted)
+        for family in swept:
+            self._stage_family(family, max(1, SWEPT_ROWS // len(swept)), positions[family.name])
+        self._purge(deleted, positions)
 
-    def _purge(self) -> None:
+    def _positions(self, families: list[str]) -> dict[str, bytes | None]:
+        """Return the last key that sweeps of this batch's first key group have looked at, None for the beginning."""
+        keys = pa.array([self._position_key(family) for family in families], pa.binary())
+        order = pc.sort_indices(keys)
+        found = self._step.store.get_many(keys.take(order), SWEEP_FAMILY).to_pylist()
+        return {families[i]: position for i, position in zip(order.to_pylist(), found, strict=True)}
+
+    def _position_key(self, family: str) -> bytes:
+        return group_range(self._groups[0])[0] + family.encode()
+
+    def _note(self, family: str, position: bytes | None) -> None:
+        """Stage where the next sweep of this batch's first key group goes on: behind that key, or at the beginning."""
+        values = None if position is None else pa.array([position], pa.binary())
+        self._step.stage(pa.array([self._position_key(family)], pa.binary()), values, SWEEP_FAMILY)
+
+    def _purge(self, deleted: list[str], positions: dict[str, bytes | None]) -> None:
         """Stage the removal of some rows of deleted variables, to which no processor writes."""
         store, left = self._step.store, SWEPT_ROWS
-        deleted = [family for v in store.schema.variables if v.deleted for family in v.families]
         ranges = [group_range(group) for group in range(*store.key_groups)]
         for family in deleted:
+            if positions[family] is not None:
+                self._note(family, None)
             for batch in store.scan(ranges, family, left) if left else ():
                 self._step.stage(batch.column(0), None, family)
                 left -= batch.num_rows
 
-    def _stage_family(self, variable: StateVariable, part: str, family: str, schema: StateSchema, rows: int) -> None:
-        store = self._step.store
-        groups = _rotated(store.key_groups, store.batch_id)
-        # One key group whole, so that every row is reached; then as many rows of the others as there is time for.
-        for ranges, whole in ((groups[:1], True), (groups[1:], False)):
-            limit = None if whole else max(rows, 0)
-            if not ranges or limit == 0:
-                continue
-            for batch in store.scan([group_range(g) for g in ranges], family, limit):
-                rows -= batch.num_rows
-                is_over = self._is_over(variable, part, schema, batch)
-                if is_over.any():
-                    keys = batch.column(0).filter(pa.array(is_over))
-                    self._step.stage(keys, None, family)
-                    self._step.figures.count("numValuesRemovedDueToTTLExpiry", len(keys))
+    def _stage_family(self, family: _Family, rows: int, position: bytes | None) -> None:
+        """Look at so many rows: of the first key group those behind ``position``, then of the others."""
+        first, *others = map(group_range, self._groups)
+        behind = first if position is None else (position + b"\x00", first[1])
+        left, last = self._stage_ranges(family, [behind], rows)
+        if left == 0:
+            self._note(family.name, last)
+            return
+        if position is not None:
+            self._note(family.name, None)
+        if others:
+            self._stage_ranges(family, others, left)
 
-    def _is_over(self, variable: StateVariable, part: str, schema: StateSchema, batch: pa.RecordBatch) -> Mask:
+    def _stage_ranges(self, family: _Family, ranges: list[KeyRange], rows: int) -> tuple[int, bytes | None]:
+        """Look at so many rows of some ranges; return how many of them were not there, and the last key there was."""
+        last = None
+        for batch in self._step.store.scan(ranges, family.name, rows):
+            rows -= batch.num_rows
+            last = batch.column(0)[-1].as_py()
+            is_over = self._is_over(family, batch)
+            if is_over.any():
+                keys = batch.column(0).filter(pa.array(is_over))
+                self._step.stage(keys, None, family.name)
+                self._step.figures.count("numValuesRemovedDueToTTLExpiry", len(keys))
+        return rows, last
+
+    def _is_over(self, family: _Family, batch: pa.RecordBatch) -> Mask:
         """Return which stored rows have expired with all elements or entries that they hold."""
-        rows = schema.decode_values(batch.column(1))
+        variable, part = family.variable, family.part
+        rows = family.schema.decode_values(batch.column(1))
         now = self._step.timestamp_ms
         if variable.kind == VALUE or part == ENTRIES:
             return ~alive_at(rows, now)

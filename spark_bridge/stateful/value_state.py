@@ -12,6 +12,7 @@ from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.state_format.families import family_of
 from spark_bridge.stateful.declaration import Declaration
+from spark_bridge.stateful.pyspark_classes import PySparkValueState
 from spark_bridge.stateful.state_values import StateValues
 from spark_bridge.stateful.step import Step
 from spark_bridge.stateful.ttl import Ttl
@@ -19,7 +20,7 @@ from spark_bridge.stateful.ttl import Ttl
 _UNREAD: Any = object()
 
 
-class ValueState:
+class ValueState(PySparkValueState):
     """A state variable that holds one value per grouping key, a tuple of its schema's fields.
 
     Methods read and change the value of the current key; see ``StatefulProcessorHandle.getValueState``.

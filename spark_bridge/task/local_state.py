@@ -62,6 +62,8 @@ class LocalStateAccess:
 
     def stage(self, keys: pa.BinaryArray, values: pa.BinaryArray, column_family: str = DEFAULT_FAMILY) -> None:
         """Add changes to the commit; see ``StateAccess``."""
+        if column_family != DEFAULT_FAMILY:
+            self._store.create_column_family(column_family)  # also one that is in no schema, as hosts take them
         is_kept = pc.is_valid(values)
         # In the order given: of a key given twice the last change counts.
         if pc.all(is_kept).as_py():

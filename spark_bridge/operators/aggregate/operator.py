@@ -29,7 +29,7 @@ from spark_bridge.operators.map_in_arrow import map_in_arrow
 from spark_bridge.operators.partitioning import quote, routed
 from spark_bridge.operators.spark_types import arrow_type, spark_struct
 from spark_bridge.operators.ticks import with_ticks
-from spark_bridge.operators.watermark_columns import event_time_of, watermark_columns
+from spark_bridge.operators.watermark_columns import event_time_of, session_event_time, watermark_columns
 from spark_bridge.operators.windows import microseconds, window_column
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.task.state_task import StateTask
@@ -63,7 +63,7 @@ def aggregate(
     - ``output_mode``: which rows a micro-batch emits. "update": one row per key that the batch touched (of sessions,
       those that rows of the batch belong to). "append": each window once, when the watermark closes it. "complete": all
       keys. With a watermark on the event time, late rows are dropped, and closed windows are removed from the state, as
-      in Spark; in "complete" they stay.
+      in Spark; in "complete" they stay. Where a key is a session window, it is the one that has to have the watermark.
     - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
       number stays with the checkpoint.
     - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays where few keys have
@@ -213,8 +213,7 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
         window = keys.window.name
         by_key = pa.schema([pa.field(n, types[n]) for n in keys.columns])
         schema = session_schema(by_key, types[window].field(0).type, aggregator.state_schema)
-        if event_time is not None and event_time.column != window:
-            event_time = None
+        event_time = session_event_time(rows.schema, keys.names, window, output_mode)
         logic = SessionLogic(schema, aggregator, output, window, output_mode, event_time is not None)
         return _Declared("session_aggregate", schema, keys.columns, logic, event_time is not None)
     if event_time is not None and isinstance(keys.window, Window) and event_time.column == keys.window.name:

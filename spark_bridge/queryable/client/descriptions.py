@@ -18,7 +18,7 @@ def operator_description(known: KnownOperator, hosts: Iterable[dict[str, Any]]) 
     ``requests`` are those of all hosts together, by verb; each host has its own, with percentiles.
     """
     location = known.location
-    views = [known.view(v.name) for v in known.schema.variables if not v.deleted]
+    views = [known.view(v.name) for v in known.schema.in_use]
     of_hosts = [_described_host(location.operator.name, host) for host in hosts]
     return {
         "operator": location.operator.name,

@@ -21,7 +21,7 @@ from spark_bridge.exceptions import UnknownKvStateIdError
 from spark_bridge.queryable.client.key_codec import KeyCodec, names_in_order
 from spark_bridge.queryable.client.results import KeyedResults, plain_values, whole
 from spark_bridge.queryable.client.single_results import SingleResults
-from spark_bridge.state_format.families import ENDS_FAMILY, TIMERS_BY_KEY
+from spark_bridge.state_format.families import ENDS_FAMILY, TIMERS_BY_KEY, family_of
 from spark_bridge.state_format.layouts import (
     END,
     ENTRY_KEY,
@@ -70,7 +70,7 @@ class StateView:
     @cached_property
     def family(self) -> str:
         """The column family of single values."""
-        return DEFAULT_FAMILY if self.variable.kind == ROWS else self.variable.family(self.variable.name)
+        return DEFAULT_FAMILY if self.variable.kind == ROWS else family_of(self.variable)[0]
 
     @cached_property
     def schema(self) -> StateSchema:
@@ -284,9 +284,9 @@ def state_view(operator: str, schema: OperatorSchema, key_groups: int, state: st
 
     Raises ``UnknownKvStateIdError`` naming the state variables that there are.
     """
-    known = [v for v in schema.variables if not v.deleted]
+    known = schema.in_use
     if state is None:
-        named = known if len(known) == 1 else [v for v in known if v.kind != TIMERS]
+        named = list(known) if len(known) == 1 else [v for v in known if v.kind != TIMERS]
     else:
         named = [v for v in known if v.name == state]
     if len(named) != 1:
@@ -307,5 +307,5 @@ def _stored_key(variable: StateVariable) -> tuple[pa.Schema, str]:
             return stored, SESSIONS
         return stored, ROWS if window_of(variable) is None else WINDOWS
     if variable.kind == TIMERS:
-        return variable.families[variable.family(TIMERS + TIMERS_BY_KEY)].key, TIMERS
-    return variable.families[variable.family(variable.name)].key, variable.kind
+        return family_of(variable, TIMERS_BY_KEY)[1].key, TIMERS
+    return family_of(variable)[1].key, variable.kind

@@ -68,7 +68,7 @@ class OperatorPlan:
     @cached_property
     def variables(self) -> tuple[StateVariable, ...]:
         """The state variables that are in use, without deleted ones."""
-        return tuple(v for v in self.schema.variables if not v.deleted)
+        return self.schema.in_use
 
     @cached_property
     def families(self) -> frozenset[str]:

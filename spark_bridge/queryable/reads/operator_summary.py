@@ -26,7 +26,7 @@ def operator_summary(found: RunningOperator) -> dict[str, Any]:
         "backend": found.operator.backend,
         "oldest_version": found.oldest_version,
         "completed_version": found.completed_version,
-        "state": [_described(VariableRows(schema, v)) for v in schema.variables if not v.deleted],
+        "state": [_described(VariableRows(schema, v)) for v in schema.in_use],
     }
 
 

@@ -190,7 +190,7 @@ def _variables(schema: str, state: str | None) -> list[StateVariable]:
 
     Empty if the schema is not known.
     """
-    known = [v for v in OperatorSchema.from_json(schema).variables if not v.deleted] if schema else []
+    known = list(OperatorSchema.from_json(schema).in_use) if schema else []
     if state is None:
         own = [v for v in known if v.name == DEFAULT_FAMILY]
         return own or [v for v in known if v.kind != TIMERS] or known

@@ -55,6 +55,26 @@ def test_a_file_is_never_overwritten(storage):
     assert storage.get("x") == b"1"
 
 
+def test_a_file_of_sparks_is_replaced_as_a_whole(storage):
+    storage.replace("metadata", b"first")
+    storage.replace("metadata", b"second")
+    assert storage.get("metadata") == b"second"
+    assert storage.list() == [("metadata", 6)] and storage.unfinished("") == []
+
+
+def test_a_replacement_that_dies_leaves_the_old_file(tmp_path, monkeypatch):
+    storage = CheckpointStorage.open(str(tmp_path))
+    storage.replace("metadata", b"first")
+
+    def dies(descriptor, data):
+        raise OSError("the process dies here")
+
+    monkeypatch.setattr("backends.storage.local_files.LocalFiles._write_all", staticmethod(dies))
+    with pytest.raises(StorageError, match="dies here"):
+        storage.replace("metadata", b"second")
+    assert storage.get("metadata") == b"first"
+
+
 def test_of_many_writers_one_succeeds(storage):
     barrier = threading.Barrier(8)
 

@@ -62,7 +62,7 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"by": "k", "n": S.count(), "num_partitions": 0}, "positive integer"),
         ({"by": "k", "n": S.count(), "num_partitions": 5000}, "key groups, 1024"),
         ({"by": "k", "n": S.count(), "output_mode": "overwrite"}, "output_mode='overwrite'"),
-        ({"by": "k", "n": S.count(), "operator": "a/b"}, "no operator name"),
+        ({"by": "k", "n": S.count(), "operator": "a/b"}, "cannot be the name of an operator"),
     ],
 )
 def test_what_the_dataframe_shows_is_an_error_while_building_it(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import Row
 from pyspark.sql.types import IntegerType, StructField, StructType
 
@@ -53,15 +54,15 @@ DECLARATIONS: list[tuple[str, Declare, str, type[Exception], list[str]]] = [
     ),
     (
         "blank",
-        lambda h: h.getListState("a b", "x INT"),
+        lambda h: h.getListState(" a", "x INT"),
         "none",
         StateDeclarationError,
-        [INVALID_NAME, "'a b'", "letters"],
+        [INVALID_NAME, "' a'", "blank"],
     ),
     ("no name", lambda h: h.getListState("", "x INT"), "none", StateDeclarationError, [INVALID_NAME, "''"]),
-    ("separator", lambda h: h.getValueState("a.-b", "x INT"), "none", StateDeclarationError, [INVALID_NAME, "'.-'"]),
-    ("deleted name", lambda h: h.deleteIfExists("a b"), "none", StateDeclarationError, [INVALID_NAME]),
-    ("timers", lambda h: h.getValueState("timers", "x INT"), "eventtime", StateDeclarationError, ["timers", "Choose"]),
+    ("deleted name", lambda h: h.deleteIfExists("a "), "none", StateDeclarationError, [INVALID_NAME]),
+    ("half a character", lambda h: h.getValueState("\ud800", "x INT"), "none", StateDeclarationError, [INVALID_NAME]),
+    ("long name", lambda h: h.getListState("ü" * 70, "x INT"), "none", StateDeclarationError, ["too long", "1 to 200"]),
     (
         "ttl none",
         lambda h: h.getValueState("n", "x INT", 1),
@@ -318,7 +319,7 @@ def test_a_variable_that_init_deletes_again_is_not_to_be_used(kind: str) -> None
                 (self.temporary.get, "getting"),
             ):
                 with pytest.raises(
-                    RuntimeError, match=f"Error {doing} {kind.lower()} state.*temporary is not initialized"
+                    PySparkRuntimeError, match=f"Error {doing} {kind.lower()} state.*temporary is not initialized"
                 ):
                     use()
             self.kept.update((1,))

@@ -77,7 +77,7 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
         ({"by": []}, "no key column"),
         ({"by": ["k", "k"]}, "twice"),
         ({"by": "m"}, r"'m'.*cannot be a key"),
-        ({"operator": "a/b"}, "no operator name"),
+        ({"operator": "a/b"}, "cannot be the name of an operator"),
         ({"output_mode": "complete"}, r"'complete'.*update, append"),
         ({"output_mode": None}, "output_mode=None"),
         ({"time_mode": "wallclock"}, r"'wallclock'.*\"processingTime\" or \"eventTime\""),

@@ -224,6 +224,13 @@ def test_what_is_wrong_with_windows_is_said_while_building(
         aggregate(make_stream(SCHEMA).read(), **{"operator": "wrong", **arguments})
 
 
+def test_a_session_window_without_the_watermark_is_refused(make_stream: Callable[..., Stream]) -> None:
+    df = make_stream("ts timestamp, ts2 timestamp").read().withWatermark("ts2", DELAY)
+    by = [S.session_window("ts", "1 minute"), "ts2"]
+    with pytest.raises(InvalidOperatorError, match="'ts2' has the watermark"):
+        aggregate(df, by=by, operator="wrong", output_mode="append", n=S.count())
+
+
 @pytest.mark.parametrize(
     ("by", "within", "message"),
     [

@@ -1,0 +1,201 @@
+"""Checkpoints that were moved or copied while their state lies elsewhere: bind the state to the new place, or copy it.
+
+Both may die anywhere and be run again. ``move_checkpoint`` writes one record. ``fork_checkpoint`` copies all files of
+the state to that of a new query id, and gives the checkpoint that id at last: until then the checkpoint is refused,
+for the state of its old id belongs to the original. The new id follows from the old one and the place, so that a
+second attempt goes on where the first one died.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from msgspec import Struct
+
+from backends.exceptions import FileExistsInStorageError, MissingFileError
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.durable.fencing import EPOCHS, epoch_path
+from coordinator_actor.durable.manifests import MANIFESTS, QUERY_FILE, ManifestLog, QueryFile
+from coordinator_actor.durable.spark_commits import METADATA, SparkCommits, query_id_of, write_query_id
+from coordinator_actor.exceptions import CheckpointPlaceError
+
+_COPIED = ("schemas", EPOCHS, "operators", "savepoint-ids", MANIFESTS)
+"""In this order: what manifests name is there before they are."""
+_THREADS = 8
+
+
+class BoundCheckpoint(Struct, frozen=True):
+    """A checkpoint and its state. ``is_new``: False if there was nothing to do."""
+
+    checkpoint_location: str
+    state_location: str
+    query_id: str
+    is_new: bool
+
+
+def move_checkpoint(
+    checkpoint_location: str,
+    state_location: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> BoundCheckpoint:
+    """Bind the state of a checkpoint that has been moved to ``checkpoint_location`` to that place.
+
+    ``state_location`` is the base directory of ``spark.statestore.location``. Raises ``CheckpointPlaceError`` if the
+    checkpoint is still, or again, at its old place, or has come without its last batch; ``MissingFileError`` if there
+    is no checkpoint or no state of it.
+    """
+    opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
+    place = opened.log.places.newest()
+    if place is not None and place.is_at(opened.checkpoint.location):
+        return opened.bound(is_new=False)
+    if place is not None:
+        old = open_storage(place.checkpoint_location, dict(options or {}))
+        left = [METADATA] if old.exists(METADATA) else []
+        left += [name for name in ("offsets", "commits") if old.list(name)]
+        if left:
+            raise CheckpointPlaceError(
+                f"{old.location} still has {', '.join(left)}, so that {opened.checkpoint.location} is a copy, or the "
+                "query still runs there. Stop the query and remove that directory, or give the copy a state of its own "
+                "with 'statestore checkpoint fork'."
+            )
+    head = opened.log.head()
+    if head is not None and head.version > 0 and not SparkCommits(opened.checkpoint).has_begun(head.version - 1):
+        raise CheckpointPlaceError(
+            f"{opened.checkpoint.location} has no offsets/{head.version - 1}, and the state at "
+            f"{opened.state.location} has come to version {head.version}: the checkpoint was not moved completely. "
+            "Move its other files as well."
+        )
+    made = opened.log.places.record(opened.checkpoint.location, place)
+    if not made.is_at(opened.checkpoint.location):
+        raise CheckpointPlaceError(
+            f"Somebody else has just moved the checkpoint of {opened.state.location} to {made.checkpoint_location}."
+        )
+    return opened.bound(is_new=True)
+
+
+def fork_checkpoint(
+    checkpoint_location: str,
+    state_location: str,
+    options: Mapping[str, str] | None = None,
+    *,
+    open_storage: OpenStorage = CheckpointStorage.open,
+    progress: Callable[[str], None] = lambda step: None,
+) -> BoundCheckpoint:
+    """Give the copy of a checkpoint at ``checkpoint_location`` a query id, and a copy of the state, of its own.
+
+    The original stays as it is. ``state_location`` is as for ``move_checkpoint``. Raises ``CheckpointPlaceError`` if
+    the original goes on meanwhile, if the copy is not complete, or if its state is not kept any more;
+    ``MissingFileError`` if there is no checkpoint or no state of it.
+    """
+    opened = _Opened(checkpoint_location, state_location, dict(options or {}), open_storage)
+    place = opened.log.places.newest()
+    if place is not None and place.is_at(opened.checkpoint.location):
+        return opened.bound(is_new=False)
+    spark = SparkCommits(opened.checkpoint)
+    begun, done = spark.last_begun(), spark.last_committed()
+    if done is not None and (begun is None or begun < done):
+        raise CheckpointPlaceError(
+            f"{opened.checkpoint.location} has commits/{done} and no offsets/{done}, which Spark writes first: it was "
+            "not copied completely. Copy the checkpoint again."
+        )
+    begins = spark.next_batch()
+    kept = opened.log.chain()
+    if kept and begins < min(kept):
+        raise CheckpointPlaceError(
+            f"{opened.checkpoint.location} begins with batch {begins}, and of the state at {opened.state.location} the "
+            f"versions {min(kept)} to {max(kept)} are kept: the copy is too old. Copy the checkpoint again."
+        )
+    query_id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{opened.query_id} {opened.checkpoint.location}"))
+    state = open_storage(f"{state_location.rstrip('/')}/{query_id}", dict(options or {}))
+    copied = ManifestLog(state, "fork")
+    if copied.query_file() is None:
+        _copy(opened, state, progress)
+        copied.places.record(opened.checkpoint.location, None)
+        copied.ensure_query_file(msgspec.structs.replace(opened.query_file, query_id=query_id))
+    else:
+        _check_own_copy(opened, copied)
+    write_query_id(opened.checkpoint, query_id)
+    return BoundCheckpoint(opened.checkpoint.location, state.location, query_id, True)
+
+
+class _Opened:
+    """A checkpoint, and the state that its query id leads to, as they are at first."""
+
+    def __init__(
+        self, checkpoint_location: str, state_location: str, options: dict[str, str], open_storage: OpenStorage
+    ) -> None:
+        self.checkpoint = open_storage(checkpoint_location, options)
+        self.query_id = query_id_of(self.checkpoint)
+        self.state = open_storage(f"{state_location.rstrip('/')}/{self.query_id}", options)
+        self.log = ManifestLog(self.state, "checkpoint")
+        found = self.log.query_file()
+        if found is None:
+            raise MissingFileError(
+                f"{self.state.full_location(QUERY_FILE)} does not exist: there is no state of {checkpoint_location} "
+                f"below {state_location}. Give the directory of spark.statestore.location (state_location=). A "
+                "checkpoint that has its state in itself is moved and copied without this."
+            )
+        if found.query_id != self.query_id:
+            raise CheckpointPlaceError(
+                f"The state at {self.state.location} belongs to query {found.query_id}, and {checkpoint_location} is "
+                f"one of query {self.query_id}: this state was not made by it."
+            )
+        self.query_file: QueryFile = found
+        self.log.refresh()
+
+    def bound(self, *, is_new: bool) -> BoundCheckpoint:
+        """Return the checkpoint with the state that it has."""
+        return BoundCheckpoint(self.checkpoint.location, self.state.location, self.query_id, is_new)
+
+
+def _copy(opened: _Opened, target: CheckpointStorage, progress: Callable[[str], None]) -> None:
+    """Copy what is not there yet. Raises ``CheckpointPlaceError`` if the original goes on meanwhile."""
+    source, before = opened.state, _moment(opened.log)
+
+    def copy(path: str) -> None:
+        try:
+            target.put_new(path, source.get(path))
+        except FileExistsInStorageError:
+            return  # files are never changed: it is the same, by another process that does this
+
+    try:
+        for directory in _COPIED:
+            there = {path for path, _ in target.list(directory)}
+            missing = [path for path, _ in source.list(directory) if path not in there]
+            progress(f"copying {len(missing)} files of {source.full_location(directory)}")
+            with ThreadPoolExecutor(_THREADS) as pool:
+                for _ in pool.map(copy, missing):
+                    pass
+    except MissingFileError as error:
+        raise _goes_on(opened) from error  # only a query that runs removes files
+    opened.log.refresh()
+    if _moment(opened.log) != before:
+        raise _goes_on(opened)
+
+
+def _moment(log: ManifestLog) -> tuple[int, int]:
+    """Return what grows with everything that a query does: its newest epoch and manifest."""
+    newest = log.epochs.newest()
+    return (0 if newest is None else newest.epoch, log.last_id())
+
+
+def _goes_on(opened: _Opened) -> CheckpointPlaceError:
+    return CheckpointPlaceError(
+        f"The query of {opened.state.location} goes on while its state is copied. Stop it, and run this again."
+    )
+
+
+def _check_own_copy(opened: _Opened, copied: ManifestLog) -> None:
+    """Raise ``CheckpointPlaceError`` unless the copy is as this made it: an earlier fork may have gone on with it."""
+    newest = copied.epochs.newest()
+    path = None if newest is None else epoch_path(newest.epoch)
+    if path is not None and not (opened.state.exists(path) and opened.state.get(path) == copied.storage.get(path)):
+        raise CheckpointPlaceError(
+            f"An earlier fork at {opened.checkpoint.location} has gone on with the state at {copied.storage.location}. "
+            "If that is not needed any more, remove it and run this again; else copy the checkpoint to another place."
+        )

@@ -1,0 +1,39 @@
+"""What the commands about stored files share: the settings of storage, and errors as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+
+T = TypeVar("T")
+
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--storage-option", help="A storage setting, name=value; spark.hadoop.fs.s3a.* as in Spark. Repeatable."
+    ),
+]
+
+
+def options_of(given: list[str] | None) -> dict[str, str]:
+    """Return the settings by name; raises ``typer.BadParameter`` for one without a value."""
+    pairs = [one.partition("=") for one in given or ()]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise typer.BadParameter(f"--storage-option {name!r} has no value; write name=value")
+    return {name: value for name, _, value in pairs}
+
+
+def or_exit(call: Callable[[], T]) -> T:
+    """Return what the call returns; an error of ours is printed, and ends the program with code 2."""
+    try:
+        return call()
+    except (CoordinatorError, StateStoreError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
