@@ -16,7 +16,7 @@ from coordinator_actor.exceptions import (
     StaleOwnerError,
     UnknownRunError,
 )
-from coordinator_actor.handlers.completion import advance
+from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -78,6 +78,7 @@ class Batches:
         with run.lock:
             run.require_current()
             run.require_partition(operator, partition)
+            catch_up(self._runs, run)  # a host that begins anew must not begin behind Spark
             owner = assigned(self._registries, run).owner(operator, partition)
             completed = run.versions.completed
             head = run.versions.head(completed, operator, partition)

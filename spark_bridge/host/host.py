@@ -31,6 +31,7 @@ from spark_bridge.host.instance import spec_of
 from spark_bridge.host.maintenance import Maintenance
 from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.partition_loading import PartitionLoading
+from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.reads import PartitionReads
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.savepoint_exports import SavepointExports
@@ -50,10 +51,10 @@ class Host:
     that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
 
     The parts, each with its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
-    ``task_commits``, ``reads``, ``completed`` and ``version_requests`` (which versions are completed), ``maintenance``
-    and ``exports`` (savepoints). Locks are taken in the order: the loading lock of a partition (``PartitionLoading``),
-    its commit lock (``Instance``), the lock of the tables (``HeldPartitions``), and last the locks that ``Grants``,
-    ``VersionRequests``, ``CompletedVersions`` and ``Counters`` hold for their own tables.
+    ``task_commits``, ``reads``, ``completed``, ``prepared`` and ``version_requests`` (which versions are completed),
+    ``maintenance`` and ``exports`` (savepoints). Locks are taken in the order: the loading lock of a partition
+    (``PartitionLoading``), its commit lock (``Instance``), the lock of the tables (``HeldPartitions``), and last the
+    locks that ``Grants``, ``VersionRequests``, ``CompletedVersions`` and ``Counters`` hold for their own tables.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Host:
         self.loading = PartitionLoading(
             registration, self.held, self.files, self.grants, self.completed, self.version_requests, self.counters
         )
-        self.task_commits = TaskCommits(registration, self.held, self.counters)
+        self.prepared = PreparedVersions(registration, self.held, self.completed, self.files.open_storage)
+        self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters)
         self.reads = PartitionReads(registration, self.held, self.loading, self.grants, self.completed, self.counters)
         self.maintenance = Maintenance(
             registration, self.held, self.loading, self.version_requests, self.counters, conf

@@ -20,6 +20,7 @@ from spark_bridge.host.acknowledgements import Acknowledgements
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import REMEMBERED_COMMITS
+from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.transport.protocol import TaskIdentity
 
@@ -27,9 +28,12 @@ from spark_bridge.transport.protocol import TaskIdentity
 class TaskCommits:
     """Commits the changes of tasks, each under its partition's ``commit_lock``."""
 
-    def __init__(self, registration: HostRegistration, held: HeldPartitions, counters: Counters) -> None:
+    def __init__(
+        self, registration: HostRegistration, held: HeldPartitions, prepared: PreparedVersions, counters: Counters
+    ) -> None:
         self._registration = registration
         self._held = held
+        self._prepared = prepared
         self._counters = counters
         info = registration.info
         self._acknowledgements = Acknowledgements(
@@ -78,6 +82,7 @@ class TaskCommits:
                 raise
             instance.state.accept(version, task.attempt)
             instance.acknowledged[version] = message
+            self._prepared.accepted(instance.registration, version)
         done = time.perf_counter()
         self._counters.add("commits")
         self._counters.add("keys_written", changes.num_changes)

@@ -41,6 +41,7 @@ class World:
     root: Path
     now: float = 1000.0
     put_hook: Callable[[str], None] | None = None
+    exists_hook: Callable[[str], None] | None = None
     pending: dict[tuple[str, int], Acknowledge] = field(default_factory=dict)
 
     def storage(self, location: str, options: Mapping[str, str]) -> CheckpointStorage:
@@ -52,7 +53,15 @@ class World:
                 self.put_hook(path)
             return put_new(path, data)
 
+        exists = storage.exists
+
+        def look(path: str) -> bool:
+            if self.exists_hook is not None:
+                self.exists_hook(path)
+            return exists(path)
+
         storage.put_new = put  # type: ignore[method-assign]
+        storage.exists = look  # type: ignore[method-assign]
         return storage
 
     def coordinator(self, hosts: int = 2) -> Coordinator:

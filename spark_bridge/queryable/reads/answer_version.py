@@ -86,6 +86,7 @@ class VersionedReader:
         self, plan: OperatorPlan, partitions: Sequence[int], floor: int, read: Callable[[PartitionView], T]
     ) -> tuple[int, list[T]]:
         deadline = time.monotonic() + self.wait_seconds
+        self._host.prepared.settle(plan.run_id, self.wait_seconds)
         while True:
             completed = self.completed(plan, floor)
             found: list[T] = []
@@ -169,6 +170,7 @@ class VersionedReader:
             found.append(one)
         if versions:
             return min(versions), found
+        self._host.prepared.settle(plan.run_id, self.wait_seconds)
         return self.completed(plan, 0).version, found
 
     def _latest_of(self, plan: OperatorPlan, partition: int, read: Callable[[PartitionView], T]) -> tuple[int, T]:

@@ -34,6 +34,7 @@ class CompletionWait:
     def await_completed(self, run_id: str, after: int, seconds: float) -> int:
         """See ``StateReads``. Raises ``RetiredRunError`` if the run ends meanwhile."""
         deadline = time.monotonic() + seconds
+        self._host.prepared.settle(run_id, self._wait_seconds)
         newest = self._host.completed.newest(run_id)
         if newest is None:
             newest = self._host.version_requests.completed_version(run_id, 0, self._wait_seconds)

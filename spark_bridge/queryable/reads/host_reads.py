@@ -94,7 +94,7 @@ class HostReads:
         plan.require_family(family)
         partition = plan.partition_of(key)
         at = request.at
-        if at.isolation == "completed":
+        if at.isolation == "completed" and self._host.prepared.is_settled(plan.run_id):
             completed = self._host.completed.newest(plan.run_id)
             instance = self._host.held.instance(plan.run_id, plan.operator, partition)
             is_loaded = instance is not None and not instance.state.is_loading

@@ -1,0 +1,158 @@
+"""Asking Spark's own log whether the version that this host has prepared is completed: no reader is behind Spark.
+
+Hosts hear of completed versions from the coordinator, and the coordinator from the driver, after Spark has gone on, or
+never if a message is lost. Until then, whoever reads looks for the file ``commits/N`` that Spark has written by the
+time at which ``awaitTermination`` or ``processAllAvailable`` returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from backends.storage.checkpoint_storage import OpenStorage
+from coordinator_actor.durable.spark_commits import SparkCommits
+from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
+from coordinator_actor.messages import QueryRegistration
+from spark_bridge.host.completed_versions import CompletedVersions
+from spark_bridge.host.held_partitions import HeldPartitions
+from spark_bridge.host.registration import HostRegistration
+
+LOOK_SECONDS = 0.002
+"""Between two looks for one version lies at least so long, however many readers wait for the next one."""
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """The last version that tasks of a run have prepared here, until it is known to be completed.
+
+    ``changed`` guards all fields. ``answered`` is when the last look that found nothing began, ``begun`` when the last
+    one of all did, by ``time.monotonic``. ``failure`` is how the look that began at ``begun`` has failed, if it has.
+    """
+
+    registration: QueryRegistration
+    version: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    is_looking: bool = False
+    begun: float = float("-inf")
+    answered: float = float("-inf")
+    failure: Exception | None = None
+
+
+class PreparedVersions:
+    """Settles whether prepared versions are completed. Thread-safe.
+
+    The table is read without a lock and changed by single assignments. A look takes one request to storage and, once a
+    version, two messages to the coordinator. One thread looks for all readers of a run, who wait without any lock.
+    """
+
+    def __init__(
+        self,
+        registration: HostRegistration,
+        held: HeldPartitions,
+        completed: CompletedVersions,
+        open_storage: OpenStorage,
+    ) -> None:
+        self._registration = registration
+        self._held = held
+        self._completed = completed
+        self._open_storage = open_storage
+        self._prepared: dict[str, _Prepared] = {}
+        held.on_run_ended(self._forget)
+
+    def accepted(self, registration: QueryRegistration, version: int) -> None:
+        """Take note that the coordinator has accepted a task's changes for a version."""
+        known = self._prepared.get(registration.run_id)
+        if known is None or known.version < version:
+            self._prepared[registration.run_id] = _Prepared(registration, version)
+
+    def is_settled(self, run_id: str) -> bool:
+        """Return whether the last version that was prepared here is known to be completed."""
+        prepared = self._prepared.get(run_id)
+        return prepared is None or self._is_completed(run_id, prepared.version)
+
+    def settle(self, run_id: str, seconds: float) -> None:
+        """Return once ``completed`` has every version that Spark had committed when this was called.
+
+        Raises what the coordinator says of the run, and ``HostUnavailableError`` if storage or the coordinator does not
+        say within ``seconds`` whether the version is completed.
+        """
+        prepared = self._prepared.get(run_id)
+        if prepared is None or self._is_completed(run_id, prepared.version):
+            return
+        asked = time.monotonic()
+        deadline = asked + seconds
+        with prepared.changed:
+            while not self._is_completed(run_id, prepared.version) and prepared.answered < asked:
+                now = time.monotonic()
+                if prepared.failure is not None and prepared.begun >= asked:
+                    raise self._failed(prepared, prepared.failure)
+                if now > deadline:
+                    raise self._failed(prepared, TimeoutError(f"no answer within {seconds:.1f} s"))
+                pause = prepared.begun + LOOK_SECONDS - now
+                if not prepared.is_looking and pause <= 0:
+                    prepared.is_looking, prepared.begun, prepared.failure = True, now, None
+                    # A thread of its own: storage may hang for longer than this reader waits.
+                    threading.Thread(
+                        target=self._look, args=(prepared,), name="statestore-commit-look", daemon=True
+                    ).start()
+                left = deadline - now
+                prepared.changed.wait(left if prepared.is_looking else min(left, pause))
+
+    def _is_completed(self, run_id: str, version: int) -> bool:
+        newest = self._completed.newest(run_id)
+        return newest is not None and newest.version >= version
+
+    def _look(self, prepared: _Prepared) -> None:
+        failure: Exception | None = None
+        try:
+            self._take_commit(prepared)
+        except Exception as error:  # noqa: BLE001 - those who wait raise it
+            failure = error
+        with prepared.changed:
+            prepared.is_looking, prepared.failure = False, failure
+            if failure is None:
+                prepared.answered = prepared.begun
+            prepared.changed.notify_all()
+
+    def _take_commit(self, prepared: _Prepared) -> None:
+        """Have the version completed if Spark has committed its batch."""
+        of, version = prepared.registration, prepared.version
+        if self._is_being_prepared(of.run_id, version):
+            return
+        storage = self._open_storage(of.checkpoint_location, of.storage_options)
+        if not SparkCommits(storage).has(version - 1):
+            return
+        registration = self._registration
+        coordinator = registration.coordinator
+        registration.call_about(of.run_id, lambda: coordinator.batch_committed(of.run_id, version - 1))
+        host_id = registration.info.host_id
+        self._completed.note(registration.call_about(of.run_id, lambda: coordinator.completed(of.run_id, host_id)))
+
+    def _is_being_prepared(self, run_id: str, version: int) -> bool:
+        """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
+
+        Spark cannot have committed the batch then, and storage need not be asked while a long batch runs.
+        """
+        with self._held.lock:
+            return any(
+                i.invocations_of == version - 1 and version not in i.acknowledged and i.state.version < version
+                for i in self._held.of_run(run_id)
+            )
+
+    def _failed(self, prepared: _Prepared, failure: Exception) -> Exception:
+        if isinstance(failure, CoordinatorError):
+            return type(failure)(*failure.args)  # an error of its own for every thread
+        of = prepared.registration
+        return HostUnavailableError(
+            f"Host {self._registration.info.host_id} could not find out whether Spark has committed batch "
+            f"{prepared.version - 1} of query {of.name or 'unnamed'} (run {of.run_id}) in {of.checkpoint_location}: "
+            f"{failure}. Ask again."
+        )
+
+    def _forget(self, run_id: str | None) -> None:
+        if run_id is None:
+            self._prepared.clear()
+        else:
+            self._prepared.pop(run_id, None)

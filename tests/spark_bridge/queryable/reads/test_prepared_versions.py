@@ -1,0 +1,187 @@
+"""Once Spark has committed a batch, no answer is older, though nobody has told the host of the commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.host import prepared_versions
+from tests.patience import HANG
+from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld
+from tests.spark_bridge.queryable.memory_reads import eventually
+
+KEYS = range(8)
+
+
+def filled(value: int) -> dict[int, int]:
+    return dict.fromkeys(KEYS, value)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., HostWorld]]:
+    made: list[HostWorld] = []
+
+    def build(*args: Any, **kwargs: Any) -> HostWorld:
+        made.append(HostWorld(tmp_path, *args, **kwargs))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.world.exists_hook = None
+        one.close()
+
+
+def committed_unheard(w: HostWorld, value: int) -> None:
+    """Run a batch that Spark commits, without a message about that to anybody."""
+    w.write(filled(value))
+    w.world.commit_spark(w.version)
+    w.version += 1
+
+
+READS: dict[str, Callable[[HostWorld], Any]] = {
+    "one": lambda w: w.one(3),
+    "lookup": lambda w: w.lookup([3]),
+    "scan": lambda w: w.scan(),
+    "wait": lambda w: (w.reads[0].await_completed(w.run, w.version - 1, 0.0), None),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_host_that_misses_every_message_answers_from_the_batch_that_spark_has_committed(make, how):
+    w = make()
+    for version in (1, 2, 3):
+        committed_unheard(w, version)
+        assert READS[how](w)[0] == version
+    assert w.scan() == (3, filled(3))
+
+
+def test_of_several_hosts_each_finds_out_for_itself(make):
+    w = make(hosts=3, n=6)
+    for version in (1, 2):
+        committed_unheard(w, version)
+        for i in range(3):
+            assert w.scan(i=i)[0] == version
+
+
+def test_a_host_that_loads_anew_does_not_begin_behind_spark(make):
+    """Its predecessor had accepted the version; neither it nor the coordinator has heard of the commit."""
+    w = make()
+    w.batch(filled(1))
+    committed_unheard(w, 2)
+    assert w.c.open_for_read(w.run, "op", 0).version == 2
+
+
+def test_a_version_that_spark_has_not_committed_is_not_seen(make):
+    w = make()
+    w.batch(filled(1))
+    w.write(filled(2))
+    assert w.one(3) == (1, 1)
+    assert w.scan() == (1, filled(1))
+    w.complete(tell=False)
+    assert w.one(3) == (2, 2)
+
+
+def looked(w: HostWorld) -> list[str]:
+    """Return the list to which each look at Spark's commits is added from now on."""
+    paths: list[str] = []
+    w.world.exists_hook = lambda path: paths.append(path) if path.startswith("commits/") else None
+    return paths
+
+
+def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
+    w = make()
+    w.batch(filled(1))
+    paths = looked(w)
+    w.lookup(KEYS)
+    assert paths == [], "nothing is prepared"
+    w.write(filled(2), partitions=[0])
+    owner = w.hosts[0]
+    assert owner.open(w.task(1)).redirect is None
+    w.lookup(KEYS)
+    assert paths == [], "a task of the batch is under way here"
+    w.write(filled(2), partitions=[1])
+    w.lookup(KEYS)
+    assert paths == ["commits/1"]
+    w.complete(tell=False)
+    w.lookup(KEYS)
+    del paths[:]
+    w.lookup(KEYS)
+    w.one(3)
+    assert paths == [], "the version is known to be completed"
+
+
+def test_one_look_serves_all_who_wait_for_it(make):
+    w = make()
+    w.batch(filled(1))
+    w.write(filled(2))
+    entered, gate, paths = threading.Event(), threading.Event(), []
+
+    def hold(path: str) -> None:
+        paths.append(path)
+        entered.set()
+        assert gate.wait(HANG)
+
+    w.world.exists_hook = hold
+    with ThreadPoolExecutor(9) as threads:
+        first = threads.submit(w.one, 3)
+        assert entered.wait(HANG)
+        others = [threads.submit(w.one, 3) for _ in range(8)]
+        prepared = w.hosts[0].prepared._prepared[w.run]
+        eventually(lambda: len(prepared.changed._waiters) == 9)
+        gate.set()
+        assert {f.result(HANG) for f in [first, *others]} == {(1, 1)}
+    assert len(paths) == 2, "those who came during the first look need a second one, all together"
+
+
+def test_storage_that_hangs_costs_one_thread_and_an_error_until_it_is_back(make):
+    w = make(wait_seconds=0.05)
+    w.batch(filled(1))
+    w.write(filled(2))
+    gate, paths = threading.Event(), []
+
+    def hang(path: str) -> None:
+        paths.append(path)
+        assert gate.wait(HANG)
+
+    w.world.exists_hook = hang
+    for _ in range(3):
+        with pytest.raises(HostUnavailableError, match=r"whether Spark has committed batch 1 of query name"):
+            w.one(3)
+    assert len(paths) == 1
+    w.world.commit_spark(w.version)
+    w.reads[0]._reader.wait_seconds = HANG
+    gate.set()
+    assert w.one(3) == (2, 2)
+
+
+def test_an_error_of_storage_is_an_error_and_the_next_reader_looks_again(make):
+    w = make()
+    w.batch(filled(1))
+    committed_unheard(w, 2)
+
+    def fail(path: str) -> None:
+        raise OSError("no route to storage")
+
+    w.world.exists_hook = fail
+    with pytest.raises(HostUnavailableError, match="no route to storage"):
+        w.lookup([3])
+    w.world.exists_hook = None
+    assert w.one(3) == (2, 2)
+
+
+def test_a_look_is_paced(make, monkeypatch):
+    monkeypatch.setattr(prepared_versions, "LOOK_SECONDS", HANG)
+    w = make(wait_seconds=0.05)
+    w.batch(filled(1))
+    w.write(filled(2))
+    assert w.one(3) == (1, 1)
+    with pytest.raises(HostUnavailableError):
+        w.one(3)
+    w.complete()
+    assert w.one(3, COMPLETED) == (2, 2), "who hears of it need not look"
