@@ -16,6 +16,7 @@ from typing import Any
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
+from coordinator_actor.arguments import Arguments
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches
@@ -32,6 +33,8 @@ from coordinator_actor.query.retention import remove_garbage
 from coordinator_actor.savepoints.run_savepoints import InBackground
 
 log = logging.getLogger(__name__)
+
+_ARGUMENTS = {message: Arguments(getattr(CoordinatorPort, message)) for message in MESSAGES}
 
 
 class Coordinator(CoordinatorPort):
@@ -77,8 +80,12 @@ class Coordinator(CoordinatorPort):
         self._answers = dict(answers)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Pass a message to its handler and return the answer."""
-        return self._answers[method](*args, **kwargs)
+        """Pass a message to its handler and return the answer.
+
+        An id may be a ``uuid.UUID``. Raises ``InvalidRequestError`` for one that is neither that nor a text.
+        """
+        args_taken, kwargs_taken = _ARGUMENTS[method].take(args, kwargs)
+        return self._answers[method](*args_taken, **kwargs_taken)
 
     def expire(self, stood_still: float = 0.0) -> None:
         """Drop hosts and runs whose leases have run out, warn of slow batches, and give up overdue savepoints.
