@@ -118,6 +118,11 @@ class Coordinator(CoordinatorPort):
         finally:
             run.lock.release()
 
+    def counts(self) -> tuple[int, int]:
+        """Return how many hosts live and how many queries are registered."""
+        with self.registries.lock:
+            return len(self.registries.hosts.leases), len(self.registries.runs.by_id)
+
     def is_idle(self) -> bool:
         """Return whether no host or driver has needed this coordinator for the idle timeout."""
         registries = self.registries

@@ -18,6 +18,7 @@ from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
+from coordinator_actor.lease_watch import LeaseWatch
 from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.port import CoordinatorPort
@@ -26,10 +27,6 @@ from coordinator_actor.priority import take_ordinary_priority
 log = logging.getLogger(__name__)
 
 MAX_CONCURRENCY = 64
-WATCH_SECONDS = 1.0
-"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood
-still.
-"""
 
 
 def steady_clock() -> Callable[[], float]:
@@ -69,7 +66,8 @@ class StateStoreCoordinator(CoordinatorPort):
             [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000],
             tags,
         )
-        threading.Thread(target=self._watch, name="statestore-leases", daemon=True).start()
+        watch = LeaseWatch(self._coordinator, self._publish_counts, self._end)
+        threading.Thread(target=watch.run, name="statestore-leases", daemon=True).start()
         # In a thread of its own, since removing files may take long.
         threading.Thread(target=self._maintain, name="statestore-maintenance", daemon=True).start()
 
@@ -81,22 +79,13 @@ class StateStoreCoordinator(CoordinatorPort):
             except Exception:  # the thread must go on
                 log.exception("Maintenance failed")
 
-    def _watch(self) -> None:
+    def _publish_counts(self, hosts: int, queries: int) -> None:
         tags = {"namespace": self._namespace}
-        while True:
-            slept = time.monotonic()
-            time.sleep(WATCH_SECONDS)
-            late = time.monotonic() - slept - WATCH_SECONDS
-            try:
-                self._coordinator.expire(late if late > WATCH_SECONDS else 0.0)
-            except Exception:  # the thread must go on
-                log.exception("Leases could not be looked at")
-            described = self._coordinator.describe()
-            self._hosts_gauge.set(len(described["hosts"]), tags)
-            self._queries_gauge.set(len(described["queries"]), tags)
-            if self._coordinator.is_idle():
-                log.info("Nobody has needed this coordinator for a while; it ends")
-                ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
+        self._hosts_gauge.set(hosts, tags)
+        self._queries_gauge.set(queries, tags)
+
+    def _end(self) -> None:
+        ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Pass a message to the coordinator. Every declared message is a method of the actor that comes here."""
