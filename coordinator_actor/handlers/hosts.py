@@ -138,4 +138,5 @@ def _take_report(run: QueryState, report: HostReport, host_id: str) -> None:
         if message.version not in known:
             known[message.version] = run.batch.acknowledged(message.version)
         if task not in known[message.version] and message.base == run.versions.head(message.version - 1, *task):
-            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)})
+            stages = {} if message.stage is None else {task: message.stage}
+            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)}, stages=stages)
