@@ -102,10 +102,18 @@ class CoordinatorPort:
         """
 
     @message
-    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
-        """Renew the lease of a run. False asks the driver to register the run again.
+    def renew_leases(self, run_ids: Sequence[str]) -> list[str]:
+        """Renew the leases of a driver's runs. Return the runs that are not known.
 
-        ``is_stopping``: the driver makes a savepoint, to stop the query with.
+        Waits for the storage of no query, and for no other message.
+        """
+
+    @message
+    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
+        """Renew the lease of a run, and complete its version if Spark has committed the batch without a message.
+
+        False asks the driver to register the run again. ``is_stopping``: the driver makes a savepoint, to stop the
+        query with. May wait for the storage of the query; the lease is renewed before.
         """
 
     @message

@@ -108,16 +108,26 @@ class Queries:
             run.adopt(operators)
         run.take_over()
 
+    def renew_leases(self, run_ids: Sequence[str]) -> list[str]:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            return [run_id for run_id in run_ids if not self._renewed(run_id)]
+
+    def _renewed(self, run_id: str) -> bool:
+        """Renew the lease of a run. Return whether the run is known: registered, or over for good."""
+        run = self._runs.find(run_id)
+        if run is not None and not run.ended:
+            run.seen(self._registries.clock())
+            self._registries.needed()
+        return run is not None or self._runs.is_over_for_good(run_id)
+
     def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
             run = self._runs.find(run_id)
-            if self._runs.is_over_for_good(run_id) or (run is not None and run.ended):
-                return True
-            if run is None:
-                return False
-            run.seen(self._registries.clock())
-            self._registries.needed()
+            known = self._renewed(run_id)
+        if run is None or run.ended:
+            return known
         with run.lock:
             # The progress event of a batch may have met a coordinator that was being restarted.
             catch_up(self._runs, run)

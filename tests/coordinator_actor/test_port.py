@@ -82,6 +82,7 @@ def test_a_run_is_ended_by_its_id_as_a_uuid(started: Coordinator) -> None:
     "ask",
     [
         lambda c, run, query: c.driver_heartbeat(run),
+        lambda c, run, query: [str(unknown) for unknown in c.renew_leases([run])],
         lambda c, run, query: c.heartbeat_host("h0", "a", {run: 0}),
         lambda c, run, query: c.verify_instances("h0", "a", [run]),
         lambda c, run, query: c.rebalance(run),

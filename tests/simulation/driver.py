@@ -140,12 +140,14 @@ class Query:
             raise QueryFailedError(answer.refusal)
         self.world.registered(self.run_id)
         heartbeat = s.spawn(self.session.driver, self._heartbeat, "driver heartbeat")
+        leases = s.spawn(self.session.driver, self._renew_lease, "leases")
         try:
             self._run_batches()
         except StorageError as error:
             raise QueryFailedError(f"Spark's own log: {error}") from error
         finally:
             s.kill_task(heartbeat)
+            s.kill_task(leases)
             if (
                 self.session.is_alive
                 and not s.current.is_killed
@@ -158,6 +160,15 @@ class Query:
             self.port.deactivate_instances(self.run_id)
         except KNOWN_ERRORS as error:
             self.world.scheduler.log("the end of", self.run_id, "was not reported:", str(error))
+
+    def _renew_lease(self) -> None:
+        s = self.world.scheduler
+        while True:
+            s.sleep(1.0)
+            try:
+                self.port.renew_leases([self.run_id])
+            except KNOWN_ERRORS as error:
+                self.world.judge(error, self.run_id, "lease")
 
     def _heartbeat(self) -> None:
         s = self.world.scheduler
