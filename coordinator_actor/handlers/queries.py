@@ -7,9 +7,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from backends.exceptions import StorageError
+from backends.exceptions import StorageError, UnsupportedLocationError
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import OpenStorage
+from backends.storage.create_if_absent import CreateIfAbsentProofs
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -46,6 +47,7 @@ class Queries:
         self._conf = conf
         self._open_storage = open_storage
         self._in_background = in_background
+        self._proofs = CreateIfAbsentProofs()
         self._registering: dict[str, threading.Lock] = {}
 
     def register_query(
@@ -79,6 +81,10 @@ class Queries:
         refusal = refusal_of(run)
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
+        try:
+            self._proofs.require(storage)
+        except UnsupportedLocationError as error:
+            return RegisteredQuery(str(error), 0, completed)
         run.adopt(evolved_operators(run))
         self._claim(run, initial)
         savepoints = RunSavepoints(
