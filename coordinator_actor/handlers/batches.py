@@ -34,7 +34,7 @@ from coordinator_actor.query.query_state import QueryState
 
 
 class Batches:
-    """Opens batches and takes the acknowledgements of their tasks. All work on a run is done under its lock."""
+    """Opens batches and takes the acknowledgements of their tasks. Whatever changes a run is done under its lock."""
 
     def __init__(self, registries: Registries) -> None:
         self._registries = registries
@@ -42,7 +42,7 @@ class Batches:
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(request.run_id)
+        run = self._runs.awaited(request.run_id)
         batch_id = request.batch_id
         with run.lock:
             run.require_current()
@@ -75,13 +75,13 @@ class Batches:
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
-        with run.lock:
-            run.require_current()
-            run.require_partition(operator, partition)
-            owner = assigned(self._registries, run).owner(operator, partition)
-            completed = run.versions.completed
-            head = run.versions.head(completed, operator, partition)
-            return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch)
+        run.require_current()
+        run.require_partition(operator, partition)
+        owner = assigned(self._registries, run).owner(operator, partition)
+        # Without the lock of the run, which may be held over storage. The version first: the chain goes on having it.
+        completed = run.versions.completed
+        head = run.versions.head(completed, operator, partition)
+        return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
         """See ``CoordinatorPort``."""
@@ -94,7 +94,7 @@ class Batches:
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(run_id)
+        run = self._runs.awaited(run_id)
         with run.lock:
             run.require_partition(operator, partition)
             versions = run.versions
@@ -115,7 +115,7 @@ class Batches:
 
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(message.run_id)
+        run = self._runs.awaited(message.run_id)
         task, new = (message.operator, message.partition), message.snapshot
         with run.lock:
             run.require_current()
@@ -134,7 +134,7 @@ class Batches:
         self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(run_id)
+        run = self._runs.awaited(run_id)
         with run.lock:
             run.require_current()
             self._require_host(host_id, incarnation)
@@ -171,16 +171,24 @@ class Batches:
         for run in self._runs.current():
             if query is not None and not run.is_named(query):
                 continue
-            with run.lock:
-                before = run.assignment.current
-                run.assignment.unbalance()
-                if before is None or run.batch.highest_opened >= run.versions.completed:
-                    moved[run.run_id] = 0
-                    continue
-                after = assigned(self._registries, run, rebalance=True)
-                moved[run.run_id] = sum(after.owner(*task) != before.owner(*task) for task in run.tasks())
-                run.announce()
+            run.assignment.unbalance()
+            # Whoever is at work on a run may wait for its storage. Its next batch moves the partitions.
+            if not run.lock.acquire(blocking=False):
+                moved[run.run_id] = 0
+                continue
+            try:
+                moved[run.run_id] = self._rebalance(run)
+            finally:
+                run.lock.release()
         return moved
+
+    def _rebalance(self, run: QueryState) -> int:
+        before = run.assignment.current
+        if before is None or run.batch.highest_opened >= run.versions.completed:
+            return 0
+        after = assigned(self._registries, run, rebalance=True)
+        run.announce()
+        return sum(after.owner(*task) != before.owner(*task) for task in run.tasks())
 
     def _require_host(self, host_id: str, incarnation: str) -> None:
         with self._registries.lock:

@@ -16,10 +16,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class HostLease:
-    """One host, and when it was last heard of, in seconds by the coordinator's clock."""
+    """One host, and when it was last heard of, in seconds by the coordinator's clock.
+
+    ``is_reported``: what the host has reported is taken up, or is being taken up.
+    """
 
     info: HostInfo
     seen: float
+    is_reported: bool = True
 
 
 class HostLeases(UserDict[str, HostLease]):
@@ -67,6 +71,12 @@ class HostRegistry:
             return None
         lease.seen = now
         return lease
+
+    def ask_again(self, host_id: str, incarnation: str) -> None:
+        """Let the next heartbeat ask a host for its report, which could not be taken up."""
+        lease = self.leases.get(host_id)
+        if lease is not None and lease.info.incarnation == incarnation:
+            lease.is_reported = False
 
     def require(self, host_id: str, incarnation: str) -> None:
         """Raise ``UnknownHostError`` unless this very incarnation is registered."""

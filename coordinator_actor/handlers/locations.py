@@ -14,7 +14,10 @@ from coordinator_actor.query.query_state import QueryState
 
 
 class Locations:
-    """Finds the owners of operators' partitions. For ``report_timeout`` see ``CoordinatorConf``."""
+    """Finds the owners of operators' partitions. For ``report_timeout`` see ``CoordinatorConf``.
+
+    Takes the lock of no run: that may be held while storage is asked, and clients must not wait for it.
+    """
 
     def __init__(self, registries: Registries, report_timeout: float) -> None:
         self._registries = registries
@@ -45,17 +48,16 @@ class Locations:
         run = found[0]
         spec = run.operator(operator)
         assert spec is not None
-        with run.lock:
-            assignment = assigned(self._registries, run)
-            return OperatorLocation(
-                run.registration.query_id,
-                run.run_id,
-                run.registration.name,
-                spec,
-                run.registration.key_groups,
-                run.versions.completed,
-                tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
-            )
+        assignment = assigned(self._registries, run)
+        return OperatorLocation(
+            run.registration.query_id,
+            run.run_id,
+            run.registration.name,
+            spec,
+            run.registration.key_groups,
+            run.versions.completed,
+            tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
+        )
 
     def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
         """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
@@ -97,15 +99,14 @@ class Locations:
         run = next((r for r in self._runs.current() if r.registration.query_id == job_id), None)
         if run is None:
             return None
-        with run.lock:
-            assignment = assigned(self._registries, run)
-            registration = run.registration
-            owners = {name: [assignment.hosts[i] for i in places] for name, places in assignment.owners.items()}
-            return KvStateLocationOracle.of(
-                registration.query_id,
-                run.run_id,
-                registration.name,
-                registration.key_groups,
-                run.versions.completed,
-                owners,
-            )
+        assignment = assigned(self._registries, run)
+        registration = run.registration
+        owners = {name: [assignment.hosts[i] for i in places] for name, places in assignment.owners.items()}
+        return KvStateLocationOracle.of(
+            registration.query_id,
+            run.run_id,
+            registration.name,
+            registration.key_groups,
+            run.versions.completed,
+            owners,
+        )

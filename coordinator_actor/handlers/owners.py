@@ -11,11 +11,16 @@ from coordinator_actor.query.query_state import QueryState
 
 
 def assigned(registries: Registries, run: QueryState, *, rebalance: bool = False) -> Assignment:
-    """Return the assignment of a run, a new one if hosts have come or gone. The lock of the run must be held.
+    """Return the assignment of a run, a new one if hosts have come or gone. Waits for no storage.
 
     Partitions move away from a living host only with ``rebalance``, where a batch begins. Raises ``UnknownHostError``
     if the session has no live host.
     """
+    with run.assignment.lock:
+        return _assigned(registries, run, rebalance=rebalance)
+
+
+def _assigned(registries: Registries, run: QueryState, *, rebalance: bool) -> Assignment:
     held = run.assignment
     with registries.lock:
         current, generation = held.current, registries.hosts.generation

@@ -143,7 +143,7 @@ class Queries:
 
     def batch_committed(self, run_id: str, batch_id: int) -> bool:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(run_id)
+        run = self._runs.awaited(run_id)
         with run.lock:
             if not run.is_current or batch_id + 1 <= run.versions.completed:
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,24 +45,31 @@ class RunAssignment:
 
     ``current`` is None until the first batch or question. ``reported`` has the hosts that partitions were reported from
     after a restart of the coordinator. ``is_unbalanced``: hosts may have more than their share, since partitions move
-    between living hosts only where a batch begins. The lock of the run guards everything here.
+    between living hosts only where a batch begins.
+
+    ``lock`` guards all changes here. Nobody waits for storage while it is held, so clients learn of owners while a
+    query's storage hangs. It is taken behind the lock of the run, and before that of the registries.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.current: Assignment | None = None
         self.is_unbalanced = False
         self.reported: dict[TaskKey, str] = {}
 
     def report(self, task: TaskKey, host_id: str, *, overrides: bool = False) -> None:
         """Take note that a host has a partition. The first report counts, unless this one ``overrides`` it."""
-        if overrides or task not in self.reported:
-            self.reported[task] = host_id
+        with self.lock:
+            if overrides or task not in self.reported:
+                self.reported[task] = host_id
 
     def unbalance(self) -> None:
         """Let the next batch give every host its share."""
-        self.is_unbalanced = True
+        with self.lock:
+            self.is_unbalanced = True
 
     def change(self, assignment: Assignment, *, is_balanced: bool) -> None:
         """Put an assignment in force."""
-        self.current = assignment
-        self.is_unbalanced = not is_balanced
+        with self.lock:
+            self.current = assignment
+            self.is_unbalanced = not is_balanced

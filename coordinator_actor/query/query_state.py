@@ -32,13 +32,11 @@ log = logging.getLogger(__name__)
 class QueryState:
     """One registered run of a query.
 
-    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``.
-    It
-    is held while the run's storage is asked, so messages that must not wait for storage do not take it. They read
-    values that are only ever replaced as a whole: the chain and the completed version, the current assignment, the
-    registration, what is announced to hosts, and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``),
-    which they also write. The one maintenance thread alone writes ``maintained`` and reads descriptors in without the
-    lock. Checkpoints have a lock of their own.
+    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch`` and ``files_in_use``. It is held while
+    the run's storage is asked, so messages that must not wait for storage do not take it. They read values that are
+    only ever replaced as a whole: the chain and the completed version, the registration, what is announced to hosts,
+    and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``), which they also write. ``assignment`` and
+    the checkpoints have locks of their own. The one maintenance of the run alone reads descriptors in without the lock.
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``maintained`` is when
     garbage was removed last.

@@ -132,7 +132,7 @@ class SimulatedPort(CoordinatorPort):
 
             def carry_out(target: Process | None = target) -> Any:
                 assert target is not None
-                answer = target.memory["coordinator"].call(method, *args, **kwargs)
+                answer = target.memory["dispatcher"].submit(method, args, kwargs).result()
                 if method == "acknowledge_many":
                     self._network.acknowledged(target.name, args[3], answer)
                 return answer
