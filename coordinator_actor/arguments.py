@@ -51,6 +51,8 @@ def _take(hint: Any) -> Take | None:
     if origin in (Union, UnionType):
         (one,) = [a for a in args if a is not NoneType]
         return _optional(_take(one))
+    if origin is tuple and args[-1] is not Ellipsis:
+        return _fields([_take(a) for a in args])
     if origin in (Sequence, list, tuple):
         return _several(_take(args[0]))
     if origin in (Mapping, dict):
@@ -86,6 +88,14 @@ def _several(take: Take | None) -> Take | None:
         return value if all(new is old for new, old in zip(taken, value, strict=True)) else taken
 
     return several
+
+
+def _fields(takes: Sequence[Take | None]) -> Take | None:
+    if not any(takes):
+        return None
+    return lambda value, where: tuple(
+        one if take is None else take(one, where) for take, one in zip(takes, value, strict=True)
+    )
 
 
 def _by_key(take_key: Take | None, take_value: Take | None) -> Take | None:

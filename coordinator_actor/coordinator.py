@@ -63,9 +63,9 @@ class Coordinator(CoordinatorPort):
     ) -> None:
         self.id = uuid.uuid4().hex
         self.tokens = tokens or AccessTokens(secrets.token_hex(32), MemoryTokenStore(), clock)
-        self.registries = Registries(clock)
         self._clock = clock
         self._conf = conf or CoordinatorConf()
+        self.registries = Registries(clock, self._conf.report_timeout)
         self._queries = Queries(self.id, self.registries, self._conf, open_storage, in_background or _in_thread)
         self._apart = apart
         self._beginning = threading.Lock()
@@ -76,7 +76,7 @@ class Coordinator(CoordinatorPort):
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
-            Locations(self.registries, self._conf.report_timeout),
+            Locations(self.registries),
             Instances(self.registries),
             Figures(self.id, self.registries),
             self.tokens,

@@ -58,7 +58,9 @@ class Batches:
                     f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
                     f"{run.held_from}."
                 )
-            assignment = assigned(self._registries, run, rebalance=batch_id > run.batch.highest_opened)
+            is_new = batch_id > run.batch.highest_opened
+            waiting = [task for task in request.waiting if run.has_partition(*task)]
+            assignment = assigned(self._registries, run, rebalance=is_new, waiting=waiting)
             run.batch.begin(batch_id)
             is_news = request.assignment != assignment.number
             return BatchGrant(
@@ -123,7 +125,8 @@ class Batches:
             self._require_host(message.host_id, message.incarnation)
             run.files_in_use.uploaded(task)
             assignment = run.assignment.current
-            if assignment is None or assignment.owner(*task).host_id != message.host_id:
+            owner = None if assignment is None else assignment.find(*task)
+            if owner is None or owner.host_id != message.host_id:
                 return False
             counts = run.versions.add_snapshot(task, new, message.reused)
             if counts:
@@ -138,8 +141,11 @@ class Batches:
         with run.lock:
             run.require_current()
             self._require_host(host_id, incarnation)
-            for message in messages if run.assignment.current is None else ():
-                run.assignment.report((message.operator, message.partition), host_id)
+            current = run.assignment.current
+            for message in messages:
+                # Whoever has changed a partition that has no owner yet holds it.
+                if current is None or current.find(message.operator, message.partition) is None:
+                    run.assignment.report((message.operator, message.partition), host_id)
             assignment = assigned(self._registries, run)
             answers: dict[int, Acknowledged | Refused] = {}
             changes: dict[TaskKey, PartitionEntry] = {}
@@ -188,7 +194,7 @@ class Batches:
             return 0
         after = assigned(self._registries, run, rebalance=True)
         run.announce()
-        return sum(after.owner(*task) != before.owner(*task) for task in run.tasks())
+        return sum(after.find(*task) != before.find(*task) for task in run.tasks())
 
     def _require_host(self, host_id: str, incarnation: str) -> None:
         with self._registries.lock:

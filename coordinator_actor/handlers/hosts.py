@@ -50,7 +50,7 @@ class Hosts:
         with self._registries.lock:
             if self._registries.has_ended(info.session_id):
                 return
-            self._registries.hosts.register(info, self._registries.clock())
+            self._registries.hosts.register(info, self._registries.clock(), report.held)
             self._registries.needed()
         log.info("Registered host %s at %s", info.host_id, info.address)
         # Known runs first: they need no storage.
@@ -84,7 +84,7 @@ class Hosts:
             run = self._runs.find(registration.run_id)
             if run is not None:
                 with run.lock:
-                    _take_report(run, report, info.host_id)
+                    _take_report(run, report)
         except BaseException:
             self._ask_again(info)
             raise
@@ -159,7 +159,7 @@ class Hosts:
         owned: dict[str, dict[str, list[int]]] = {}
         for run in runs:
             assignment = run.assignment.current
-            if assignment is None:
+            if assignment is None or assignment.is_partial:
                 continue
             owned[run.run_id] = {name: [] for name in run.versions.layouts}
             for operator, partition in assignment.of_host.get(host_id, ()):
@@ -173,12 +173,9 @@ class Hosts:
                 log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
 
 
-def _take_report(run: QueryState, report: HostReport, host_id: str) -> None:
-    """Take up what a host has opened, holds and has acknowledged, after a restart of the coordinator."""
+def _take_report(run: QueryState, report: HostReport) -> None:
+    """Take up what a host has opened and has acknowledged, after a restart of the coordinator."""
     run.batch.opened(report.opened.get(run.run_id, -1))
-    for operator, partitions in report.held.get(run.run_id, {}).items():
-        for partition in partitions:
-            run.assignment.report((operator, partition), host_id)
     known: dict[int, dict[TaskKey, PartitionEntry]] = {}
     for message in report.pending:
         task = (message.operator, message.partition)

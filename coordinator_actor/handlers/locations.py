@@ -14,15 +14,14 @@ from coordinator_actor.query.query_state import QueryState
 
 
 class Locations:
-    """Finds the owners of operators' partitions. For ``report_timeout`` see ``CoordinatorConf``.
+    """Finds the owners of operators' partitions.
 
     Takes the lock of no run: that may be held while storage is asked, and clients must not wait for it.
     """
 
-    def __init__(self, registries: Registries, report_timeout: float) -> None:
+    def __init__(self, registries: Registries) -> None:
         self._registries = registries
         self._runs = registries.runs
-        self._report_timeout = report_timeout
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """See ``CoordinatorPort``."""
@@ -31,7 +30,8 @@ class Locations:
         found = [run for run in named if run.operator(operator) is not None]
         if not found:
             self._require_not_ended(operator, query, running)
-            if (age := self._registries.clock() - self._registries.started) < self._report_timeout:
+            if self._registries.expects_reports():
+                age = self._registries.clock() - self._registries.started
                 raise UnknownRunError(
                     f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been "
                     "there for "
@@ -101,7 +101,9 @@ class Locations:
             return None
         assignment = assigned(self._registries, run)
         registration = run.registration
-        owners = {name: [assignment.hosts[i] for i in places] for name, places in assignment.owners.items()}
+        owners = {
+            name: [assignment.owner(name, p) for p in range(len(places))] for name, places in assignment.owners.items()
+        }
         return KvStateLocationOracle.of(
             registration.query_id,
             run.run_id,

@@ -69,7 +69,8 @@ class Queries:
         storage = self._open_storage(registration.state_location, registration.storage_options)
         spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
         manifests = ManifestLog(storage, self._coordinator_id)
-        if manifests.epochs.is_superseded(registration.run_id):
+        was_known = manifests.epochs.is_newest(registration.run_id)
+        if not was_known and manifests.epochs.is_superseded(registration.run_id):
             return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
         # Spark's commits before the manifests: an older run may go on meanwhile, and a committed batch has a manifest.
         commits = SparkCommits(spark)
@@ -77,6 +78,8 @@ class Queries:
         manifests.refresh()
         lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)
+        # No host holds anything of a run that nobody has claimed the state for.
+        run.assignment.awaits_reports = was_known
         run.load(completed)
         refusal = refusal_of(run)
         if refusal is not None:

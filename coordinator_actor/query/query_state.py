@@ -105,6 +105,11 @@ class QueryState:
         """Return whether that is the name, the query id or the run id."""
         return query in (self.registration.name, self.registration.query_id, self.run_id)
 
+    def has_partition(self, operator: str, partition: int) -> bool:
+        """Return whether the run has such a partition."""
+        spec = self.operator(operator)
+        return spec is not None and 0 <= partition < spec.num_partitions
+
     def require_partition(self, operator: str, partition: int) -> None:
         """Raise ``InvalidRequestError`` if the run has no such partition."""
         spec = self.operator(operator)
