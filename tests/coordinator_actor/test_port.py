@@ -26,7 +26,8 @@ from coordinator_actor.handlers.locations import Locations
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.messages import OpenBatch
-from coordinator_actor.port import MESSAGES, CoordinatorPort
+from coordinator_actor.on_ray.actor import StateStoreCoordinator
+from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from tests.coordinator_actor.coordinator_world import World
 
 HANDLERS = (AccessTokens, Batches, Figures, Hosts, Instances, Locations, Queries, Savepoints)
@@ -132,3 +133,13 @@ def test_records_have_texts_and_several_ids_are_no_text(started: Coordinator) ->
         started.verify_instances("h0", "a", str(RUN))
     with pytest.raises(InvalidStateStoreArgument, match=r"query_run_id must be a text or a uuid\.UUID, not 5"):
         StateStoreProviderId(StateStoreId("/ck", "op", 0), 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_actor_answers_each_message_in_its_concurrency_group(message: str) -> None:
+    """A method that is no coroutine would answer in the one thread of all, and hold up the others."""
+    method = getattr(StateStoreCoordinator, message)
+    assert inspect.iscoroutinefunction(method)
+    assert inspect.signature(method) == inspect.signature(getattr(CoordinatorPort, message))
+    group = getattr(method, "__ray_concurrency_group__", Group.QUERIES.value)
+    assert group == GROUPS[message].value
