@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from backends.conf import StateStoreConf
@@ -33,6 +34,7 @@ from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.partition_loading import PartitionLoading
 from spark_bridge.host.reads import PartitionReads
 from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.run_orders import RunOrders
 from spark_bridge.host.savepoint_exports import SavepointExports
 from spark_bridge.host.savepoint_partitions import SavepointPartitions
 from spark_bridge.host.task_commit import TaskCommits
@@ -72,6 +74,7 @@ class Host:
         self._clock = clock
         self._revoked_tokens: frozenset[str] = frozenset()
         self._revoked_until = -math.inf
+        self._orders = RunOrders()
         self.counters = Counters()
         self.completed = CompletedVersions()
         self.held = HeldPartitions(self.completed)
@@ -138,17 +141,19 @@ class Host:
         self.registration.register()
 
     def heartbeat(self) -> None:
-        """Renew the lease and carry out what the coordinator answers."""
+        """Renew the lease and carry out what the coordinator answers. Waits for the storage of no query."""
         orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, self.held.versions())
         # Answers may overtake each other, and a token that is revoked stays revoked.
         self._revoked_tokens = self._revoked_tokens.union(orders.revoked_tokens)
         self._revoked_until = self._clock() + REVOKED_SECONDS
         if not orders.known:
             self.registration.register_apart()
+        by_run: dict[str, list[Callable[[], None]]] = {}
         for completed in orders.completed:
-            self.loading.complete(completed)
+            by_run.setdefault(completed.run_id, []).append(partial(self.loading.complete, completed))
         for run_id in orders.unload_runs:
-            self.loading.unload_run(run_id)
+            by_run.setdefault(run_id, []).append(partial(self.loading.unload_run, run_id))
+        self._orders.carry_out(by_run)
         if orders.known:
             self.exports.give_up_others(orders.pending)
         for order in orders.savepoints:
