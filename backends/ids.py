@@ -6,6 +6,7 @@ Spark has ``StateStoreId`` and ``StateStoreProviderId`` as well.
 from __future__ import annotations
 
 import re
+import uuid
 from dataclasses import dataclass
 
 from backends.exceptions import InvalidStateStoreArgument
@@ -52,10 +53,20 @@ class StateStoreId:
 
 @dataclass(frozen=True)
 class StateStoreProviderId:
-    """A store as it is loaded for one run of a query. A restarted query never meets its older instances."""
+    """A store as it is loaded for one run of a query. A restarted query never meets its older instances.
+
+    ``query_run_id`` may be given as a ``uuid.UUID``, and is its text then.
+    """
 
     store_id: StateStoreId
     query_run_id: str
+
+    def __post_init__(self) -> None:
+        given: object = self.query_run_id
+        if isinstance(given, uuid.UUID):
+            object.__setattr__(self, "query_run_id", str(given))
+        elif not isinstance(given, str):
+            raise InvalidStateStoreArgument(f"query_run_id must be a text or a uuid.UUID, not {given!r}.")
 
     def __str__(self) -> str:
         return f"StateStoreProviderId[{self.store_id}, queryRunId={self.query_run_id}]"

@@ -11,11 +11,14 @@ import secrets
 import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
+from coordinator_actor.arguments import Arguments
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.handlers.batches import Batches
@@ -29,18 +32,24 @@ from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.retention import remove_garbage
-from coordinator_actor.savepoints.run_savepoints import InBackground
+from coordinator_actor.query_threads import Apart, in_place
+from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
 log = logging.getLogger(__name__)
+
+_ARGUMENTS = {message: Arguments(getattr(CoordinatorPort, message)) for message in MESSAGES}
 
 
 class Coordinator(CoordinatorPort):
     """The coordinator of one namespace. Safe to use from many threads.
 
-    Two kinds of locks guard its state: the lock of each run (see ``QueryState``), under which storage may be asked, and
-    the lock of the registries (see ``Registries``), which nobody holds for long. ``clock`` gives seconds since 1970 and
-    never goes back. ``in_background`` runs work that must not delay a message. ``tokens`` are the read-only tokens of
-    query clients.
+    Three kinds of locks guard its state: the lock of each run (see ``QueryState``), under which storage may be asked,
+    the lock of its assignment (see ``RunAssignment``) and the lock of the registries (see ``Registries``), which nobody
+    holds for long. The concurrency group of a message (see ``port.py``) says whether it may take the first one.
+
+    ``clock`` gives seconds since 1970 and never goes back. ``in_background`` runs work that must not delay a message.
+    ``apart`` runs work that may wait for the storage of one query. ``tokens`` are the read-only tokens of query
+    clients.
     """
 
     def __init__(
@@ -50,20 +59,24 @@ class Coordinator(CoordinatorPort):
         conf: CoordinatorConf | None = None,
         in_background: InBackground | None = None,
         tokens: AccessTokens | None = None,
+        apart: Apart = in_place,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.tokens = tokens or AccessTokens(secrets.token_hex(32), MemoryTokenStore(), clock)
-        self.registries = Registries(clock)
         self._clock = clock
         self._conf = conf or CoordinatorConf()
+        self.registries = Registries(clock, self._conf.report_timeout)
         self._queries = Queries(self.id, self.registries, self._conf, open_storage, in_background or _in_thread)
-        self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout)
+        self._apart = apart
+        self._beginning = threading.Lock()
+        self._under_way: set[tuple[str, str]] = set()
+        self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart)
         handlers = (
             self._hosts,
             self._queries,
             Batches(self.registries),
             Savepoints(self.registries),
-            Locations(self.registries, self._conf.report_timeout),
+            Locations(self.registries),
             Instances(self.registries),
             Figures(self.id, self.registries),
             self.tokens,
@@ -77,8 +90,12 @@ class Coordinator(CoordinatorPort):
         self._answers = dict(answers)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Pass a message to its handler and return the answer."""
-        return self._answers[method](*args, **kwargs)
+        """Pass a message to its handler and return the answer.
+
+        An id may be a ``uuid.UUID``. Raises ``InvalidRequestError`` for one that is neither that nor a text.
+        """
+        args_taken, kwargs_taken = _ARGUMENTS[method].take(args, kwargs)
+        return self._answers[method](*args_taken, **kwargs_taken)
 
     def expire(self, stood_still: float = 0.0) -> None:
         """Drop hosts and runs whose leases have run out, warn of slow batches, and give up overdue savepoints.
@@ -97,19 +114,50 @@ class Coordinator(CoordinatorPort):
             self._look_at(run)
 
     def _look_at(self, run: QueryState) -> None:
-        """Warn of slow work of a run and give up its overdue savepoints, unless somebody is at work on the run."""
+        """Warn of slow work of a run and give up its overdue savepoints, unless somebody is at work on the run.
+
+        Waits for no storage: the thread that ends leases looks.
+        """
         if not run.lock.acquire(blocking=False):
             return
         try:
             savepoints = self.registries.runs.savepoints_of(run.run_id)
             if savepoints is not None:
-                savepoints.settle()
+                savepoints.settle_in_memory()
+                if savepoints.holds_in_vain:
+                    self._begin_once("letting go", run, partial(_settle, run, savepoints))
             now = self._clock()
             for warning in (run.batch.slow_warning(now, self._conf.slow_checkpoint), run.lag_warning(now)):
                 if warning is not None:
                     log.warning("%s", warning)
         finally:
             run.lock.release()
+
+    def _begin_once(self, what: str, run: QueryState, work: Callable[[], None]) -> None:
+        """Begin work on a run that may wait for storage, unless the same is under way already."""
+        key = (what, run.run_id)
+        with self._beginning:
+            if key in self._under_way:
+                return
+            self._under_way.add(key)
+
+        def do() -> None:
+            try:
+                work()
+            finally:
+                self._under_way.discard(key)
+
+        try:
+            future = self._apart(f"the {what} of run {run.run_id}", do)
+        except BaseException:
+            self._under_way.discard(key)
+            raise
+        future.add_done_callback(partial(_log_failure, f"The {what} of run {run.run_id} failed"))
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many hosts live and how many queries are registered."""
+        with self.registries.lock:
+            return len(self.registries.hosts.leases), len(self.registries.runs.by_id)
 
     def is_idle(self) -> bool:
         """Return whether no host or driver has needed this coordinator for the idle timeout."""
@@ -120,21 +168,36 @@ class Coordinator(CoordinatorPort):
     def maintain(self) -> None:
         """Remove what runs no longer keep, of the runs whose maintenance interval is over.
 
-        May take long. Not to be called by several threads at once.
+        Each run by itself: removing files may take long, and the storage of one may hang. Not to be called by several
+        threads at once.
         """
         now = self._clock()
         for run in self.registries.runs.current():
-            if now - run.maintained < run.registration.maintenance_interval:
-                continue
-            run.maintained_at(now)
-            try:
-                removed = remove_garbage(run, now)
-            except (StorageError, CoordinatorError):
-                log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
-                continue
-            if removed:
-                oldest = run.versions.oldest
-                log.info("Deleted files older than %d for run %s: %d files", oldest, run.run_id, len(removed))
+            if now - run.maintained >= run.registration.maintenance_interval:
+                run.maintained_at(now)
+                self._begin_once("maintenance", run, partial(_maintain, run, now))
+
+
+def _log_failure(what: str, future: Future[Any]) -> None:
+    error = future.exception()
+    if error is not None:
+        log.error("%s; it is tried again", what, exc_info=error)
+
+
+def _settle(run: QueryState, savepoints: RunSavepoints) -> None:
+    with run.lock:
+        savepoints.settle()
+
+
+def _maintain(run: QueryState, now: float) -> None:
+    try:
+        removed = remove_garbage(run, now)
+    except (StorageError, CoordinatorError):
+        log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
+        return
+    if removed:
+        oldest = run.versions.oldest
+        log.info("Deleted files older than %d for run %s: %d files", oldest, run.run_id, len(removed))
 
 
 def _in_thread(work: Callable[[], None]) -> None:

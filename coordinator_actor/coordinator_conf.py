@@ -19,7 +19,7 @@ class CoordinatorConf:
     ends itself after ``idle_timeout`` without a message from hosts or drivers. A savepoint fails after
     ``savepoint_timeout``. A micro-batch that takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag``
     says when a partition's snapshots lag behind. For ``report_timeout`` after its start, a coordinator expects reports
-    from the hosts and drivers of the coordinator before it.
+    from the hosts and drivers of the coordinator before it, and gives nobody the partitions that others may hold.
     """
 
     host_timeout: float = 10.0

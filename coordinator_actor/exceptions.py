@@ -75,6 +75,10 @@ class BatchHeldError(CoordinatorError):
     """The tasks of a batch have to wait: the query stops with a savepoint that is being made."""
 
 
+class QueryBusyError(CoordinatorError):
+    """So many messages about one query wait for their answer that no other is taken: its storage does not answer."""
+
+
 class UnknownQueryError(CoordinatorError):
     """No running query has that name or id, or several have it."""
 

@@ -103,10 +103,15 @@ class HostInfo(Struct, frozen=True):
         return self.address.rpartition("//")[2].rpartition(":")[0]
 
 
+NOBODY = -1
+"""In lists of owners: the partition has no owner yet."""
+
+
 class OpenBatch(Struct, frozen=True):
     """A host asks for a batch on behalf of the first of its tasks. The answer serves all its tasks.
 
-    ``assignment`` is the number of the last assignment of this run that the host was told of, 0 for none.
+    ``assignment`` is the number of the last assignment of this run that the host was told of, 0 for none. Tasks on this
+    host wait for the partitions in ``waiting`` (operator and number): the answer names their owners.
     """
 
     run_id: str
@@ -114,6 +119,7 @@ class OpenBatch(Struct, frozen=True):
     host_id: str
     incarnation: str
     assignment: int = 0
+    waiting: tuple[tuple[str, int], ...] = ()
 
 
 class BatchGrant(Struct, frozen=True):
@@ -121,9 +127,11 @@ class BatchGrant(Struct, frozen=True):
 
     ``heads`` maps operator and partition to the path of the changelog that made ``version`` (left out for the empty
     version 0). Files are unique and never overwritten, so this path identifies the whole lineage. ``owners`` has an
-    index into ``hosts`` for each partition of each operator. Both are empty if the assignment that the host knows still
-    holds. ``epoch`` tells a grant of an older run from a grant of a newer one. With ``registration`` the host can
-    report the query to a coordinator that has lost it. ``times`` are set if an operator of the query uses them.
+    index into ``hosts`` for each partition of each operator; ``NOBODY`` for one whose holder may still report to a
+    coordinator that was just started, and that no task was said to wait for. Both are empty if the assignment that the
+    host knows still holds. ``epoch`` tells a grant of an older run from a grant of a newer one. With ``registration``
+    the host can report the query to a coordinator that has lost it. ``times`` are set if an operator of the query uses
+    them.
     """
 
     version: int
@@ -137,7 +145,10 @@ class BatchGrant(Struct, frozen=True):
 
 
 class OpenGrant(Struct, frozen=True):
-    """The owner of one partition, and the file that its state at ``version`` ends with; see ``BatchGrant``."""
+    """The owner of one partition, and the file that its state at ``version`` ends with; see ``BatchGrant``.
+
+    ``is_prepared``: there is a prepared version above, whose batch Spark may have committed.
+    """
 
     owner: HostInfo
     version: int
@@ -145,12 +156,14 @@ class OpenGrant(Struct, frozen=True):
     registration: QueryRegistration
     epoch: int = 0
     times: BatchTimes | None = None
+    is_prepared: bool = False
 
 
 class Acknowledge(Struct, frozen=True):
     """A host has made the changes of one attempt durable. ``version`` is batch id + 1.
 
     ``base`` is the head of the lineage that the changes apply to. ``duration`` is the time of the commit in seconds.
+    ``stage`` is Spark's stage id, which is higher when the plan of the batch runs again; None: not known.
     """
 
     run_id: str
@@ -163,6 +176,7 @@ class Acknowledge(Struct, frozen=True):
     file: FileRef
     base: str | None
     duration: float = 0.0
+    stage: int | None = None
 
 
 class Acknowledged(Struct, frozen=True):

@@ -1,14 +1,15 @@
 # mypy: disable-error-code="empty-body"
 """The messages to the coordinator. Each message is declared here, once.
 
-To add a message: declare it in ``CoordinatorPort``, and give one class of ``handlers/`` a method of the same name and
-signature. The coordinator finds that method by its name. The Ray actor, the port of hosts, drivers and clients, and the
-port of the simulation inherit the declared method.
+To add a message: declare it in ``CoordinatorPort`` with its concurrency group, and give one class of ``handlers/`` a
+method of the same name and signature. The coordinator finds that method by its name. The port of hosts, drivers and
+clients, and the port of the simulation inherit the declared method; the Ray actor has a coroutine for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -37,26 +38,47 @@ from coordinator_actor.messages import (
 )
 
 MessageMethod = TypeVar("MessageMethod", bound=Callable[..., Any])
+
+
+class Group(Enum):
+    """A concurrency group: messages that are answered by the same threads (``dispatcher.py``).
+
+    Only messages of the group ``QUERIES`` may wait for storage, or for a lock that is held over storage.
+    """
+
+    LEASES = "leases"
+    REGISTRATIONS = "registrations"
+    LOCATIONS = "locations"
+    QUERIES = "queries"
+
+
 MESSAGES: list[str] = []
 """The names of all messages."""
+GROUPS: dict[str, Group] = {}
+"""The concurrency group of each message."""
 
 
-def message(declared: MessageMethod) -> MessageMethod:
+def message(group: Group) -> Callable[[MessageMethod], MessageMethod]:
     """Make a method of ``CoordinatorPort`` send itself: the name and the arguments go to ``call``."""
-    MESSAGES.append(declared.__name__)
 
-    @wraps(declared)
-    def send(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
-        return self.call(declared.__name__, *args, **kwargs)
+    def declare(declared: MessageMethod) -> MessageMethod:
+        MESSAGES.append(declared.__name__)
+        GROUPS[declared.__name__] = group
 
-    return cast(MessageMethod, send)
+        @wraps(declared)
+        def send(self: CoordinatorPort, *args: Any, **kwargs: Any) -> Any:
+            return self.call(declared.__name__, *args, **kwargs)
+
+        return cast(MessageMethod, send)
+
+    return declare
 
 
 class CoordinatorPort:
     """What can be asked of the coordinator. A subclass says in ``call`` how a message reaches the coordinator.
 
     Every message may raise a ``CoordinatorError`` or a ``StateStoreError``, besides the errors that it names. Messages
-    may arrive twice.
+    may arrive twice. Wherever a text is declared, a ``uuid.UUID`` counts as its text; ``arguments.py`` sees to that.
     """
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -65,11 +87,15 @@ class CoordinatorPort:
 
     # -- hosts ---------------------------------------------------------------------------------
 
-    @message
+    @message(Group.REGISTRATIONS)
     def register_host(self, info: HostInfo, report: HostReport) -> None:
-        """Make a host known, or known again, with all it holds: runs, and acknowledgements of running batches."""
+        """Make a host known, or known again, with all it holds: runs, and acknowledgements of running batches.
 
-    @message
+        The host is known at once. Its report is taken up within a second, or, where the storage of a query hangs, when
+        that goes on.
+        """
+
+    @message(Group.LEASES)
     def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
         """Renew the lease of a host. Return what the host is to do about the runs that it holds.
 
@@ -77,11 +103,11 @@ class CoordinatorPort:
         not matter whether an earlier answer arrived. Waits for the storage of no query.
         """
 
-    @message
+    @message(Group.LEASES)
     def unregister_session(self, session_id: str) -> bool:
         """End a driver's session: its hosts are gone. Return whether other hosts are left."""
 
-    @message
+    @message(Group.LEASES)
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:
@@ -92,7 +118,7 @@ class CoordinatorPort:
 
     # -- queries -------------------------------------------------------------------------------
 
-    @message
+    @message(Group.QUERIES)
     def register_query(
         self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None = None
     ) -> RegisteredQuery:
@@ -101,27 +127,35 @@ class CoordinatorPort:
         ``initial`` names the files of version 0, by operator and partition, of a query that does not begin empty.
         """
 
-    @message
-    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
-        """Renew the lease of a run. False asks the driver to register the run again.
+    @message(Group.LEASES)
+    def renew_leases(self, run_ids: Sequence[str]) -> list[str]:
+        """Renew the leases of a driver's runs. Return the runs that are not known.
 
-        ``is_stopping``: the driver makes a savepoint, to stop the query with.
+        Waits for the storage of no query, and for no other message.
         """
 
-    @message
+    @message(Group.QUERIES)
+    def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
+        """Renew the lease of a run, and complete its version if Spark has committed the batch without a message.
+
+        False asks the driver to register the run again. ``is_stopping``: the driver makes a savepoint, to stop the
+        query with. May wait for the storage of the query; the lease is renewed before.
+        """
+
+    @message(Group.QUERIES)
     def batch_committed(self, run_id: str, batch_id: int) -> bool:
         """Report that Spark has committed batch N, so that version N + 1 is completed. False if that was known.
 
         The hosts learn of the completed version with their next heartbeat.
         """
 
-    @message
+    @message(Group.QUERIES)
     def deactivate_instances(self, run_id: str) -> bool:
         """End a run: its instances are inactive, and hosts unload them."""
 
     # -- batches -------------------------------------------------------------------------------
 
-    @message
+    @message(Group.QUERIES)
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """Open the partitions of a host for batch N, at version N. Return the owners and the state of the partitions.
 
@@ -129,11 +163,11 @@ class CoordinatorPort:
         wait.
         """
 
-    @message
+    @message(Group.LOCATIONS)
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """Return the owner of a partition and its last completed state. Changes nothing."""
 
-    @message
+    @message(Group.QUERIES)
     def acknowledge_many(
         self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
@@ -143,7 +177,7 @@ class CoordinatorPort:
         refuse all messages.
         """
 
-    @message
+    @message(Group.LOCATIONS)
     def completed(self, run_id: str, host_id: str) -> Completed:
         """Return the last completed version of a run, with the heads of the host's own partitions.
 
@@ -151,21 +185,21 @@ class CoordinatorPort:
         was completed have no heads. Waits for the storage of no query.
         """
 
-    @message
+    @message(Group.QUERIES)
     def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
         """Return the files that lead to a version of a partition. They stay while the partition is loaded.
 
         Raises ``VersionNotFoundError`` for a version that is no longer kept.
         """
 
-    @message
+    @message(Group.QUERIES)
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
         """Report that the owner of a partition has uploaded a snapshot.
 
         True if the snapshot counts: the next manifest names it.
         """
 
-    @message
+    @message(Group.QUERIES)
     def rebalance(self, query: str | None = None) -> dict[str, int]:
         """Give every host its share of the partitions. Return how many partitions moved, by run.
 
@@ -175,7 +209,7 @@ class CoordinatorPort:
 
     # -- savepoints ----------------------------------------------------------------------------
 
-    @message
+    @message(Group.QUERIES)
     def trigger_savepoint(
         self, request_id: str, query: str, path: str | None = None, *, stop: bool = False
     ) -> SavepointStatus:
@@ -186,17 +220,17 @@ class CoordinatorPort:
         Raises ``UnknownQueryError``, ``InvalidRequestError``.
         """
 
-    @message
+    @message(Group.LOCATIONS)
     def savepoint_status(self, request_id: str) -> SavepointStatus:
         """Return the status of a requested savepoint."""
 
-    @message
+    @message(Group.QUERIES)
     def savepoint_exported(self, message: SavepointExported) -> None:
         """Report that a host has exported a partition, or cannot."""
 
     # -- query clients -------------------------------------------------------------------------
 
-    @message
+    @message(Group.LOCATIONS)
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """Return where the partitions of an operator are.
 
@@ -205,17 +239,17 @@ class CoordinatorPort:
         ``UnknownRunError`` from a coordinator that was just started and may not know the query yet.
         """
 
-    @message
+    @message(Group.LOCATIONS)
     def operators(self) -> tuple[RunningOperator, ...]:
         """Return all operators of all running queries."""
 
-    @message
+    @message(Group.LOCATIONS)
     def get_kv_state_location_oracle(self, job_id: str) -> KvStateLocationOracle | None:
         """Return who owns which key groups of a query; None if the query is not running. ``job_id`` is its query id."""
 
     # -- Spark's instances ---------------------------------------------------------------------
 
-    @message
+    @message(Group.LOCATIONS)
     def report_active_instance(
         self,
         provider_id: StateStoreProviderId,
@@ -225,39 +259,39 @@ class CoordinatorPort:
     ) -> list[StateStoreProviderId]:
         """Make an instance active at an executor. Return those of the other instances that are active elsewhere."""
 
-    @message
+    @message(Group.LOCATIONS)
     def verify_if_instance_active(self, provider_id: StateStoreProviderId, executor_id: str) -> bool:
         """Return whether that executor has the active instance."""
 
-    @message
+    @message(Group.LOCATIONS)
     def get_location(self, provider_id: StateStoreProviderId) -> str | None:
         """Return ``executor_<host>_<executor id>`` of the active instance, or None."""
 
-    @message
+    @message(Group.LOCATIONS)
     def get_locations(self, provider_ids: Sequence[StateStoreProviderId]) -> list[str | None]:
         """Return ``get_location`` of many instances, in the order asked."""
 
     # -- tokens --------------------------------------------------------------------------------
 
-    @message
+    @message(Group.LOCATIONS)
     def token(self) -> str:
         """Return the secret that tasks and clients show to hosts.
 
         Every process that can ask the coordinator may know the secret.
         """
 
-    @message
+    @message(Group.QUERIES)
     def issue_token(self, name: str, expires_in: float | None = None) -> str:
         """Issue a read-only token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
 
         Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
         """
 
-    @message
+    @message(Group.QUERIES)
     def list_tokens(self) -> tuple[IssuedToken, ...]:
         """Return all tokens, also those that were revoked or have expired, the oldest first."""
 
-    @message
+    @message(Group.QUERIES)
     def revoke_token(self, id_or_name: str) -> IssuedToken:
         """Revoke a token for good. Revoking it again changes nothing. All hosts know it with their next heartbeat.
 
@@ -266,10 +300,10 @@ class CoordinatorPort:
 
     # -- figures -------------------------------------------------------------------------------
 
-    @message
+    @message(Group.LOCATIONS)
     def describe(self) -> dict[str, Any]:
         """Return the hosts, queries and instances as they are now."""
 
-    @message
+    @message(Group.LOCATIONS)
     def checkpoint_stats(self, query: str) -> dict[str, Any]:
         """Return figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles."""

@@ -28,9 +28,11 @@ from backends.formats.manifest import Lineage, Manifest, OperatorEntry, Partitio
 from backends.formats.sealed import seal, unseal
 from backends.ids import StateStoreId
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
 
 _DIGITS = 20
+_PROOFS = CreateIfAbsentProofs()
 
 
 class StandaloneManifests:
@@ -141,7 +143,8 @@ class StandaloneManifests:
     def append(self, version: int, expected_head: str | None, attempt: str, changelog: FileRef) -> None:
         """Make ``version`` of the version below, if ``expected_head`` is still the newest changelog.
 
-        Raises ``ConcurrentCommitError`` if another writer has committed since; nothing has changed then.
+        Raises ``ConcurrentCommitError`` if another writer has committed since; nothing has changed then. Raises
+        ``UnsupportedLocationError`` if the storage overwrites files.
         """
         with self._lock:
             while True:
@@ -252,6 +255,7 @@ class StandaloneManifests:
 
     def _put(self, manifest: Manifest) -> bool:
         """Write the next manifest. False if there is one of that number, which has been read then."""
+        _PROOFS.require(self._storage)
         try:
             self._storage.put_new(self._path(manifest.id), seal(manifest))
         except FileExistsInStorageError:

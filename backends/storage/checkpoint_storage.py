@@ -116,6 +116,13 @@ class CheckpointStorage:
             raise InvalidStateStoreArgument(f"{parsed.text} cannot be opened: {_first_line(error)}") from error
         return cls(parsed, store, fsync=fsync, clock=clock, sleep=sleep, retry_seconds=retry_seconds)
 
+    @property
+    def store_name(self) -> str:
+        """Return the address and, if one was given, the endpoint of the service behind it, for messages."""
+        config: Mapping[str, object] = getattr(self._store, "config", None) or {}
+        endpoint = config.get("endpoint")
+        return self.location if endpoint is None else f"{self.location} (at {endpoint})"
+
     def full_location(self, path: str) -> str:
         """Return a file's address, as messages name it."""
         return f"{self.location}/{path}"

@@ -73,6 +73,11 @@ class Epochs:
         epochs = self._files.numbers(EPOCHS)
         return self._files.read(epoch_path(epochs[-1]), EpochFile) if epochs else None
 
+    def is_newest(self, run_id: str) -> bool:
+        """Return whether the last claim was made for the run."""
+        newest = self.newest()
+        return newest is not None and newest.run_id == run_id
+
     def is_superseded(self, run_id: str) -> bool:
         """Return whether the run has claimed an epoch and another run has claimed a later one."""
         newest = self.newest()

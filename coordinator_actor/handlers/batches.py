@@ -16,7 +16,7 @@ from coordinator_actor.exceptions import (
     StaleOwnerError,
     UnknownRunError,
 )
-from coordinator_actor.handlers.completion import advance, catch_up
+from coordinator_actor.handlers.completion import advance
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -34,7 +34,7 @@ from coordinator_actor.query.query_state import QueryState
 
 
 class Batches:
-    """Opens batches and takes the acknowledgements of their tasks. All work on a run is done under its lock."""
+    """Opens batches and takes the acknowledgements of their tasks. Whatever changes a run is done under its lock."""
 
     def __init__(self, registries: Registries) -> None:
         self._registries = registries
@@ -42,7 +42,7 @@ class Batches:
 
     def open_batch(self, request: OpenBatch) -> BatchGrant:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(request.run_id)
+        run = self._runs.awaited(request.run_id)
         batch_id = request.batch_id
         with run.lock:
             run.require_current()
@@ -58,7 +58,9 @@ class Batches:
                     f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "
                     f"{run.held_from}."
                 )
-            assignment = assigned(self._registries, run, rebalance=batch_id > run.batch.highest_opened)
+            is_new = batch_id > run.batch.highest_opened
+            waiting = [task for task in request.waiting if run.has_partition(*task)]
+            assignment = assigned(self._registries, run, rebalance=is_new, waiting=waiting)
             run.batch.begin(batch_id)
             is_news = request.assignment != assignment.number
             return BatchGrant(
@@ -75,14 +77,14 @@ class Batches:
     def open_for_read(self, run_id: str, operator: str, partition: int) -> OpenGrant:
         """See ``CoordinatorPort``."""
         run = self._runs.get(run_id)
-        with run.lock:
-            run.require_current()
-            run.require_partition(operator, partition)
-            catch_up(self._runs, run)  # a host that begins anew must not begin behind Spark
-            owner = assigned(self._registries, run).owner(operator, partition)
-            completed = run.versions.completed
-            head = run.versions.head(completed, operator, partition)
-            return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch)
+        run.require_current()
+        run.require_partition(operator, partition)
+        owner = assigned(self._registries, run).owner(operator, partition)
+        # Without the lock of the run, which may be held over storage. The version first: the chain goes on having it.
+        completed = run.versions.completed
+        head = run.versions.head(completed, operator, partition)
+        is_prepared = completed + 1 in run.versions.chain
+        return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch, is_prepared=is_prepared)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
         """See ``CoordinatorPort``."""
@@ -95,7 +97,7 @@ class Batches:
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(run_id)
+        run = self._runs.awaited(run_id)
         with run.lock:
             run.require_partition(operator, partition)
             versions = run.versions
@@ -116,7 +118,7 @@ class Batches:
 
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(message.run_id)
+        run = self._runs.awaited(message.run_id)
         task, new = (message.operator, message.partition), message.snapshot
         with run.lock:
             run.require_current()
@@ -124,7 +126,8 @@ class Batches:
             self._require_host(message.host_id, message.incarnation)
             run.files_in_use.uploaded(task)
             assignment = run.assignment.current
-            if assignment is None or assignment.owner(*task).host_id != message.host_id:
+            owner = None if assignment is None else assignment.find(*task)
+            if owner is None or owner.host_id != message.host_id:
                 return False
             counts = run.versions.add_snapshot(task, new, message.reused)
             if counts:
@@ -135,12 +138,15 @@ class Batches:
         self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
     ) -> tuple[Acknowledged | Refused, ...]:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(run_id)
+        run = self._runs.awaited(run_id)
         with run.lock:
             run.require_current()
             self._require_host(host_id, incarnation)
-            for message in messages if run.assignment.current is None else ():
-                run.assignment.report((message.operator, message.partition), host_id)
+            current = run.assignment.current
+            for message in messages:
+                # Whoever has changed a partition that has no owner yet holds it.
+                if current is None or current.find(message.operator, message.partition) is None:
+                    run.assignment.report((message.operator, message.partition), host_id)
             assignment = assigned(self._registries, run)
             answers: dict[int, Acknowledged | Refused] = {}
             changes: dict[TaskKey, PartitionEntry] = {}
@@ -159,7 +165,8 @@ class Batches:
             accepted: Acknowledged | Refused
             try:
                 durations = {(m.operator, m.partition): m.duration for m in messages}
-                manifest_id = run.acknowledge(version, changes, durations) if changes else None
+                stages = {(m.operator, m.partition): m.stage for m in messages if m.stage is not None}
+                manifest_id = run.acknowledge(version, changes, durations, stages) if changes else None
                 accepted = Acknowledged(version, manifest_id)
             except (CoordinatorError, StateStoreError) as error:
                 accepted = Refused(type(error).__name__, str(error))
@@ -171,16 +178,24 @@ class Batches:
         for run in self._runs.current():
             if query is not None and not run.is_named(query):
                 continue
-            with run.lock:
-                before = run.assignment.current
-                run.assignment.unbalance()
-                if before is None or run.batch.highest_opened >= run.versions.completed:
-                    moved[run.run_id] = 0
-                    continue
-                after = assigned(self._registries, run, rebalance=True)
-                moved[run.run_id] = sum(after.owner(*task) != before.owner(*task) for task in run.tasks())
-                run.announce()
+            run.assignment.unbalance()
+            # Whoever is at work on a run may wait for its storage. Its next batch moves the partitions.
+            if not run.lock.acquire(blocking=False):
+                moved[run.run_id] = 0
+                continue
+            try:
+                moved[run.run_id] = self._rebalance(run)
+            finally:
+                run.lock.release()
         return moved
+
+    def _rebalance(self, run: QueryState) -> int:
+        before = run.assignment.current
+        if before is None or run.batch.highest_opened >= run.versions.completed:
+            return 0
+        after = assigned(self._registries, run, rebalance=True)
+        run.announce()
+        return sum(after.find(*task) != before.find(*task) for task in run.tasks())
 
     def _require_host(self, host_id: str, incarnation: str) -> None:
         with self._registries.lock:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import HostInfo
 
@@ -16,10 +17,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class HostLease:
-    """One host, and when it was last heard of, in seconds by the coordinator's clock."""
+    """One host, and when it was last heard of, in seconds by the coordinator's clock.
+
+    ``is_reported``: what the host has reported is taken up, or is being taken up. ``held`` has the partitions that it
+    held when it registered, by run and operator.
+    """
 
     info: HostInfo
     seen: float
+    is_reported: bool = True
+    held: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
 
 
 class HostLeases(UserDict[str, HostLease]):
@@ -56,9 +63,20 @@ class HostRegistry:
         """Return the number of changes of the hosts: a result of one generation holds until the next one."""
         return self.leases.generation
 
-    def register(self, info: HostInfo, now: float) -> None:
-        """Add a host, or replace its incarnation."""
-        self.leases[info.host_id] = HostLease(info, now)
+    def register(
+        self, info: HostInfo, now: float, held: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
+    ) -> None:
+        """Add a host that holds these partitions, or replace its incarnation."""
+        self.leases[info.host_id] = HostLease(info, now, held=held)
+
+    def holders(self, run_id: str) -> dict[TaskKey, str]:
+        """Return the host of each partition of a run that a live host held when it registered: the first one's."""
+        found: dict[TaskKey, str] = {}
+        for host_id, lease in self.leases.items():
+            for operator, partitions in lease.held.get(run_id, {}).items():
+                for partition in partitions:
+                    found.setdefault((operator, partition), host_id)
+        return found
 
     def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
         """Renew and return a lease; None if this incarnation is not known."""
@@ -67,6 +85,12 @@ class HostRegistry:
             return None
         lease.seen = now
         return lease
+
+    def ask_again(self, host_id: str, incarnation: str) -> None:
+        """Let the next heartbeat ask a host for its report, which could not be taken up."""
+        lease = self.leases.get(host_id)
+        if lease is not None and lease.info.incarnation == incarnation:
+            lease.is_reported = False
 
     def require(self, host_id: str, incarnation: str) -> None:
         """Raise ``UnknownHostError`` unless this very incarnation is registered."""

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
@@ -15,14 +21,24 @@ from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import Completed, HostInfo, HostOrders, HostReport, QueryRegistration, SavepointOrder
 from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query_threads import Apart
 
 log = logging.getLogger(__name__)
 
+TAKE_UP_SECONDS = 1.0
+"""How long the answer to a registration waits for the host's report to be taken up."""
+
 
 class Hosts:
-    """Registers hosts, renews their leases, and answers each heartbeat with what the host is to do."""
+    """Registers hosts, renews their leases, and answers each heartbeat with what the host is to do.
 
-    def __init__(self, registries: Registries, queries: Queries, tokens: AccessTokens, host_timeout: float) -> None:
+    ``apart`` does work that may wait for the storage of a query.
+    """
+
+    def __init__(
+        self, registries: Registries, queries: Queries, tokens: AccessTokens, host_timeout: float, apart: Apart
+    ) -> None:
+        self._apart = apart
         self._registries = registries
         self._runs = registries.runs
         self._queries = queries
@@ -34,24 +50,57 @@ class Hosts:
         with self._registries.lock:
             if self._registries.has_ended(info.session_id):
                 return
-            self._registries.hosts.register(info, self._registries.clock())
+            self._registries.hosts.register(info, self._registries.clock(), report.held)
             self._registries.needed()
         log.info("Registered host %s at %s", info.host_id, info.address)
-        # Known runs first: they need no storage, and must not wait for a storage that hangs.
+        # Known runs first: they need no storage.
+        begun = []
         for registration in sorted(report.registrations, key=lambda r: r.run_id not in self._runs.by_id):
             if not self._runs.is_over(registration.run_id):
-                self._register_again(registration)
+                begun.append(self._begin_to_take_up(registration, report, info))
+        deadline = time.monotonic() + TAKE_UP_SECONDS
+        errors = []
+        for future in begun:
+            with suppress(TimeoutError, FutureTimeoutError):  # it is taken up when the storage goes on
+                errors.append(future.exception(timeout=max(0.0, deadline - time.monotonic())))
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _begin_to_take_up(self, registration: QueryRegistration, report: HostReport, info: HostInfo) -> Future[Any]:
+        """Begin to take up the report of a host about a run, in threads that no message about the run waits for."""
+        run_id = registration.run_id
+        self._runs.expect(run_id)
+        try:
+            return self._apart(f"the reports of run {run_id}", partial(self._take_up, registration, report, info))
+        except BaseException:
+            self._runs.expect_no_more(run_id)
+            self._ask_again(info)
+            raise
+
+    def _take_up(self, registration: QueryRegistration, report: HostReport, info: HostInfo) -> None:
+        try:
+            self._register_again(registration)
             run = self._runs.find(registration.run_id)
             if run is not None:
                 with run.lock:
-                    _take_report(run, report, info.host_id)
+                    _take_report(run, report)
+        except BaseException:
+            self._ask_again(info)
+            raise
+        finally:
+            self._runs.expect_no_more(registration.run_id)
+
+    def _ask_again(self, info: HostInfo) -> None:
+        with self._registries.lock:
+            self._registries.hosts.ask_again(info.host_id, info.incarnation)
 
     def _register_again(self, registration: QueryRegistration) -> None:
         """Register a run that a host holds, and that this coordinator, after a restart, may not know."""
         try:
             refusal = self._queries.register_query(registration).refusal
         except (StorageError, CoordinatorError):
-            # The storage of one query must not keep the others from being taken up. The host reports again.
+            # The host reports again: the run is not known then.
             log.warning("Run %s was reported, but cannot be registered now", registration.run_id, exc_info=True)
             return
         if refusal is not None:
@@ -77,7 +126,8 @@ class Hosts:
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
         pending = {r.run_id: s.pending() for r in of_session if (s := self._runs.savepoints_of(r.run_id)) is not None}
         return HostOrders(
-            known=all(run_id in known or run_id in over for run_id in held),
+            known=lease.is_reported
+            and all(run_id in known or run_id in over or self._runs.is_expected(run_id) for run_id in held),
             completed=tuple(completed),
             unload_runs=tuple(run_id for run_id in held if run_id in over),
             savepoints=savepoints,
@@ -109,7 +159,7 @@ class Hosts:
         owned: dict[str, dict[str, list[int]]] = {}
         for run in runs:
             assignment = run.assignment.current
-            if assignment is None:
+            if assignment is None or assignment.is_partial:
                 continue
             owned[run.run_id] = {name: [] for name in run.versions.layouts}
             for operator, partition in assignment.of_host.get(host_id, ()):
@@ -123,12 +173,9 @@ class Hosts:
                 log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
 
 
-def _take_report(run: QueryState, report: HostReport, host_id: str) -> None:
-    """Take up what a host has opened, holds and has acknowledged, after a restart of the coordinator."""
+def _take_report(run: QueryState, report: HostReport) -> None:
+    """Take up what a host has opened and has acknowledged, after a restart of the coordinator."""
     run.batch.opened(report.opened.get(run.run_id, -1))
-    for operator, partitions in report.held.get(run.run_id, {}).items():
-        for partition in partitions:
-            run.assignment.report((operator, partition), host_id)
     known: dict[int, dict[TaskKey, PartitionEntry]] = {}
     for message in report.pending:
         task = (message.operator, message.partition)
@@ -138,4 +185,5 @@ def _take_report(run: QueryState, report: HostReport, host_id: str) -> None:
         if message.version not in known:
             known[message.version] = run.batch.acknowledged(message.version)
         if task not in known[message.version] and message.base == run.versions.head(message.version - 1, *task):
-            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)})
+            stages = {} if message.stage is None else {task: message.stage}
+            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)}, stages=stages)

@@ -36,7 +36,7 @@ class InstanceRegistry:
         """
         # One tuple per executor, not one per instance.
         executor = self._executors.setdefault((host, executor_id), (host, executor_id))
-        self._runs.setdefault(str(provider_id.query_run_id), {})[provider_id] = executor
+        self._runs.setdefault(provider_id.query_run_id, {})[provider_id] = executor
         log.debug("Reported state store %s is active at %s", provider_id, executor_id)
         return [o for o in others if (held := self._held(o)) is not None and held != executor]
 
@@ -82,5 +82,5 @@ class InstanceRegistry:
         return [{"id": str(p), "host": h, "executor_id": e} for run in self._runs.values() for p, (h, e) in run.items()]
 
     def _held(self, provider_id: StateStoreProviderId) -> Executor | None:
-        run = self._runs.get(str(provider_id.query_run_id))
+        run = self._runs.get(provider_id.query_run_id)
         return None if run is None else run.get(provider_id)

@@ -14,12 +14,14 @@ from coordinator_actor.query.query_state import QueryState
 
 
 class Locations:
-    """Finds the owners of operators' partitions. For ``report_timeout`` see ``CoordinatorConf``."""
+    """Finds the owners of operators' partitions.
 
-    def __init__(self, registries: Registries, report_timeout: float) -> None:
+    Takes the lock of no run: that may be held while storage is asked, and clients must not wait for it.
+    """
+
+    def __init__(self, registries: Registries) -> None:
         self._registries = registries
         self._runs = registries.runs
-        self._report_timeout = report_timeout
 
     def locate(self, operator: str, query: str | None = None) -> OperatorLocation:
         """See ``CoordinatorPort``."""
@@ -28,7 +30,8 @@ class Locations:
         found = [run for run in named if run.operator(operator) is not None]
         if not found:
             self._require_not_ended(operator, query, running)
-            if (age := self._registries.clock() - self._registries.started) < self._report_timeout:
+            if self._registries.expects_reports():
+                age = self._registries.clock() - self._registries.started
                 raise UnknownRunError(
                     f"No query with an operator {operator!r} has been reported yet to this coordinator, which has been "
                     "there for "
@@ -45,17 +48,16 @@ class Locations:
         run = found[0]
         spec = run.operator(operator)
         assert spec is not None
-        with run.lock:
-            assignment = assigned(self._registries, run)
-            return OperatorLocation(
-                run.registration.query_id,
-                run.run_id,
-                run.registration.name,
-                spec,
-                run.registration.key_groups,
-                run.versions.completed,
-                tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
-            )
+        assignment = assigned(self._registries, run)
+        return OperatorLocation(
+            run.registration.query_id,
+            run.run_id,
+            run.registration.name,
+            spec,
+            run.registration.key_groups,
+            run.versions.completed,
+            tuple(assignment.owner(operator, p) for p in range(spec.num_partitions)),
+        )
 
     def _require_not_ended(self, operator: str, query: str | None, running: Sequence[QueryState]) -> None:
         """Raise ``QueryEndedError`` if the last query with that operator has ended and does not run again."""
@@ -97,15 +99,16 @@ class Locations:
         run = next((r for r in self._runs.current() if r.registration.query_id == job_id), None)
         if run is None:
             return None
-        with run.lock:
-            assignment = assigned(self._registries, run)
-            registration = run.registration
-            owners = {name: [assignment.hosts[i] for i in places] for name, places in assignment.owners.items()}
-            return KvStateLocationOracle.of(
-                registration.query_id,
-                run.run_id,
-                registration.name,
-                registration.key_groups,
-                run.versions.completed,
-                owners,
-            )
+        assignment = assigned(self._registries, run)
+        registration = run.registration
+        owners = {
+            name: [assignment.owner(name, p) for p in range(len(places))] for name, places in assignment.owners.items()
+        }
+        return KvStateLocationOracle.of(
+            registration.query_id,
+            run.run_id,
+            registration.name,
+            registration.key_groups,
+            run.versions.completed,
+            owners,
+        )

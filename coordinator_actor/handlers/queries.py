@@ -7,9 +7,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from backends.exceptions import StorageError
+from backends.exceptions import StorageError, UnsupportedLocationError
 from backends.formats.manifest import PartitionEntry
 from backends.storage.checkpoint_storage import OpenStorage
+from backends.storage.create_if_absent import CreateIfAbsentProofs
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
@@ -46,6 +47,7 @@ class Queries:
         self._conf = conf
         self._open_storage = open_storage
         self._in_background = in_background
+        self._proofs = CreateIfAbsentProofs()
         self._registering: dict[str, threading.Lock] = {}
 
     def register_query(
@@ -67,7 +69,8 @@ class Queries:
         storage = self._open_storage(registration.state_location, registration.storage_options)
         spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
         manifests = ManifestLog(storage, self._coordinator_id)
-        if manifests.epochs.is_superseded(registration.run_id):
+        was_known = manifests.epochs.is_newest(registration.run_id)
+        if not was_known and manifests.epochs.is_superseded(registration.run_id):
             return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
         # Spark's commits before the manifests: an older run may go on meanwhile, and a committed batch has a manifest.
         commits = SparkCommits(spark)
@@ -75,10 +78,16 @@ class Queries:
         manifests.refresh()
         lag = replace(self._conf.snapshot_lag, maintenance_interval=registration.maintenance_interval)
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)
+        # No host holds anything of a run that nobody has claimed the state for.
+        run.assignment.awaits_reports = was_known
         run.load(completed)
         refusal = refusal_of(run)
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
+        try:
+            self._proofs.require(storage)
+        except UnsupportedLocationError as error:
+            return RegisteredQuery(str(error), 0, completed)
         run.adopt(evolved_operators(run))
         manifests.ensure_query_file(QueryFile(registration.query_id, registration.key_groups))
         refusal = bound_elsewhere(run)
@@ -110,16 +119,26 @@ class Queries:
             run.adopt(operators)
         run.take_over()
 
+    def renew_leases(self, run_ids: Sequence[str]) -> list[str]:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            return [run_id for run_id in run_ids if not self._renewed(run_id)]
+
+    def _renewed(self, run_id: str) -> bool:
+        """Renew the lease of a run. Return whether the run is known: registered, or over for good."""
+        run = self._runs.find(run_id)
+        if run is not None and not run.ended:
+            run.seen(self._registries.clock())
+            self._registries.needed()
+        return run is not None or self._runs.is_over_for_good(run_id)
+
     def driver_heartbeat(self, run_id: str, *, is_stopping: bool = False) -> bool:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
             run = self._runs.find(run_id)
-            if self._runs.is_over_for_good(run_id) or (run is not None and run.ended):
-                return True
-            if run is None:
-                return False
-            run.seen(self._registries.clock())
-            self._registries.needed()
+            known = self._renewed(run_id)
+        if run is None or run.ended:
+            return known
         with run.lock:
             # The progress event of a batch may have met a coordinator that was being restarted.
             catch_up(self._runs, run)
@@ -129,7 +148,7 @@ class Queries:
 
     def batch_committed(self, run_id: str, batch_id: int) -> bool:
         """See ``CoordinatorPort``."""
-        run = self._runs.get(run_id)
+        run = self._runs.awaited(run_id)
         with run.lock:
             if not run.is_current or batch_id + 1 <= run.versions.completed:
                 return False

@@ -18,16 +18,23 @@ class Registries:
     the lock of the run first. Nothing waits for storage while it holds ``lock``.
 
     ``clock`` gives seconds since 1970 and never goes back. ``last_needed`` is when hosts or drivers were heard of last.
+    For ``report_timeout`` seconds from the start on, hosts and drivers of an earlier coordinator may still report.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], report_timeout: float) -> None:
         self.clock = clock
         self.lock = threading.RLock()
         self.hosts = HostRegistry()
         self.instances = InstanceRegistry()
         self.runs = RunRegistry(self.lock, self.instances, clock)
         self.started = self.last_needed = clock()
+        self._reports_until = self.started + report_timeout
         self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_ENTRIES)
+
+    def expects_reports(self) -> bool:
+        """Return whether hosts and drivers of an earlier coordinator may still report for the first time."""
+        with self.lock:
+            return self.clock() < self._reports_until
 
     def needed(self) -> None:
         """Take note that a host or a driver was heard of."""
@@ -41,6 +48,7 @@ class Registries:
             for run in self.runs.by_id.values():
                 run.prolong(seconds, now)
             self.last_needed = min(now, self.last_needed + seconds)
+            self._reports_until += seconds
 
     def end_session(self, session_id: str) -> bool:
         """End a driver's session with its hosts and runs. Return whether other hosts are left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ class RunRegistry:
         self._instances = instances
         self._clock = clock
         self.by_id: dict[str, QueryState] = {}
+        self._expected: Counter[str] = Counter()
+        """Of each run that hosts have reported, how many reports are being taken up."""
+        self._changed = threading.Condition(lock)
         self._savepoints: dict[str, RunSavepoints] = {}
         self._over: BoundedDict[str, str] = BoundedDict(REMEMBERED_ENTRIES)
         self._ended: BoundedDict[str, EndedQuery] = BoundedDict(REMEMBERED_ENTRIES)
@@ -61,6 +65,33 @@ class RunRegistry:
         if run is None:
             raise UnknownRunError(f"Run {run_id} is not registered with this coordinator; it must be registered again.")
         return run
+
+    def awaited(self, run_id: str) -> QueryState:
+        """Return a registered run, as ``get`` does. Wait for a run that a host has reported, and storage is read for.
+
+        Not for messages that must not wait for storage.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: run_id in self.by_id or run_id not in self._expected)
+        return self.get(run_id)
+
+    def expect(self, run_id: str) -> None:
+        """Take note that the report of a host about a run is being taken up."""
+        with self._lock:
+            self._expected[run_id] += 1
+
+    def expect_no_more(self, run_id: str) -> None:
+        """Take note that the report of a host about a run is taken up, or could not be."""
+        with self._changed:
+            self._expected[run_id] -= 1
+            if not self._expected[run_id]:
+                del self._expected[run_id]
+            self._changed.notify_all()
+
+    def is_expected(self, run_id: str) -> bool:
+        """Return whether the report of a host about a run is being taken up."""
+        with self._lock:
+            return run_id in self._expected
 
     def find(self, run_id: str) -> QueryState | None:
         """Return a registered run, or None."""
@@ -124,6 +155,7 @@ class RunRegistry:
             for other in replaced:
                 other.retire(run_id)
             self.by_id[run_id] = run
+            self._changed.notify_all()
             self._savepoints[run_id] = savepoints
             self._over.pop(run_id, None)
             self._ended.pop(run_id, None)

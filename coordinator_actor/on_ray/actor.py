@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import ray
@@ -18,17 +20,19 @@ from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
-from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
+from coordinator_actor.dispatcher import Dispatcher
+from coordinator_actor.lease_watch import LeaseWatch
+from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
-from coordinator_actor.port import CoordinatorPort
+from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.priority import take_ordinary_priority
+from coordinator_actor.query_threads import QueryThreads
 
 log = logging.getLogger(__name__)
 
-MAX_CONCURRENCY = 64
-WATCH_SECONDS = 1.0
-"""The seconds between two looks at the leases. A look that comes later by as much shows that the process stood
-still.
+MAX_PENDING = 50_000
+"""Messages that may wait at once in each concurrency group: none of them holds a thread, and each query has a bound of
+its own.
 """
 
 
@@ -41,11 +45,12 @@ def steady_clock() -> Callable[[], float]:
     return lambda: start + time.monotonic()
 
 
-class StateStoreCoordinator(CoordinatorPort):
+class StateStoreCoordinator:
     """The coordinator of one namespace as a Ray actor. Its methods are the messages of ``CoordinatorPort``.
 
-    Ray restarts the actor. Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster,
-    unless an earlier coordinator of that name has left one.
+    Each is a coroutine that waits for the threads of its concurrency group (``dispatcher.py``). Ray restarts the actor.
+    Hosts and drivers then report again what they hold. ``token`` is the secret of this cluster, unless an earlier
+    coordinator of that name has left one.
     """
 
     def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:
@@ -58,7 +63,11 @@ class StateStoreCoordinator(CoordinatorPort):
         store = ClusterStore(namespace, name)
         tokens = AccessTokens(store.secret(token), store, time.time)
         self._node_ip = ray.util.get_node_ip_address()
-        self._coordinator = Coordinator(steady_clock(), CheckpointStorage.open, conf, tokens=tokens)
+        queries = QueryThreads()
+        self._coordinator = Coordinator(
+            steady_clock(), CheckpointStorage.open, conf, tokens=tokens, apart=queries.submit
+        )
+        self._dispatcher = Dispatcher(self._coordinator, queries)
         tags = ("namespace",)
         self._hosts_gauge = Gauge("statestore_hosts", "Live state store hosts", tags)
         self._queries_gauge = Gauge("statestore_queries", "Registered streaming queries", tags)
@@ -69,7 +78,8 @@ class StateStoreCoordinator(CoordinatorPort):
             [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000],
             tags,
         )
-        threading.Thread(target=self._watch, name="statestore-leases", daemon=True).start()
+        watch = LeaseWatch(self._coordinator, self._publish_counts, self._end)
+        threading.Thread(target=watch.run, name="statestore-leases", daemon=True).start()
         # In a thread of its own, since removing files may take long.
         threading.Thread(target=self._maintain, name="statestore-maintenance", daemon=True).start()
 
@@ -81,50 +91,49 @@ class StateStoreCoordinator(CoordinatorPort):
             except Exception:  # the thread must go on
                 log.exception("Maintenance failed")
 
-    def _watch(self) -> None:
+    def _publish_counts(self, hosts: int, queries: int) -> None:
         tags = {"namespace": self._namespace}
-        while True:
-            slept = time.monotonic()
-            time.sleep(WATCH_SECONDS)
-            late = time.monotonic() - slept - WATCH_SECONDS
-            try:
-                self._coordinator.expire(late if late > WATCH_SECONDS else 0.0)
-            except Exception:  # the thread must go on
-                log.exception("Leases could not be looked at")
-            described = self._coordinator.describe()
-            self._hosts_gauge.set(len(described["hosts"]), tags)
-            self._queries_gauge.set(len(described["queries"]), tags)
-            if self._coordinator.is_idle():
-                log.info("Nobody has needed this coordinator for a while; it ends")
-                ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
+        self._hosts_gauge.set(hosts, tags)
+        self._queries_gauge.set(queries, tags)
 
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Pass a message to the coordinator. Every declared message is a method of the actor that comes here."""
-        return self._coordinator.call(method, *args, **kwargs)
+    def _end(self) -> None:
+        ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
 
-    def acknowledge_many(
-        self, run_id: str, host_id: str, incarnation: str, messages: Sequence[Acknowledge]
-    ) -> tuple[Acknowledged | Refused, ...]:
-        """See ``CoordinatorPort``. Also measures the time that the message takes."""
+    async def _answer(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         started = time.perf_counter()
-        answers = super().acknowledge_many(run_id, host_id, incarnation, messages)
+        future = self._dispatcher.submit(method, args, kwargs)
+        answer = future.result() if future.done() else await asyncio.wrap_future(future)
+        if method == "acknowledge_many":
+            self._acknowledged(answer, time.perf_counter() - started)
+        elif method == "describe":
+            place = {"namespace": self._namespace, "node_ip": self._node_ip, "pid": os.getpid()}
+            answer = {**answer, **place}
+        return answer
+
+    def _acknowledged(self, answers: Sequence[Acknowledged | Refused], seconds: float) -> None:
+        """Publish how long a message took, with its time in the queue, and whether a version is prepared."""
         tags = {"namespace": self._namespace}
-        self._acknowledge_ms.observe((time.perf_counter() - started) * 1e3, tags)
+        self._acknowledge_ms.observe(seconds * 1e3, tags)
         if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
             self._prepared_counter.inc(1, tags)
-        return answers
-
-    def describe(self) -> dict[str, Any]:
-        """See ``CoordinatorPort``. Also names the node, the process and the namespace of the actor."""
-        return {
-            **super().describe(),
-            "namespace": self._namespace,
-            "node_ip": self._node_ip,
-            "pid": os.getpid(),
-        }
 
     def __repr__(self) -> str:
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"
+
+
+def _coroutine(message: str) -> Callable[..., Any]:
+    """Return the method of the actor that answers a message."""
+
+    @wraps(getattr(CoordinatorPort, message))
+    async def answer(self: StateStoreCoordinator, *args: Any, **kwargs: Any) -> Any:
+        return await self._answer(message, args, kwargs)
+
+    group = GROUPS[message]
+    return answer if group is Group.QUERIES else ray.method(concurrency_group=group.value)(answer)
+
+
+for _message in MESSAGES:
+    setattr(StateStoreCoordinator, _message, _coroutine(_message))
 
 
 def get_or_create_coordinator(
@@ -132,7 +141,9 @@ def get_or_create_coordinator(
 ) -> Any:
     """Return the coordinator actor of a namespace. Start it if there is none; it outlives the driver that starts it."""
     return (
-        ray.remote(StateStoreCoordinator)
+        ray.remote(concurrency_groups={g.value: MAX_PENDING for g in Group if g is not Group.QUERIES})(
+            StateStoreCoordinator
+        )
         .options(
             name=name,
             namespace=namespace,
@@ -140,7 +151,7 @@ def get_or_create_coordinator(
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
-            max_concurrency=MAX_CONCURRENCY,
+            max_concurrency=MAX_PENDING,
         )
         .remote(namespace, name, secrets.token_hex(32), conf or CoordinatorConf())
     )

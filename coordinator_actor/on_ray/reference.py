@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import entry_points
@@ -151,8 +152,11 @@ class StateStoreCoordinatorRef:
         locations: list[str | None] = self._transport("get_locations", {"provider_ids": tuple(provider_ids)})
         return locations
 
-    def deactivate_instances(self, run_id: str) -> bool:
-        """Forget the instances of a run, also those of reports that are still on their way."""
+    def deactivate_instances(self, run_id: str | uuid.UUID) -> bool:
+        """Forget the instances of a run, also those of reports that are still on their way.
+
+        Raises ``InvalidRequestError`` if ``run_id`` is neither a text nor a ``uuid.UUID``.
+        """
         return bool(_reporters.submit(self._transport, "deactivate_instances", {"run_id": run_id}).result())
 
     def stop(self) -> None:

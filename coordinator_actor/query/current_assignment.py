@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.messages import HostInfo
+from coordinator_actor.exceptions import UnknownRunError
+from coordinator_actor.messages import NOBODY, HostInfo
 
 
 @dataclass(frozen=True)
 class Assignment:
     """The owner of every partition of a run.
 
-    ``number`` grows with every change in a run. ``generation`` is that of the set of hosts. ``owners`` has, per
-    operator, an index into ``hosts`` for each partition. ``of_host`` has the partitions of each host, by host id.
+    ``number`` grows with every change in a run. ``generation`` is that of the set of hosts, ``reports`` the number of
+    reports that are taken into account. ``owners`` has, per operator, an index into ``hosts`` for each partition, or
+    ``NOBODY``. ``of_host`` has the partitions of each host, by host id. ``is_partial``: some partitions have no owner
+    yet, since the host that holds them may still report.
     """
 
     number: int
@@ -22,46 +26,81 @@ class Assignment:
     hosts: tuple[HostInfo, ...]
     owners: Mapping[str, list[int]]
     of_host: Mapping[str, tuple[TaskKey, ...]]
+    is_partial: bool = False
+    reports: int = 0
 
     @classmethod
-    def of(cls, number: int, generation: int, hosts: Sequence[HostInfo], owners: Mapping[TaskKey, str]) -> Assignment:
-        """Make an assignment from the host id of each partition. Partitions must come in ascending order."""
+    def of(
+        cls,
+        number: int,
+        generation: int,
+        hosts: Sequence[HostInfo],
+        owners: Mapping[TaskKey, str | None],
+        reports: int = 0,
+    ) -> Assignment:
+        """Make an assignment from the host id of each partition, or None. Partitions must come in ascending order."""
         places = {host.host_id: i for i, host in enumerate(hosts)}
         by_operator: dict[str, list[int]] = {}
         by_host: dict[str, list[TaskKey]] = {host.host_id: [] for host in hosts}
         for task, host_id in owners.items():
-            by_operator.setdefault(task[0], []).append(places[host_id])
-            by_host[host_id].append(task)
-        return cls(number, generation, tuple(hosts), by_operator, {h: tuple(t) for h, t in by_host.items()})
+            by_operator.setdefault(task[0], []).append(NOBODY if host_id is None else places[host_id])
+            if host_id is not None:
+                by_host[host_id].append(task)
+        of_host = {h: tuple(t) for h, t in by_host.items()}
+        is_partial = any(host_id is None for host_id in owners.values())
+        return cls(number, generation, tuple(hosts), by_operator, of_host, is_partial, reports)
 
     def owner(self, operator: str, partition: int) -> HostInfo:
-        """Return the owner of a partition."""
-        return self.hosts[self.owners[operator][partition]]
+        """Return the owner of a partition. Raises ``UnknownRunError`` if its holder may still report."""
+        found = self.find(operator, partition)
+        if found is None:
+            raise UnknownRunError(
+                f"The owner of {operator}/{partition} is not known yet: this coordinator was just started, and hosts "
+                "still report what they hold; ask again."
+            )
+        return found
+
+    def find(self, operator: str, partition: int) -> HostInfo | None:
+        """Return the owner of a partition; None if there is none yet, or no such partition."""
+        places = self.owners.get(operator, [])
+        place = places[partition] if 0 <= partition < len(places) else NOBODY
+        return None if place == NOBODY else self.hosts[place]
 
 
 class RunAssignment:
     """The assignment of one run, and what is known before the first one is made.
 
-    ``current`` is None until the first batch or question. ``reported`` has the hosts that partitions were reported from
-    after a restart of the coordinator. ``is_unbalanced``: hosts may have more than their share, since partitions move
-    between living hosts only where a batch begins. The lock of the run guards everything here.
+    ``current`` is None until the first batch or question. ``reported`` has the hosts that acknowledgements of
+    partitions came from; ``reports`` counts them. ``awaits_reports``: another coordinator has known the run, so hosts
+    may hold partitions of it. ``is_unbalanced``: hosts may have more than their share, since partitions move between
+    living hosts only where a batch begins.
+
+    ``lock`` guards all changes here. Nobody waits for storage while it is held, so clients learn of owners while a
+    query's storage hangs. It is taken behind the lock of the run, and before that of the registries.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.current: Assignment | None = None
         self.is_unbalanced = False
+        self.awaits_reports = False
         self.reported: dict[TaskKey, str] = {}
+        self.reports = 0
 
     def report(self, task: TaskKey, host_id: str, *, overrides: bool = False) -> None:
         """Take note that a host has a partition. The first report counts, unless this one ``overrides`` it."""
-        if overrides or task not in self.reported:
-            self.reported[task] = host_id
+        with self.lock:
+            if overrides or task not in self.reported:
+                self.reported[task] = host_id
+                self.reports += 1
 
     def unbalance(self) -> None:
         """Let the next batch give every host its share."""
-        self.is_unbalanced = True
+        with self.lock:
+            self.is_unbalanced = True
 
     def change(self, assignment: Assignment, *, is_balanced: bool) -> None:
         """Put an assignment in force."""
-        self.current = assignment
-        self.is_unbalanced = not is_balanced
+        with self.lock:
+            self.current = assignment
+            self.is_unbalanced = not is_balanced

@@ -24,7 +24,7 @@ from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
-from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
+from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, RunningBatch
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,11 @@ log = logging.getLogger(__name__)
 class QueryState:
     """One registered run of a query.
 
-    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch``, ``assignment`` and ``files_in_use``.
-    It
-    is held while the run's storage is asked, so messages that must not wait for storage do not take it. They read
-    values that are only ever replaced as a whole: the chain and the completed version, the current assignment, the
-    registration, what is announced to hosts, and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``),
-    which they also write. The one maintenance thread alone writes ``maintained`` and reads descriptors in without the
-    lock. Checkpoints have a lock of their own.
+    ``lock`` guards all writes to the run and its parts: ``versions``, ``batch`` and ``files_in_use``. It is held while
+    the run's storage is asked, so messages that must not wait for storage do not take it. They read values that are
+    only ever replaced as a whole: the chain and the completed version, the registration, what is announced to hosts,
+    and the lifetime of the run (``driver_seen``, ``ended``, ``retired_by``), which they also write. ``assignment`` and
+    the checkpoints have locks of their own. The one maintenance of the run alone reads descriptors in without the lock.
 
     ``driver_seen`` is when the driver was heard of last, in seconds by the coordinator's clock. ``maintained`` is when
     garbage was removed last.
@@ -106,6 +104,11 @@ class QueryState:
     def is_named(self, query: str) -> bool:
         """Return whether that is the name, the query id or the run id."""
         return query in (self.registration.name, self.registration.query_id, self.run_id)
+
+    def has_partition(self, operator: str, partition: int) -> bool:
+        """Return whether the run has such a partition."""
+        spec = self.operator(operator)
+        return spec is not None and 0 <= partition < spec.num_partitions
 
     def require_partition(self, operator: str, partition: int) -> None:
         """Raise ``InvalidRequestError`` if the run has no such partition."""
@@ -234,14 +237,18 @@ class QueryState:
         return self._times[1]
 
     def acknowledge(
-        self, version: int, changes: Mapping[TaskKey, PartitionEntry], durations: Mapping[TaskKey, float] = NO_DURATIONS
+        self,
+        version: int,
+        changes: Mapping[TaskKey, PartitionEntry],
+        durations: Mapping[TaskKey, float] = NO_DURATIONS,
+        stages: Mapping[TaskKey, int] = NO_STAGES,
     ) -> int | None:
-        """Take the changes of partitions. Return the id of the manifest if the version is prepared, else None.
+        """Take the changes of partitions. Return the id of the manifest if one names them, else None.
 
-        ``durations`` are in seconds.
+        ``durations`` are in seconds. ``stages`` are Spark's stage ids, where they are known.
         """
-        is_prepared = self.batch.acknowledge(version, changes, durations)
-        return self.versions.chain[version].id if is_prepared else None
+        is_named = self.batch.acknowledge(version, changes, durations, stages)
+        return self.versions.chain[version].id if is_named else None
 
     def _prepare(self, version: int, checkpoint_id: int, changes: Mapping[TaskKey, PartitionEntry]) -> None:
         """Write the manifest of a version that every partition has acknowledged."""
@@ -257,6 +264,9 @@ class QueryState:
             # committed the batch.
             self._recover(version)
             self._require_own_schemas(version)
+        elif self.batch.is_repeated(version):
+            # The plan has run again in part. Nothing more comes of that, and the last attempts count.
+            self.batch.end_repeat()
         elif self._writer.is_uncertain:
             # A manifest whose writing failed may exist all the same, or appear later. A completed version must not
             # change.

@@ -227,13 +227,22 @@ class RunSavepoints:
 
     def settle(self) -> None:
         """Give up overdue savepoints, and let go of the versions and holds that are no longer needed."""
+        self.settle_in_memory()
+        if self.holds_in_vain:
+            self._let_go()
+
+    @property
+    def holds_in_vain(self) -> bool:
+        """Return whether the run is held for a savepoint that has failed."""
+        return self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None
+
+    def settle_in_memory(self) -> None:
+        """Give up overdue savepoints, and let go of the versions that are no longer needed. Asks no storage."""
         self.coordinator.expire()
         pending = self.coordinator.get_pending_checkpoints()
         for checkpoint_id in [c for c in self._held if c not in pending]:
             del self._held[checkpoint_id]
             self._run.versions.unpin(checkpoint_id)
-        if self._stopping is not None and self._stopping.done() and self._stopping.exception() is not None:
-            self._let_go()
 
     def _let_go(self) -> None:
         """Let the run go on, since the savepoint has failed that the run was to be stopped with.

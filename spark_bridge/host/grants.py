@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from coordinator_actor.exceptions import InvalidRequestError
-from coordinator_actor.messages import BatchGrant, Completed, HostInfo, OpenBatch, OpenGrant
+from coordinator_actor.exceptions import InvalidRequestError, UnknownRunError
+from coordinator_actor.messages import NOBODY, BatchGrant, Completed, HostInfo, OpenBatch, OpenGrant
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.transport.protocol import TaskIdentity
@@ -29,12 +29,18 @@ class _Granted:
     hosts: tuple[HostInfo, ...]
     owners: Mapping[str, list[int]]
 
+    def lacks(self, operator: str, partition: int) -> bool:
+        """Return whether a partition has no owner yet."""
+        places = self.owners.get(operator, [])
+        return 0 <= partition < len(places) and places[partition] == NOBODY
+
 
 class Grants:
     """Asks for grants and remembers the last one of each run. Thread-safe.
 
-    The lock of a run is held while the coordinator is asked, so that the other tasks wait for that answer. ``_lock``
-    guards the two tables alone; nothing else is locked meanwhile.
+    The lock of a run is held while the coordinator is asked, so that the other tasks wait for that answer. ``_waiting``
+    has the partitions that they wait for: the next question names them all. ``_lock`` guards the tables alone; nothing
+    else is locked meanwhile.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class Grants:
         self._clock = clock
         self._lock = threading.Lock()
         self._granted: dict[str, _Granted] = {}
+        self._waiting: dict[str, set[tuple[str, int]]] = {}
         self._granting: dict[str, threading.Lock] = {}
 
     def for_task(self, task: TaskIdentity) -> OpenGrant:
@@ -55,19 +62,35 @@ class Grants:
 
         Raises ``InvalidRequestError`` if the run has no such partition, and what the coordinator raises.
         """
+        wanted = (task.operator, task.partition)
         with self._lock:
             granting = self._granting.setdefault(task.run_id, threading.Lock())
-        with granting:
-            held = self._granted.get(task.run_id)
-            now = self._clock()
-            if held is None or held.grant.version != task.batch_id or not 0 <= now - held.at < GRANT_SECONDS:
-                held = self._ask(task, held, now)
+            self._waiting.setdefault(task.run_id, set()).add(wanted)
+        try:
+            with granting:
+                held = self._granted.get(task.run_id)
+                now = self._clock()
+                if (
+                    held is None
+                    or held.grant.version != task.batch_id
+                    or not 0 <= now - held.at < GRANT_SECONDS
+                    or held.lacks(*wanted)
+                ):
+                    held = self._ask(task, held, now)
+        finally:
+            with self._lock:
+                self._waiting.get(task.run_id, set()).discard(wanted)
         grant = held.grant
         owners = held.owners.get(task.operator, [])
         if not 0 <= task.partition < len(owners):
             raise InvalidRequestError(
                 f"Run {task.run_id} has no partition {task.partition} of an operator {task.operator!r}; it has "
                 f"{ {name: len(places) for name, places in held.owners.items()} }."
+            )
+        if held.lacks(*wanted):
+            raise UnknownRunError(
+                f"The coordinator was asked for the owner of {task.operator}/{task.partition} of run {task.run_id} "
+                "and named none; ask again."
             )
         head = grant.heads.get(task.operator, {}).get(task.partition)
         owner = held.hosts[owners[task.partition]]
@@ -76,7 +99,10 @@ class Grants:
     def _ask(self, task: TaskIdentity, held: _Granted | None, now: float) -> _Granted:
         info = self._registration.info
         known = 0 if held is None else held.grant.assignment
-        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, known)
+        with self._lock:
+            # This one too: another attempt of the same task may have taken it out.
+            waiting = tuple(sorted({*self._waiting.get(task.run_id, ()), (task.operator, task.partition)}))
+        request = OpenBatch(task.run_id, task.batch_id, info.host_id, info.incarnation, known, waiting)
         grant = self._registration.call(lambda: self._registration.coordinator.open_batch(request))
         if grant.hosts or held is None:
             held = _Granted(grant, now, grant.hosts, grant.owners)
@@ -98,4 +124,5 @@ class Grants:
         """Forget a run that is over."""
         with self._lock:
             self._granted.pop(run_id, None)
+            self._waiting.pop(run_id, None)
             self._granting.pop(run_id, None)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from backends.conf import StateStoreConf
@@ -34,6 +35,7 @@ from spark_bridge.host.partition_loading import PartitionLoading
 from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.reads import PartitionReads
 from spark_bridge.host.registration import HostRegistration
+from spark_bridge.host.run_orders import RunOrders
 from spark_bridge.host.savepoint_exports import SavepointExports
 from spark_bridge.host.savepoint_partitions import SavepointPartitions
 from spark_bridge.host.task_commit import TaskCommits
@@ -73,6 +75,7 @@ class Host:
         self._clock = clock
         self._revoked_tokens: frozenset[str] = frozenset()
         self._revoked_until = -math.inf
+        self._orders = RunOrders()
         self.counters = Counters()
         self.completed = CompletedVersions()
         self.held = HeldPartitions(self.completed)
@@ -85,7 +88,9 @@ class Host:
         )
         self.prepared = PreparedVersions(registration, self.held, self.completed, self.files.open_storage)
         self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters)
-        self.reads = PartitionReads(registration, self.held, self.loading, self.grants, self.completed, self.counters)
+        self.reads = PartitionReads(
+            registration, self.held, self.loading, self.grants, self.completed, self.prepared, self.counters
+        )
         self.maintenance = Maintenance(
             registration, self.held, self.loading, self.version_requests, self.counters, conf
         )
@@ -140,17 +145,19 @@ class Host:
         self.registration.register()
 
     def heartbeat(self) -> None:
-        """Renew the lease and carry out what the coordinator answers."""
+        """Renew the lease and carry out what the coordinator answers. Waits for the storage of no query."""
         orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, self.held.versions())
         # Answers may overtake each other, and a token that is revoked stays revoked.
         self._revoked_tokens = self._revoked_tokens.union(orders.revoked_tokens)
         self._revoked_until = self._clock() + REVOKED_SECONDS
         if not orders.known:
             self.registration.register_apart()
+        by_run: dict[str, list[Callable[[], None]]] = {}
         for completed in orders.completed:
-            self.loading.complete(completed)
+            by_run.setdefault(completed.run_id, []).append(partial(self.loading.complete, completed))
         for run_id in orders.unload_runs:
-            self.loading.unload_run(run_id)
+            by_run.setdefault(run_id, []).append(partial(self.loading.unload_run, run_id))
+        self._orders.carry_out(by_run)
         if orders.known:
             self.exports.give_up_others(orders.pending)
         for order in orders.savepoints:

@@ -62,7 +62,7 @@ class PreparedVersions:
         held.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int) -> None:
-        """Take note that the coordinator has accepted a task's changes for a version."""
+        """Take note that the coordinator has accepted changes for a version."""
         known = self._prepared.get(registration.run_id)
         if known is None or known.version < version:
             self._prepared[registration.run_id] = _Prepared(registration, version)

@@ -19,8 +19,12 @@ from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import Instance
 from spark_bridge.host.partition_loading import PartitionLoading
+from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.transport.protocol import ScanCommand
+
+LOOK_WAIT_SECONDS = 10.0
+"""A partition that is loaded for a query waits so long to hear whether Spark has committed a prepared version."""
 
 
 class PartitionReads:
@@ -33,6 +37,7 @@ class PartitionReads:
         loading: PartitionLoading,
         grants: Grants,
         completed: CompletedVersions,
+        prepared: PreparedVersions,
         counters: Counters,
     ) -> None:
         self._registration = registration
@@ -40,6 +45,7 @@ class PartitionReads:
         self._loading = loading
         self._grants = grants
         self._completed = completed
+        self._prepared = prepared
         self._counters = counters
 
     # -- tasks ---------------------------------------------------------------------------------
@@ -105,6 +111,11 @@ class PartitionReads:
         another host's, and what the coordinator raises.
         """
         grant = self._grants.for_read(run_id, operator, partition)
+        if grant.is_prepared:
+            # The host may have begun anew since the version was prepared: it must not begin behind Spark.
+            self._prepared.accepted(grant.registration, grant.version + 1)
+            self._prepared.settle(run_id, LOOK_WAIT_SECONDS)
+            grant = self._grants.for_read(run_id, operator, partition)
         if not self._registration.owns(grant.owner):
             raise NotOwnerError(
                 f"Partition {partition} of operator {operator!r} belongs to host {grant.owner.host_id} "

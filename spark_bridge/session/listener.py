@@ -32,6 +32,7 @@ from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
+from spark_bridge.session.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
 from spark_bridge.session.settings import (
     MIN_BATCHES_CONF,
@@ -45,7 +46,6 @@ from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
 
-DRIVER_HEARTBEAT_SECONDS = 1.0
 TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
 
 
@@ -58,8 +58,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._registrations: dict[str, QueryRegistration] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
-        self._heartbeat = threading.Thread(target=self._run_heartbeat, name="statestore-driver", daemon=True)
-        self._heartbeat.start()
+        self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
         """Register a query that has stateful operators, and set the properties of its tasks."""
@@ -127,6 +126,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             return answer.refusal
         with self._lock:
             self._registrations[registration.run_id] = registration
+        self._heartbeats.add(registration)
         self._set(properties.RUN_ID, registration.run_id)
         self.publish_endpoints()
         log.info(
@@ -215,6 +215,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         run_id = str(event.runId)
         with self._lock:
             known = self._registrations.pop(run_id, None)
+        self._heartbeats.remove(run_id)
         if known is not None and not self._stopping.is_set():
             try:
                 self._cluster.coordinator.deactivate_instances(run_id)
@@ -222,19 +223,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 # The lease of the run ends by itself.
                 log.warning("The end of run %s was not reported: %s", run_id, error)
 
-    def _run_heartbeat(self) -> None:
-        while not self._stopping.wait(DRIVER_HEARTBEAT_SECONDS):
-            with self._lock:
-                registrations = list(self._registrations.values())
-            for registration in registrations:
-                try:
-                    is_stopping = registration.run_id in self._cluster.stopping
-                    if not self._cluster.coordinator.driver_heartbeat(registration.run_id, is_stopping=is_stopping):
-                        self._cluster.coordinator.register_query(registration)
-                except Exception:  # the thread must go on
-                    log.warning("The heartbeat of run %s was not taken", registration.run_id, exc_info=True)
-
     def close(self) -> None:
-        """Stop the heartbeat."""
+        """Stop the heartbeats."""
         self._stopping.set()
-        self._heartbeat.join(timeout=5)
+        self._heartbeats.close()

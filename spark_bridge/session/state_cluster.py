@@ -16,6 +16,8 @@ from spark_bridge.host_actor.session_options import SessionOptions
 
 log = logging.getLogger(__name__)
 
+LEASE_SECONDS = 10.0
+"""How long a message that renews leases waits for its answer, in seconds: the next one may get through."""
 STOP_TIMEOUT = 20
 """Seconds within which hosts must stop; they are killed then."""
 
@@ -34,6 +36,10 @@ class StateCluster:
         """The ids of runs that stop when the savepoint that is being made of them is done."""
         get_or_create_coordinator(options.namespace, options.coordinator_name, options.coordinator_conf)
         self.coordinator = RayCoordinatorPort(options.namespace, options.coordinator_name, options.recovery_timeout)
+        self.leases = RayCoordinatorPort(
+            options.namespace, options.coordinator_name, min(LEASE_SECONDS, options.recovery_timeout)
+        )
+        """The way of the messages that renew leases: none of them takes a lease's time."""
         self.token = self.coordinator.token()
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
@@ -79,6 +85,7 @@ class StateCluster:
         """Stop this session's hosts, and the coordinator if no other session uses it."""
         others = self.coordinator.unregister_session(self.session_id)
         self.coordinator.close()
+        self.leases.close()
         stopping = [host.stop.remote() for host in self.hosts]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT)
         for host in self.hosts:

@@ -87,8 +87,8 @@ class World:
         )
         return msgspec.structs.replace(given, **changes)
 
-    def commit_spark(self, batch: int) -> None:
-        path = self.root / "ck" / "commits" / str(batch)
+    def commit_spark(self, batch: int, checkpoint: str = "ck") -> None:
+        path = self.root / checkpoint / "commits" / str(batch)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("v1\n{}")
 
@@ -128,5 +128,9 @@ class World:
 
     def manifests(self) -> list[dict[str, Any]]:
         """What is written, with an entry for each partition instead of columns."""
-        paths = sorted((self.root / "ck/statestore/manifests").glob("*.json"))
+        return self.manifests_of("ck")
+
+    def manifests_of(self, checkpoint: str) -> list[dict[str, Any]]:
+        """What is written below a checkpoint directory of this name."""
+        paths = sorted((self.root / checkpoint / "statestore/manifests").glob("*.json"))
         return [json.loads(msgspec.json.encode(unseal(p.read_bytes(), Manifest, p.name), enc_hook=dict)) for p in paths]

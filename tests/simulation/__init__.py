@@ -6,12 +6,12 @@ time, threads and locks, the network between processes (Ray calls and Flight ali
 below a partition (in memory, and it outlives its process), and Spark's driver, its executors and their tasks. One
 seeded scheduler decides what happens next, so a seed always gives the same run.
 
-What goes wrong, in a mixture that the seed chooses: messages come late, out of order, twice or never; storage is slow
-and fails, with or without having done what it was asked; coordinators, hosts, executors and drivers die, alone and
-together, between any two messages and storage calls; they stand still for up to 40 s and go on as if nothing had
-happened; they are cut off and replaced while they still work; clocks are turned; tasks are retried, speculated and
-repeated as a whole; a second driver starts on the same checkpoint, also in another Ray cluster; the user stops and
-starts the query, removes Spark's last batches, changes the number of partitions and the backend.
+What goes wrong, in a mixture that the seed chooses: messages come late, out of order, twice or never; hosts are slow to
+register; storage is slow and fails, with or without having done what it was asked; coordinators, hosts, executors and
+drivers die, alone and together, between any two messages and storage calls; they stand still for up to 40 s and go on
+as if nothing had happened; they are cut off and replaced while they still work; clocks are turned; tasks are retried,
+speculated and repeated as a whole; a second driver starts on the same checkpoint, also in another Ray cluster; the user
+stops and starts the query, removes Spark's last batches, changes the number of partitions and the backend.
 
 What is checked, most of it at the moment it could be broken: a task of batch N reads exactly
 version N; a query reads completed versions only; every manifest is made of durable, undamaged changelogs of one plan of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ from backends.conf import StateStoreConf
 from backends.exceptions import ConcurrentCommitError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.dispatcher import Dispatcher
 from coordinator_actor.messages import HostInfo
+from coordinator_actor.query_threads import QueryThreads
 from spark_bridge.host.host import Host
 from tests.simulation import engine
 from tests.simulation import scheduler as scheduling
@@ -41,11 +44,24 @@ class Cluster:
         process.clock_offset = self.world.clock_offset
         clock = self.world.clock_of(process)
         conf = CoordinatorConf(host_timeout=10.0, driver_timeout=30.0)
+        queries = QueryThreads()
         # Nothing is called before the constructor has ended.
-        process.memory["coordinator"] = Coordinator(clock, self.world.disk.open, conf)
+        coordinator = process.memory["coordinator"] = Coordinator(
+            clock, self.world.disk.open, conf, apart=lambda query, work: queries.submit(query, partial(self._do, work))
+        )
+        process.memory["dispatcher"] = Dispatcher(coordinator, queries)
         process.on_death.append(lambda: s.at(0.2 + s.random.random() * 3, self._restart))
         s.spawn(process, lambda: self._every(1.0, "expire"), "leases")
         s.spawn(process, lambda: self._every(1.0, "maintain"), "maintenance")
+
+    def _do(self, work: Callable[[], Any]) -> Any:
+        """Work that nobody may wait for: an error that nothing excuses must be seen all the same."""
+        try:
+            return work()
+        except Exception as error:
+            if not isinstance(error, KNOWN_ERRORS):
+                self.world.scheduler.fail(error)
+            raise
 
     def _restart(self) -> None:
         if self.coordinator is not None and not self.coordinator.is_alive:

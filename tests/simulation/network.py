@@ -43,14 +43,14 @@ class Network:
     """The way between all processes. ``calls_under_way`` are the tasks that carry out calls, and since when."""
 
     def __init__(self, faults: Faults, acknowledged: Callable[[str, Any, Any], None]) -> None:
-        self._faults = faults
+        self.faults = faults
         self.acknowledged = acknowledged
         self.calls_under_way: dict[Task, float] = {}
 
     def delay(self) -> float:
         """How long a message takes."""
         s = scheduling.active
-        if self._faults.message_late and s.random.random() < self._faults.message_late:
+        if self.faults.message_late and s.random.random() < self.faults.message_late:
             return s.random.random() * 8.0
         return s.random.random() * 0.004
 
@@ -65,7 +65,7 @@ class Network:
         s = scheduling.active
         call = _Call(s.current)
         self._deliver(call, target, name, function, through_ray)
-        if self._faults.message_twice and s.random.random() < self._faults.message_twice:
+        if self.faults.message_twice and s.random.random() < self.faults.message_twice:
             self._deliver(call, target, name, function, through_ray)
         if not call.is_over:
             s.park(timeout)
@@ -79,7 +79,7 @@ class Network:
     def _deliver(
         self, call: _Call, target: Process | None, name: str, function: Callable[[], Any], through_ray: bool
     ) -> None:
-        s, faults = scheduling.active, self._faults
+        s, faults = scheduling.active, self.faults
         lost = faults.message_lost
 
         def arrive() -> None:
@@ -126,13 +126,17 @@ class SimulatedPort(CoordinatorPort):
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """One message."""
         s = scheduling.active
+        slow = self._network.faults.registration_slow
+        if method == "register_host" and slow and s.random.random() < slow:
+            # Another host may be there long before: behind a coordinator's restart it must not be given everything.
+            s.sleep(s.random.random() * 7.0)
         deadline = s.now + self._timeout
         while True:
             target = self._find()
 
             def carry_out(target: Process | None = target) -> Any:
                 assert target is not None
-                answer = target.memory["coordinator"].call(method, *args, **kwargs)
+                answer = target.memory["dispatcher"].submit(method, args, kwargs).result()
                 if method == "acknowledge_many":
                     self._network.acknowledged(target.name, args[3], answer)
                 return answer

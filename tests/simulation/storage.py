@@ -24,6 +24,7 @@ class Faults:
     message_lost: float = 0.0
     message_late: float = 0.0
     message_twice: float = 0.0
+    registration_slow: float = 0.0
 
     def heal(self) -> None:
         """Nothing goes wrong any more."""

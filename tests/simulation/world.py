@@ -83,6 +83,7 @@ class World:
             message_lost=r.choice((0.0, 0.002, 0.01)),
             message_late=r.choice((0.0, 0.005, 0.02)),
             message_twice=r.choice((0.0, 0.02)),
+            registration_slow=r.choice((0.0, 0.5)),
         )
         self.num_hosts = r.randint(1, 3)
         self.num_partitions = r.randint(1, 3)

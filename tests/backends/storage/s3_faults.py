@@ -158,7 +158,10 @@ class Seen:
 
 
 class FaultProxy(ThreadingHTTPServer):
-    """Forwards to the server, except as ``plan`` says: the first fault that strikes a request befalls it."""
+    """Forwards to the server, except as ``plan`` says: the first fault that strikes a request befalls it.
+
+    With ``ignores_conditions`` it overwrites whatever is there, as some stores do that speak S3.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -169,6 +172,7 @@ class FaultProxy(ThreadingHTTPServer):
         self.port_behind = port_behind
         self.plan: list[Fault] = []
         self.seen: list[Seen] = []
+        self.ignores_conditions = False
         self.lock = threading.Lock()
         # moto looks and writes in two steps; S3 does both in one, and that is what the code under test relies on.
         self.writing = threading.Lock()
@@ -231,7 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 # Host is left as it came: it is signed.
-                if name.lower() not in _HOP_BY_HOP:
+                ignored = self.server.ignores_conditions and name.lower() == "if-none-match"
+                if name.lower() not in _HOP_BY_HOP and not ignored:
                     connection.putheader(name, value)
             connection.putheader("Content-Length", str(len(body)))
             connection.endheaders()

@@ -13,8 +13,15 @@ from pathlib import Path
 import pytest
 
 from backends import RocksDBStateStoreProvider, StateStoreConf, StateStoreId
-from backends.exceptions import DamagedFileError, FileExistsInStorageError, MissingFileError, StorageError
+from backends.exceptions import (
+    DamagedFileError,
+    FileExistsInStorageError,
+    MissingFileError,
+    StorageError,
+    UnsupportedLocationError,
+)
 from backends.storage.checkpoint_storage import CheckpointStorage, digest
+from backends.storage.create_if_absent import PROBE, CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
 from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server, fault_proxy, s3_server
 from tests.effort import only_thorough
@@ -581,3 +588,24 @@ def test_a_commit_of_unknown_outcome_leaves_one_version_or_the_other(s3: S3, tmp
         assert content(provider, 2) == {"a": "1", "b": "3"} and content(provider, 1) == {"a": "1"}
     with open_provider(s3, tmp_path / "two") as other:
         assert other.latest_version() == 2 and content(other, 2) == {"a": "1", "b": "3"}
+
+
+# -- a store that ignores conditions -----------------------------------------------------------
+
+
+def test_a_store_that_ignores_if_none_match_is_refused_by_name_and_one_that_has_lost_answers_is_not(s3: S3) -> None:
+    s3.proxy.ignores_conditions = True
+    try:
+        with pytest.raises(UnsupportedLocationError, match="overwrites files") as refused:
+            CreateIfAbsentProofs().require(s3.open())
+    finally:
+        s3.proxy.ignores_conditions = False
+    assert f"{s3.bucket}/dir (at {s3.proxy.endpoint})" in str(refused.value)
+    s3.direct().delete(PROBE)
+    s3.plan(Fault("drop_after", "PUT", times=2, skip=1, recurs=True), Fault("drop_after", "PUT"))
+    proofs = CreateIfAbsentProofs()
+    proofs.require(s3.open())
+    asked = s3.proxy.count("PUT")
+    assert asked >= 4 and s3.direct().exists(PROBE)
+    proofs.require(s3.open())
+    assert s3.proxy.count("PUT") == asked

@@ -12,6 +12,7 @@ import pytest
 
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import prepared_versions
+from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.patience import HANG
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -69,12 +70,16 @@ def test_of_several_hosts_each_finds_out_for_itself(make):
             assert w.scan(i=i)[0] == version
 
 
-def test_a_host_that_loads_anew_does_not_begin_behind_spark(make):
+def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
     """Its predecessor had accepted the version; neither it nor the coordinator has heard of the commit."""
     w = make()
     w.batch(filled(1))
     committed_unheard(w, 2)
-    assert w.c.open_for_read(w.run, "op", 0).version == 2
+    anew = w.host(0, incarnation="b")
+    w.hosts.append(anew)
+    w.reads[0] = HostReads(anew, wait_seconds=HANG)
+    assert w.one(3) == (2, 2)
+    assert w.scan() == (2, filled(2))
 
 
 def test_a_version_that_spark_has_not_committed_is_not_seen(make):

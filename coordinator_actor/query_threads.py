@@ -1,0 +1,115 @@
+"""Threads for work that may wait for the storage of a query: each query has a few, and no more (bulkheads).
+
+What hangs with one query therefore keeps nobody else from work. Work that a query has no thread for waits in a queue of
+that query, which is bounded as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinator_actor.exceptions import QueryBusyError
+
+THREADS_PER_QUERY = 4
+"""Most work on a query goes one by one anyway, under the lock of its run."""
+MOST_WAITING = 1000
+"""Five messages of each of 200 hosts."""
+MOST_THREADS = 4096
+"""Threads of all queries together; they are made when needed, and are kept."""
+
+Work = Callable[[], Any]
+Apart = Callable[[str, Work], "Future[Any]"]
+"""Does work that may wait for the storage of a query, given by its name, apart from whoever asks for it.
+
+``QueryThreads.submit`` does, and ``in_place``.
+"""
+
+
+@dataclass
+class _Lane:
+    """The work of one query: how many threads are at it, and what waits for one of them, the oldest first."""
+
+    running: int = 0
+    waiting: deque[tuple[Future[Any], Work]] = field(default_factory=deque)
+
+
+class QueryThreads:
+    """Runs the work of each query in threads of its own. Thread-safe: ``_lock`` guards the lanes.
+
+    A lane exists while it has work. What a query occupies: ``threads`` threads and ``most_waiting`` pieces of work.
+    """
+
+    def __init__(self, threads: int = THREADS_PER_QUERY, most_waiting: int = MOST_WAITING) -> None:
+        self._threads = threads
+        self._most_waiting = most_waiting
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane] = {}
+        self._pool = ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="statestore-query-work")
+
+    def submit(self, query: str, work: Work) -> Future[Any]:
+        """Begin some work of a query, or let it wait for its turn. Return its future at once.
+
+        Raises ``QueryBusyError`` if as much as may wait already waits.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            lane = self._lanes.setdefault(query, _Lane())
+            if lane.running == self._threads:
+                if len(lane.waiting) >= self._most_waiting:
+                    raise QueryBusyError(
+                        f"{len(lane.waiting)} messages about {query} wait already, and {lane.running} are being "
+                        "answered: most likely the storage of that query does not answer. Look at it, and try again."
+                    )
+                lane.waiting.append((future, work))
+                return future
+            lane.running += 1
+        try:
+            self._pool.submit(self._run, query, lane, future, work)
+        except BaseException:
+            with self._lock:
+                self._end(query, lane)
+            raise
+        return future
+
+    def occupied(self) -> dict[str, tuple[int, int]]:
+        """Return how many threads are at work for each query, and how much work waits."""
+        with self._lock:
+            return {query: (lane.running, len(lane.waiting)) for query, lane in self._lanes.items()}
+
+    def _run(self, query: str, lane: _Lane, future: Future[Any], work: Work) -> None:
+        while True:
+            _settle(future, work)
+            with self._lock:
+                if not lane.waiting:
+                    # In one step: work that comes from now on gets a thread.
+                    self._end(query, lane)
+                    return
+                future, work = lane.waiting.popleft()
+
+    def _end(self, query: str, lane: _Lane) -> None:
+        lane.running -= 1
+        if lane.running == 0:
+            self._lanes.pop(query, None)
+
+
+def in_place(query: str, work: Work) -> Future[Any]:
+    """Do the work before returning: what ``QueryThreads.submit`` is where nothing else is to be answered meanwhile."""
+    future: Future[Any] = Future()
+    _settle(future, work)
+    return future
+
+
+def _settle(future: Future[Any], work: Work) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,73 @@
+"""No state is kept where files are overwritten, and a storage that can be trusted is tried out once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
+from backends.exceptions import StorageError, UnsupportedLocationError
+from backends.storage.create_if_absent import PROBE, CreateIfAbsentProofs
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.messages import HostReport
+from tests.coordinator_actor.coordinator_world import World
+from tests.coordinator_actor.overwriting_storage import overwriting
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_query_on_storage_that_overwrites_is_refused_before_anything_is_written(world: World) -> None:
+    c = Coordinator(lambda: world.now, overwriting)
+    c.register_host(world.host(0), HostReport())
+    registration = world.registration()
+    for _ in range(2):
+        refusal = c.register_query(registration).refusal
+        assert refusal is not None
+        assert f"{registration.state_location} overwrites files" in refusal and "If-None-Match" in refusal
+    assert [p.name for p in Path(registration.state_location).iterdir()] == [PROBE]
+    assert c.describe()["queries"] == []
+
+
+def test_a_location_is_tried_out_once(world: World) -> None:
+    written: list[str] = []
+    world.put_hook = written.append
+    c = world.coordinator()
+    for run in ("run1", "run2", "run3"):
+        assert c.register_query(world.registration(run)).refusal is None
+    assert written.count(PROBE) == 2
+    # One that starts later finds the file.
+    assert world.coordinator().register_query(world.registration("run4")).refusal is None
+    assert written.count(PROBE) == 3
+
+
+def test_a_trial_that_failed_is_no_proof(world: World) -> None:
+    proofs, fails = CreateIfAbsentProofs(), True
+
+    def fail(path: str) -> None:
+        if fails:
+            raise StorageError("connection reset")
+
+    world.put_hook = fail
+    location = world.registration().state_location
+    with pytest.raises(StorageError, match="connection reset"):
+        proofs.require(world.storage(location, {}))
+    fails = False
+    with pytest.raises(UnsupportedLocationError, match="overwrites"):
+        proofs.require(overwriting(location, {}))
+    proofs.require(world.storage(location, {}))
+
+
+def test_a_store_used_alone_refuses_such_storage_too(tmp_path: Path) -> None:
+    location = str(tmp_path / "state")
+    conf = StateStoreConf(fsync=False)
+    with FileStateStoreProvider(StateStoreId(location, "op", 0), conf) as provider:
+        provider._manifests._storage = overwriting(location, {})
+        store = provider.get_store(0)
+        store.put(b"k", b"v")
+        with pytest.raises(UnsupportedLocationError, match="overwrites files"):
+            store.commit()
+        assert provider.latest_version() == 0
