@@ -2,7 +2,7 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-The part without clusters comes first and alone, so that simple mistakes show within a minute. The two lines of Spark
+What needs no cluster comes first and alone, so that simple mistakes show within a minute. The two lines of Spark
 run side by side, since they wait most of their time. Each has Ray's files in a directory of its own, and what it prints
 begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters are shared out.
 
@@ -109,7 +109,15 @@ LINES_AND_THEIR_REST = (
     ("spark42 or spark42_only", "(ray or spark) and (thorough or not (spark42 or spark42_only))"),
 )
 """The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2."""
-WITHOUT_CLUSTERS = ("-n", "3", "--dist", "loadfile", "-m", "not ray and not spark")
+NO_CLUSTER = ("-m", "not ray and not spark")
+_QUERIES = [f"tests/spark_bridge/{name}" for name in ("queryable", "host", "state_data", "task", "transport")]
+_STATE = ["tests/backends", "tests/coordinator_actor", "tests/simulation"]
+WITHOUT_CLUSTERS = {
+    "state": _STATE,
+    "queries": _QUERIES,
+    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES))],
+}
+"""The tests without clusters, in parts of about the same length: each process collects and imports its own alone."""
 
 
 def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
@@ -121,7 +129,7 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
         return Part(name, command, None if is_thorough else bound, given)
 
     return [
-        [part("without clusters", ".venv", *WITHOUT_CLUSTERS, bound=60)],
+        [part(name, ".venv", *of, *NO_CLUSTER, bound=60) for name, of in WITHOUT_CLUSTERS.items()],
         [
             part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),
             part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough]),
@@ -138,7 +146,10 @@ def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
     return [
         step
         for venv in venvs
-        for step in ([part(venv, "tests", *WITHOUT_CLUSTERS)], [part(venv, "demo", "tests/spark_bridge/test_demo.py")])
+        for step in (
+            [part(venv, name, *of, *NO_CLUSTER) for name, of in WITHOUT_CLUSTERS.items()],
+            [part(venv, "demo", "tests/spark_bridge/demo/test_demo.py")],
+        )
     ]
 
 

@@ -89,9 +89,8 @@ def test_a_thorough_run_is_told_to_all_parts() -> None:
 def test_other_pythons_run_the_part_without_clusters_and_the_demo() -> None:
     steps = run.steps_of_pythons([".venv310", ".venv312"])
     assert [[p.name for p in parts] for parts in steps] == [
-        ["venv310 tests"],
-        ["venv310 demo"],
-        ["venv312 tests"],
-        ["venv312 demo"],
+        [f"{venv} {name}" for name in names]
+        for venv in ("venv310", "venv312")
+        for names in (run.WITHOUT_CLUSTERS, ["demo"])
     ]
     assert all(p.command[0].startswith(f".{p.name.split()[0]}/bin/") for parts in steps for p in parts)

@@ -36,16 +36,21 @@ SCHEMA = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64()
 
 @dataclass
 class World:
-    """One checkpoint directory, hosts that answer at once, and any number of coordinators."""
+    """One checkpoint directory, hosts that answer at once, and any number of coordinators.
+
+    Without ``is_local`` the directory is taken for one of an object store.
+    """
 
     root: Path
     now: float = 1000.0
     put_hook: Callable[[str], None] | None = None
+    is_local: bool = True
     exists_hook: Callable[[str], None] | None = None
     pending: dict[tuple[str, int], Acknowledge] = field(default_factory=dict)
 
     def storage(self, location: str, options: Mapping[str, str]) -> CheckpointStorage:
         storage = CheckpointStorage.open(location, options, fsync=False)
+        storage.is_local = self.is_local
         put_new = storage.put_new
 
         def put(path: str, data: bytes) -> Any:

@@ -10,8 +10,9 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 
 
 def overwriting(location: str, options: Mapping[str, str]) -> CheckpointStorage:
-    """Open a directory that does so."""
+    """Open a directory that does so, as if it were in an object store."""
     storage = CheckpointStorage.open(location, options, fsync=False)
+    storage.is_local = False
     put_new = storage.put_new
 
     def put(path: str, data: bytes) -> Any:

@@ -35,6 +35,7 @@ def test_a_query_on_storage_that_overwrites_is_refused_before_anything_is_writte
 def test_a_location_is_tried_out_once(world: World) -> None:
     written: list[str] = []
     world.put_hook = written.append
+    world.is_local = False
     c = world.coordinator()
     for run in ("run1", "run2", "run3"):
         assert c.register_query(world.registration(run)).refusal is None
@@ -52,6 +53,7 @@ def test_a_trial_that_failed_is_no_proof(world: World) -> None:
             raise StorageError("connection reset")
 
     world.put_hook = fail
+    world.is_local = False
     location = world.registration().state_location
     with pytest.raises(StorageError, match="connection reset"):
         proofs.require(world.storage(location, {}))

@@ -70,7 +70,7 @@ class Stream:
         **changes: Any,
     ) -> None:
         self.world = World(root)
-        self.conf = conf or CoordinatorConf(savepoint_timeout=30.0)
+        self.conf = conf or CoordinatorConf(savepoint_timeout=30.0, report_timeout=0.0)
         self.n = n
         self.spec = OperatorSpec("op", n, SCHEMA, backend=backend)
         self.registration: QueryRegistration = self.world.registration(
