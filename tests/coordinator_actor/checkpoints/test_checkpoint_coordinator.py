@@ -676,8 +676,11 @@ def test_acknowledgements_of_many_threads_complete_each_checkpoint_once() -> Non
 
 
 def test_whether_all_have_acknowledged_costs_the_same_for_any_number_of_tasks() -> None:
-    """Counted in lines run, not in time: no Python loop over the tasks runs per acknowledgement."""
-    few, many = (_steps_per_acknowledgement(n) for n in (10, 10_000))
+    """Counted in lines run, not in time: no Python loop over the tasks runs per acknowledgement.
+
+    The least of several: what other tests have left may be cleaned up meanwhile, line by line.
+    """
+    few, many = (min(_steps_per_acknowledgement(n) for _ in range(3)) for n in (10, 10_000))
     assert many == few > 10
 
 
