@@ -39,7 +39,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended: the status of its process, its time in seconds, and the last line that it wrote."""
+    """How a part ended: the status of its process, its time in seconds, and its last line, of pytest's if there is one.
+
+    Libraries may write lines of their own while the process ends.
+    """
 
     part: Part
     status: int
@@ -70,10 +73,11 @@ def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
             for line in process.stdout:
                 out.write(prefix + line)
                 out.flush()
-                last = line.strip(" =\n") or last
+                if line.startswith("=") or not last.startswith("="):
+                    last = line.strip() or last
     finally:
         shutil.rmtree(ray_files, ignore_errors=True)
-    return Outcome(part, process.returncode, time.monotonic() - begun, last)
+    return Outcome(part, process.returncode, time.monotonic() - begun, last.strip(" ="))
 
 
 def run_steps(steps: Sequence[Sequence[Part]], out: TextIO) -> list[Outcome]:

@@ -27,14 +27,16 @@ def test_what_pytest_ends_with(status: int, is_right: bool) -> None:
 def test_parts_of_a_step_run_side_by_side_and_have_their_names_before_their_lines(tmp_path: Path) -> None:
     """Each waits for the other."""
     wait = "import os, sys, time\nopen({0!r}, 'w')\nwhile not os.path.exists({1!r}): time.sleep(0.01)\n"
-    wait += "print(os.environ['RAY_TMPDIR'])\nprint('===== {2} =====', file=sys.stderr)"
+    wait += (
+        "print(os.environ['RAY_TMPDIR'])\nprint('===== {2} =====', file=sys.stderr)\nprint('leaked', file=sys.stderr)"
+    )
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     out = io.StringIO()
     parts = [python("A", wait.format(a, b, "3 passed")), python("B", wait.format(b, a, "4 passed"))]
     outcomes = run_steps([parts], out)
     assert [o.last_line for o in outcomes] == ["3 passed", "4 passed"]
     lines = out.getvalue().splitlines()
-    assert len(lines) == 4 and {line.split(" | ")[0] for line in lines} == {"A", "B"}
+    assert len(lines) == 6 and {line.split(" | ")[0] for line in lines} == {"A", "B"}
     directories = {line.split(" | ")[1] for line in lines if "/rs-" in line}
     assert len(directories) == 2 and not any(Path(d).exists() for d in directories)
 
