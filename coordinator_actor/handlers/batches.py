@@ -165,8 +165,7 @@ class Batches:
             accepted: Acknowledged | Refused
             try:
                 durations = {(m.operator, m.partition): m.duration for m in messages}
-                stages = {(m.operator, m.partition): m.stage for m in messages if m.stage is not None}
-                manifest_id = run.acknowledge(version, changes, durations, stages) if changes else None
+                manifest_id = run.acknowledge(version, changes, durations) if changes else None
                 accepted = Acknowledged(version, manifest_id)
             except (CoordinatorError, StateStoreError) as error:
                 accepted = Refused(type(error).__name__, str(error))

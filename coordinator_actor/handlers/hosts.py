@@ -185,5 +185,4 @@ def _take_report(run: QueryState, report: HostReport) -> None:
         if message.version not in known:
             known[message.version] = run.batch.acknowledged(message.version)
         if task not in known[message.version] and message.base == run.versions.head(message.version - 1, *task):
-            stages = {} if message.stage is None else {task: message.stage}
-            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)}, stages=stages)
+            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)})

@@ -1,10 +1,4 @@
-"""The micro-batch of a run that is under way: which of its tasks have acknowledged their changes.
-
-A prepared batch may come again: Spark tries a task once more, or a ``foreachBatch`` function runs the plan twice. Each
-attempt that was acknowledged last counts, so it takes another manifest. A task that is tried again comes alone, and has
-its manifest before it is answered. A plan that runs again (Spark gives it another stage) comes with all of its tasks,
-or with some. It has one manifest: when the last task of the operator has come, or when the version completes.
-"""
+"""The micro-batch of a run that is under way: which of its tasks have acknowledged their changes."""
 
 from __future__ import annotations
 
@@ -21,7 +15,6 @@ from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.query.query_versions import changes_in
 
 NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
-NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
 
 
 class RunningBatch:
@@ -45,14 +38,11 @@ class RunningBatch:
         self.pending: PendingCheckpoint | None = None
         self.prepared: CompletedCheckpoint | None = None
         self._run_id = run_id
-        self._tasks = tuple(tasks)
-        self._stages: dict[TaskKey, int] = {}
-        """The stage in which each task has acknowledged the version last, where it is known."""
         self._prepare = prepare
         self._warned_of: int | None = None
         self.checkpoints = CheckpointCoordinator(
             run_id,
-            self._tasks,
+            tasks,
             id_counter=counter,
             timeout=None,  # Spark commits a batch however long it took
             clock=clock,
@@ -71,74 +61,30 @@ class RunningBatch:
             self._start(batch_id + 1, {})
 
     def acknowledged(self, version: int) -> dict[TaskKey, PartitionEntry]:
-        """Return the changes that were acknowledged of a version that is not completed yet: the last of each task."""
-        found: dict[TaskKey, PartitionEntry] = {}
-        for checkpoint in (self.prepared, self.pending):
+        """Return the changes that were acknowledged of a version that is not completed yet."""
+        for checkpoint in (self.pending, self.prepared):
             if checkpoint is not None and checkpoint.properties["version"] == version:
-                found.update(checkpoint.states)
-        return found
+                return checkpoint.states
+        return {}
 
     def acknowledge(
-        self,
-        version: int,
-        entries: Mapping[TaskKey, PartitionEntry],
-        durations: Mapping[TaskKey, float],
-        stages: Mapping[TaskKey, int] = NO_STAGES,
+        self, version: int, entries: Mapping[TaskKey, PartitionEntry], durations: Mapping[TaskKey, float]
     ) -> bool:
-        """Take the changes of partitions. The last missing ones write the manifest. Return whether it names them.
+        """Take the changes of partitions. The last missing ones write the manifest. Return whether it is written.
 
-        Changes of a prepared version make another manifest with a higher id; see the head of this file for when.
-        ``durations`` are in seconds, ``stages`` are Spark's stage ids. What grows with the partitions is done once per
-        manifest, not per message.
+        Changes of a prepared version, by repeated attempts, make another manifest with a higher id. ``durations`` are
+        in seconds.
         """
         batch = self.pending
         if batch is None or batch.is_discarded or batch.properties["version"] != version:
-            awaited = self._awaited(version, entries, stages)
-            batch = self._start(version, {t: e for t, e in self.acknowledged(version).items() if t not in awaited})
-        before = {task: batch.state(task) for task in entries}
-        try:
-            # Repeated changes first: with the last missing one the checkpoint is complete.
-            for task, entry in sorted(entries.items(), key=lambda named: batch.lacks(named[0])):
-                size, duration = entry.changelog.size, durations.get(task, 0.0)
-                self.checkpoints.receive_acknowledge_message(
-                    AcknowledgeCheckpoint(self._run_id, task, batch.id, entry, size, duration)
-                )
-        except BaseException:
-            if self.is_repeated(version):
-                # These changes are refused, so no later manifest may name them.
-                states = {t: e for t, e in batch.states.items() if t not in entries}
-                self._start(version, {**states, **{t: e for t, e in before.items() if e is not None}})
-            raise
-        self._stages.update({task: stages[task] for task in entries if task in stages})
-        return self.pending is None
-
-    def _awaited(
-        self, version: int, entries: Mapping[TaskKey, PartitionEntry], stages: Mapping[TaskKey, int]
-    ) -> set[TaskKey]:
-        """Return the tasks whose changes the next manifest of a version waits for: these, and those of the same pass.
-
-        A pass is a stage in which the plan of a prepared batch runs again.
-        """
-        awaited = set(entries)
-        if self.prepared is not None and self.prepared.properties["version"] == version:
-            passes = {t[0]: stages[t] for t in entries if t in stages and stages[t] > self._stages.get(t, -1)}
-            awaited.update(t for t in self._tasks if self._stages.get(t, -1) < passes.get(t[0], -1))
-        return awaited
-
-    def is_repeated(self, version: int) -> bool:
-        """Return whether a prepared version comes again, and not all of it has come."""
-        return all(c is not None and c.properties["version"] == version for c in (self.pending, self.prepared))
-
-    def end_repeat(self) -> None:
-        """Write the manifest of a version that has come again in part: what did not come again stays as it was."""
-        batch, prepared = self.pending, self.prepared
-        if batch is None or prepared is None:
-            return
-        states = prepared.states
-        for task in batch.not_yet_acknowledged:
+            batch = self._start(version, {t: e for t, e in self.acknowledged(version).items() if t not in entries})
+        # Repeated changes first: with the last missing one the checkpoint is complete.
+        for task, entry in sorted(entries.items(), key=lambda named: batch.lacks(named[0])):
+            size, duration = entry.changelog.size, durations.get(task, 0.0)
             self.checkpoints.receive_acknowledge_message(
-                AcknowledgeCheckpoint(self._run_id, task, batch.id, states[task], states[task].changelog.size, 0.0)
+                AcknowledgeCheckpoint(self._run_id, task, batch.id, entry, size, duration)
             )
+        return self.pending is None
 
     def _start(self, version: int, states: Mapping[TaskKey, PartitionEntry]) -> PendingCheckpoint:
         if self.pending is not None:
@@ -166,7 +112,6 @@ class RunningBatch:
     def completed(self) -> None:
         """Forget the prepared checkpoint: its version is completed."""
         self.prepared = None
-        self._stages.clear()
 
     def give_up(self, why: str) -> None:
         """Give the pending checkpoint up."""
