@@ -80,6 +80,8 @@ class Hosts:
 
     def _take_up(self, registration: QueryRegistration, report: HostReport, info: HostInfo) -> None:
         try:
+            if self._runs.is_over(registration.run_id):
+                return  # it was stopped while its report waited
             self._register_again(registration)
             run = self._runs.find(registration.run_id)
             if run is not None:

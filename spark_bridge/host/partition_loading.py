@@ -190,7 +190,8 @@ class PartitionLoading:
             self.unload(instance)
         with self._held.lock:
             is_loading = run_id in self._loading_runs.values()
-        if not is_loading:
+            is_back = run_id in self._held.registrations
+        if not is_loading and not is_back:
             self._files.remove_run(run_id)
 
     def _forget_run(self, run_id: str) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from backends.bounded_dict import BoundedDict
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
@@ -21,6 +22,9 @@ from spark_bridge.host.registration import HostRegistration
 
 LOOK_SECONDS = 0.002
 """Between two looks for one version lies at least so long, however many readers wait for the next one."""
+HANGS_SECONDS = 0.5
+"""A reader waits so long for a look that another one began: a waiting one takes room from readers of other runs."""
+MAX_RUNS = 1000
 
 
 @dataclass(eq=False)
@@ -43,8 +47,9 @@ class _Prepared:
 class PreparedVersions:
     """Settles whether prepared versions are completed. Thread-safe.
 
-    The table is read without a lock and changed by single assignments. A look takes one request to storage and, once a
-    version, two messages to the coordinator. One thread looks for all readers of a run, who wait without any lock.
+    A version that storage or the coordinator says nothing about makes reads of its run fail until one does, and of no
+    other run. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
+    once a version, two messages to the coordinator. One thread looks for all readers of a run, who wait without a lock.
     """
 
     def __init__(
@@ -58,14 +63,16 @@ class PreparedVersions:
         self._held = held
         self._completed = completed
         self._open_storage = open_storage
-        self._prepared: dict[str, _Prepared] = {}
+        self._prepared: BoundedDict[str, _Prepared] = BoundedDict(MAX_RUNS)
+        self._noting = threading.Lock()
         held.on_run_ended(self._forget)
 
     def accepted(self, registration: QueryRegistration, version: int) -> None:
         """Take note that the coordinator has accepted changes for a version."""
-        known = self._prepared.get(registration.run_id)
-        if known is None or known.version < version:
-            self._prepared[registration.run_id] = _Prepared(registration, version)
+        with self._noting:
+            known = self._prepared.get(registration.run_id)
+            if known is None or known.version < version:
+                self._prepared[registration.run_id] = _Prepared(registration, version)
 
     def is_settled(self, run_id: str) -> bool:
         """Return whether the last version that was prepared here is known to be completed."""
@@ -81,28 +88,35 @@ class PreparedVersions:
         prepared = self._prepared.get(run_id)
         if prepared is None or self._is_completed(run_id, prepared.version):
             return
-        asked = time.monotonic()
+        asked, is_ours = time.monotonic(), False
         deadline = asked + seconds
         with prepared.changed:
             while not self._is_completed(run_id, prepared.version) and prepared.answered < asked:
                 now = time.monotonic()
                 if prepared.failure is not None and prepared.begun >= asked:
                     raise self._failed(prepared, prepared.failure)
-                if now > deadline:
-                    raise self._failed(prepared, TimeoutError(f"no answer within {seconds:.1f} s"))
+                until = (
+                    deadline if is_ours or not prepared.is_looking else min(deadline, prepared.begun + HANGS_SECONDS)
+                )
+                if now > until:
+                    raise self._failed(prepared, TimeoutError(f"no answer within {now - prepared.begun:.1f} s"))
                 pause = prepared.begun + LOOK_SECONDS - now
-                if not prepared.is_looking and pause <= 0:
-                    prepared.is_looking, prepared.begun, prepared.failure = True, now, None
-                    # A thread of its own: storage may hang for longer than this reader waits.
-                    threading.Thread(
-                        target=self._look, args=(prepared,), name="statestore-commit-look", daemon=True
-                    ).start()
-                left = deadline - now
-                prepared.changed.wait(left if prepared.is_looking else min(left, pause))
+                if prepared.is_looking:
+                    prepared.changed.wait(until - now)
+                elif pause > 0:
+                    prepared.changed.wait(min(until - now, pause))
+                else:
+                    is_ours = True
+                    self._begin_look(prepared, now)
 
     def _is_completed(self, run_id: str, version: int) -> bool:
         newest = self._completed.newest(run_id)
         return newest is not None and newest.version >= version
+
+    def _begin_look(self, prepared: _Prepared, now: float) -> None:
+        # A thread of its own: storage may hang for longer than this reader waits.
+        threading.Thread(target=self._look, args=(prepared,), name="statestore-commit-look", daemon=True).start()
+        prepared.is_looking, prepared.begun, prepared.failure = True, now, None
 
     def _look(self, prepared: _Prepared) -> None:
         failure: Exception | None = None
@@ -152,7 +166,8 @@ class PreparedVersions:
         )
 
     def _forget(self, run_id: str | None) -> None:
-        if run_id is None:
-            self._prepared.clear()
-        else:
-            self._prepared.pop(run_id, None)
+        with self._noting:
+            if run_id is None:
+                self._prepared.clear()
+            else:
+                self._prepared.pop(run_id, None)

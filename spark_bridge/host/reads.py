@@ -11,7 +11,7 @@ from backends.encoding.keys import KeyRange
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.formats.manifest import Lineage
 from backends.ids import DEFAULT_FAMILY
-from coordinator_actor.messages import Completed
+from coordinator_actor.messages import Completed, OpenGrant
 from spark_bridge.exceptions import NotOwnerError, not_open
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
@@ -110,21 +110,25 @@ class PartitionReads:
         ``again``: even if it is loaded, for it does not have that version. Raises ``NotOwnerError`` if the partition is
         another host's, and what the coordinator raises.
         """
-        grant = self._grants.for_read(run_id, operator, partition)
+        grant = self._own_grant(run_id, operator, partition)
         if grant.is_prepared:
             # The host may have begun anew since the version was prepared: it must not begin behind Spark.
             self._prepared.accepted(grant.registration, grant.version + 1)
             self._prepared.settle(run_id, LOOK_WAIT_SECONDS)
-            grant = self._grants.for_read(run_id, operator, partition)
+            grant = self._own_grant(run_id, operator, partition)
+        heads = {} if grant.head is None else {operator: {partition: grant.head}}
+        self._completed.note(Completed(run_id, grant.version, heads))
+        held = None if again else self._held.instance(run_id, operator, partition)
+        return self._loading.load(grant, operator, partition, for_read=True) if held is None else held
+
+    def _own_grant(self, run_id: str, operator: str, partition: int) -> OpenGrant:
+        grant = self._grants.for_read(run_id, operator, partition)
         if not self._registration.owns(grant.owner):
             raise NotOwnerError(
                 f"Partition {partition} of operator {operator!r} belongs to host {grant.owner.host_id} "
                 f"at {grant.owner.address}, not to {self._registration.info.host_id}; locate it again."
             )
-        heads = {} if grant.head is None else {operator: {partition: grant.head}}
-        self._completed.note(Completed(run_id, grant.version, heads))
-        held = None if again else self._held.instance(run_id, operator, partition)
-        return self._loading.load(grant, operator, partition, for_read=True) if held is None else held
+        return grant
 
     def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
         """Return the files that lead to a retained version of a partition, for a copy of it."""

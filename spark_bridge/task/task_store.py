@@ -16,7 +16,13 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
-from coordinator_actor.exceptions import BatchHeldError, StaleOwnerError, UnknownHostError, UnknownRunError
+from coordinator_actor.exceptions import (
+    BatchHeldError,
+    QueryBusyError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownRunError,
+)
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, other_key_groups
 from spark_bridge.task.endpoints import Endpoints
@@ -24,7 +30,7 @@ from spark_bridge.task.staged_changes import StagedChanges
 from spark_bridge.transport.flight_client import HostClient, client_for, forget_client
 from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, ScanCommand, TaskIdentity
 
-RETRIABLE = (HostUnavailableError, NotOwnerError, StaleOwnerError, UnknownHostError, UnknownRunError)
+RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerError, UnknownHostError, UnknownRunError)
 """After these errors the task looks for the owner again."""
 RETRY_DELAY = 0.1
 """Seconds before the owner is looked for again."""

@@ -159,9 +159,14 @@ def test_storage_that_hangs_costs_one_thread_and_an_error_until_it_is_back(make)
         with pytest.raises(HostUnavailableError, match=r"whether Spark has committed batch 1 of query name"):
             w.one(3)
     assert len(paths) == 1
-    w.world.commit_spark(w.version)
+    # Whoever comes when the look hangs already is refused at once, however long a reader may wait.
     w.reads[0]._reader.wait_seconds = HANG
+    prepared = w.hosts[0].prepared._prepared[w.run]
+    with pytest.raises(HostUnavailableError, match="no answer within"):
+        w.one(3)
+    w.world.commit_spark(w.version)
     gate.set()
+    eventually(lambda: not prepared.is_looking)
     assert w.one(3) == (2, 2)
 
 
