@@ -1,4 +1,4 @@
-"""Run the suite in parts and print how long each took: ``python -m tests.run [--thorough] [arguments of pytest]``.
+"""Run the suite in parts and print how long each took: ``python -m tests.run --help``.
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
@@ -12,6 +12,7 @@ A thorough run does what the usual one leaves: each test of clusters on the othe
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -159,14 +160,16 @@ def steps_of_pythons(venvs: Sequence[str]) -> list[list[Part]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the suite; return 0 if all of it is right."""
-    is_thorough = "--thorough" in arguments
+    parser = argparse.ArgumentParser(prog="python -m tests.run", description="Other arguments are those of pytest.")
+    parser.add_argument("--thorough", action="store_true", help="run what a usual run leaves out")
+    parser.add_argument("--without-clusters", action="store_true", help="run only what needs neither Ray nor Spark")
+    parser.add_argument("--pythons", nargs="+", metavar="VENV", help="run in these environments: no cluster, the demo")
+    given, rest = parser.parse_known_args(arguments)
     begun = time.monotonic()
-    bound = None
-    if arguments[:1] == ["--pythons"]:
-        steps = steps_of_pythons(arguments[1:])
-    else:
-        steps = steps_of(is_thorough, [a for a in arguments if a != "--thorough"])
-        bound = None if is_thorough else 600.0
+    steps = steps_of_pythons(given.pythons) if given.pythons else steps_of(given.thorough, rest)
+    if given.without_clusters:
+        steps = steps[:1]
+    bound = None if given.thorough or given.pythons or given.without_clusters else 600.0
     outcomes = run_steps(steps, sys.stdout)
     print(f"\n{report(outcomes, time.monotonic() - begun, bound)}")
     return 0 if all(outcome.is_right for outcome in outcomes) else 1

@@ -81,6 +81,14 @@ def test_each_test_of_clusters_runs_on_both_lines_of_spark(line: int, marks: tup
     assert all(usual) == (given["spark42"] and not given["thorough"])
 
 
+@pytest.mark.parametrize("given", [["--without-clusters", "-x"], ["--thorough", "--without-clusters", "-x"]])
+def test_a_run_without_clusters_is_the_first_step(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    ran: list[list[Part]] = []
+    monkeypatch.setattr(run, "run_steps", lambda steps, out: ran.extend(steps) or [])
+    assert run.main(given) == 0
+    assert ran == run.steps_of("--thorough" in given, ["-x"])[:1]
+
+
 def test_a_thorough_run_is_told_to_all_parts() -> None:
     for parts in run.steps_of(True, ["-x"]):
         for part in parts:
