@@ -48,7 +48,10 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 
 def first_failure(seeds: range) -> Result:
-    """The first of these seeds that finds it in few steps: a whole run that finds nothing costs most."""
+    """The first of these seeds that finds it in few steps: a whole run that finds nothing costs most.
+
+    About one in twelve does. A change of the protocol gives each seed another course, so the range is wide.
+    """
     for seed in seeds:
         result = run(seed, max_steps=4000)
         if result.failure is not None:
@@ -59,7 +62,7 @@ def first_failure(seeds: range) -> Result:
 def test_a_manifest_that_is_not_fenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that has lost the query goes on completing versions."""
     monkeypatch.setattr(fencing.Epochs, "check", lambda self: None)
-    found = first_failure(range(2026, 2066))
+    found = first_failure(range(2026, 2126))
     assert isinstance(found.failure, Violation), found
     assert f"--seed {found.seed}" in str(found) and len(found.last_events) > 10
 
@@ -76,4 +79,4 @@ def test_a_commit_that_is_answered_though_its_changelog_was_not_written_is_found
             return Acknowledged(0, None)
 
     monkeypatch.setattr(host.Host, "commit", hasty)
-    assert isinstance(first_failure(range(2047, 2087)).failure, Violation)
+    assert isinstance(first_failure(range(2101, 2201)).failure, Violation)
