@@ -264,6 +264,5 @@ def test_scans_that_are_left_leave_nothing(cluster):
     leave(15)
     eventually(is_quiet)
     before = figures()
-    leave(40)
-    # Pools of hosts may still grow to their size: fewer threads and descriptors than clients that have left.
-    eventually(lambda: figures()[2] == 0 and figures()[1] <= before[1] + 20 and figures()[0] <= before[0] + 20)
+    leave(25)
+    eventually(lambda: figures()[2] == 0 and figures()[1] <= before[1] + 6 and figures()[0] <= before[0] + 6)
