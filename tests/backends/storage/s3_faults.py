@@ -160,7 +160,8 @@ class Seen:
 class FaultProxy(ThreadingHTTPServer):
     """Forwards to the server, except as ``plan`` says: the first fault that strikes a request befalls it.
 
-    With ``ignores_conditions`` it overwrites whatever is there, as some stores do that speak S3.
+    With ``ignores_conditions`` it overwrites whatever is there, as some stores do that speak S3. While ``gate`` is not
+    set, all requests wait at it; ``num_waiting`` says how many there are.
     """
 
     daemon_threads = True
@@ -173,6 +174,9 @@ class FaultProxy(ThreadingHTTPServer):
         self.plan: list[Fault] = []
         self.seen: list[Seen] = []
         self.ignores_conditions = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_waiting = 0
         self.lock = threading.Lock()
         # moto looks and writes in two steps; S3 does both in one, and that is what the code under test relies on.
         self.writing = threading.Lock()
@@ -194,6 +198,7 @@ def fault_proxy(server: S3Server) -> Iterator[FaultProxy]:
     try:
         yield proxy
     finally:
+        proxy.gate.set()
         proxy.shutdown()
         thread.join()
         proxy.server_close()
@@ -208,6 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
         proxy = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(self.path)
+        if not proxy.gate.is_set():
+            self._wait_at_the_gate()
         with proxy.lock:
             fault = next((f for f in proxy.plan if f.strikes(self.command, path)), None)
         kind = fault.kind if fault else None
@@ -229,6 +236,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(path, status, headers, answer, keep=fault.keep if fault is not None and kind == "cut" else None)
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _handle
+
+    def _wait_at_the_gate(self) -> None:
+        with self.server.lock:
+            self.server.num_waiting += 1
+        self.server.gate.wait()
+        with self.server.lock:
+            self.server.num_waiting -= 1
 
     def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         with closing(http.client.HTTPConnection(_HOST, self.server.port_behind, timeout=30)) as connection:
