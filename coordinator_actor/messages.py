@@ -163,6 +163,7 @@ class Acknowledge(Struct, frozen=True):
     """A host has made the changes of one attempt durable. ``version`` is batch id + 1.
 
     ``base`` is the head of the lineage that the changes apply to. ``duration`` is the time of the commit in seconds.
+    ``stage`` is Spark's stage id, which is higher when the plan of the batch runs again; None: not known.
     """
 
     run_id: str
@@ -175,10 +176,11 @@ class Acknowledge(Struct, frozen=True):
     file: FileRef
     base: str | None
     duration: float = 0.0
+    stage: int | None = None
 
 
 class Acknowledged(Struct, frozen=True):
-    """An acknowledgement was taken. ``manifest_id`` is set if it was the last one and the version is prepared."""
+    """An acknowledgement was taken. ``manifest_id`` is set if a manifest names it, so that the version is prepared."""
 
     version: int
     manifest_id: int | None

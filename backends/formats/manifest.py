@@ -37,19 +37,29 @@ class ChangelogRef(Struct, frozen=True):
 
 
 class OperatorEntry(Struct, frozen=True):
-    """One operator in a manifest: layout, schema id, backend, and the partitions that changed."""
+    """One operator in a manifest: layout, schema id, backend, and the partitions that changed.
+
+    ``stage`` is the highest of Spark's stages in which these changes were made; None: not known. It says nothing beyond
+    the run of the manifest.
+    """
 
     num_partitions: int
     schema_id: str
     backend: str
     partitions: PartitionEntries
+    stage: int | None = None
 
     @classmethod
     def of(
-        cls, num_partitions: int, schema_id: str, backend: str, partitions: Mapping[int, PartitionEntry]
+        cls,
+        num_partitions: int,
+        schema_id: str,
+        backend: str,
+        partitions: Mapping[int, PartitionEntry],
+        stage: int | None = None,
     ) -> OperatorEntry:
         """Make the entry of what each partition contributed."""
-        return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions))
+        return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions), stage)
 
 
 class Manifest(Struct, frozen=True):

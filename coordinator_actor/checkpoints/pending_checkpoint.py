@@ -76,6 +76,10 @@ class PendingCheckpoint:
         """Return the tasks that have not acknowledged the checkpoint."""
         return set(self._missing)
 
+    def state(self, task: TaskKey) -> Any:
+        """Return the state that a task has reported, or None."""
+        return self._states.get(task)
+
     def lacks(self, task: TaskKey) -> bool:
         """Return whether a task has not acknowledged the checkpoint."""
         return task in self._missing

@@ -153,19 +153,21 @@ class Batches:
             version = run.batch.highest_opened + 1
             for i, message in enumerate(messages):
                 try:
-                    prepared = _checked(run, message, assignment)
+                    known = _checked(run, message, assignment)
                 except (CoordinatorError, StateStoreError) as error:
                     answers[i] = Refused(type(error).__name__, str(error))
                     continue
                 version = message.version
-                if prepared is None:
+                if known is None:
                     changes[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
                 else:
-                    answers[i] = Acknowledged(version, prepared)
+                    answers[i] = known
             accepted: Acknowledged | Refused
             try:
                 durations = {(m.operator, m.partition): m.duration for m in messages}
-                manifest_id = run.acknowledge(version, changes, durations) if changes else None
+                stages = {(m.operator, m.partition): m.stage for m in messages if m.stage is not None}
+                stages = {task: stage for task, stage in stages.items() if task in changes}
+                manifest_id = run.acknowledge(version, changes, durations, stages) if changes else None
                 accepted = Acknowledged(version, manifest_id)
             except (CoordinatorError, StateStoreError) as error:
                 accepted = Refused(type(error).__name__, str(error))
@@ -201,11 +203,10 @@ class Batches:
             self._registries.hosts.require(host_id, incarnation)
 
 
-def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> int | None:
+def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> Acknowledged | None:
     """Raise an error unless the changes may be taken.
 
-    Return the id of the manifest that names the changes already, if the answer to an earlier message was lost; else
-    None.
+    Return the answer if they were taken before, and the answer to that message was lost; else None.
     """
     task = (message.operator, message.partition)
     run.require_partition(*task)
@@ -231,7 +232,8 @@ def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> i
         )
     run.files_in_use.acknowledged(task)
     prepared = versions.chain.get(message.version)
-    if prepared is None or prepared.run_id != run.run_id or batch.pending is not None:
+    if prepared is None or prepared.run_id != run.run_id:
         return None
-    held = batch.acknowledged(message.version).get(task)
-    return prepared.id if held == PartitionEntry(message.attempt, message.file) else None
+    if not batch.is_taken(message.version, task, PartitionEntry(message.attempt, message.file)):
+        return None
+    return Acknowledged(message.version, prepared.id if batch.is_named(task) else None)

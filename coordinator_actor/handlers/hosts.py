@@ -186,5 +186,10 @@ def _take_report(run: QueryState, report: HostReport) -> None:
         run.assignment.report(task, message.host_id, overrides=True)
         if message.version not in known:
             known[message.version] = run.batch.acknowledged(message.version)
-        if task not in known[message.version] and message.base == run.versions.head(message.version - 1, *task):
-            run.acknowledge(message.version, {task: PartitionEntry(message.attempt, message.file)})
+        entry = PartitionEntry(message.attempt, message.file)
+        is_news = task not in known[message.version] or run.batch.is_newer(task, message.stage)
+        # What is known already may still say the stage of its task.
+        is_same = known[message.version].get(task) == entry
+        if (is_news or is_same) and message.base == run.versions.head(message.version - 1, *task):
+            stages = {} if message.stage is None else {task: message.stage}
+            run.acknowledge(message.version, {task: entry}, stages=stages)

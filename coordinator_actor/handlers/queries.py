@@ -161,6 +161,15 @@ class Queries:
         if run is not None:
             with run.lock:
                 try:
+                    if run.is_current:
+                        # Nobody may have said yet that the last batch is committed. What has come again of it is
+                        # known here alone.
+                        catch_up(self._runs, run)
+                except (StorageError, CoordinatorError):
+                    log.warning(
+                        "The last version of run %s is not completed; the next run does it", run_id, exc_info=True
+                    )
+                try:
                     run.name_snapshots()
                 except (StorageError, CoordinatorError):
                     # The snapshots only save time: the next run takes new ones.

@@ -24,7 +24,7 @@ from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.manifest_writer import ManifestWriter
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
 from coordinator_actor.query.recovery import StoredChanges, incomplete_message, stored_changes
-from coordinator_actor.query.running_batch import NO_DURATIONS, RunningBatch
+from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, RunningBatch
 
 log = logging.getLogger(__name__)
 
@@ -237,18 +237,22 @@ class QueryState:
         return self._times[1]
 
     def acknowledge(
-        self, version: int, changes: Mapping[TaskKey, PartitionEntry], durations: Mapping[TaskKey, float] = NO_DURATIONS
+        self,
+        version: int,
+        changes: Mapping[TaskKey, PartitionEntry],
+        durations: Mapping[TaskKey, float] = NO_DURATIONS,
+        stages: Mapping[TaskKey, int] = NO_STAGES,
     ) -> int | None:
-        """Take the changes of partitions. Return the id of the manifest if the version is prepared, else None.
+        """Take the changes of partitions. Return the id of the manifest if one names them, else None.
 
-        ``durations`` are in seconds.
+        ``durations`` are in seconds. ``stages`` are Spark's stage ids, where they are known.
         """
-        is_prepared = self.batch.acknowledge(version, changes, durations)
-        return self.versions.chain[version].id if is_prepared else None
+        is_named = self.batch.acknowledge(version, changes, durations, stages)
+        return self.versions.chain[version].id if is_named else None
 
     def _prepare(self, version: int, checkpoint_id: int, changes: Mapping[TaskKey, PartitionEntry]) -> None:
         """Write the manifest of a version that every partition has acknowledged."""
-        self._writer.write(version, self.versions.layouts, changes, self.schema_ids, checkpoint_id)
+        self._writer.write(version, self.versions.layouts, changes, self.schema_ids, checkpoint_id, self.batch.stages)
         self.versions.record_retention()
 
     def complete(self, version: int) -> None:
@@ -260,6 +264,10 @@ class QueryState:
             # committed the batch.
             self._recover(version)
             self._require_own_schemas(version)
+        elif self.batch.is_repeated:
+            # The plan has run again in part. Spark runs no more of it, and the last attempts count. If this manifest
+            # cannot be written, the version is not completed, and the next try writes one again.
+            self.batch.end_repeat()
         elif self._writer.is_uncertain:
             # A manifest whose writing failed may exist all the same, or appear later. A completed version must not
             # change.

@@ -74,7 +74,7 @@ class TaskCommits:
             except (LineageMismatchError, StoreClosedError) as error:
                 raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
-            message = _acknowledgement(info, meta, file, durable - started)
+            message = _acknowledgement(info, meta, file, durable - started, task.stage)
             try:
                 answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
@@ -97,8 +97,10 @@ class TaskCommits:
         return answer
 
 
-def _acknowledgement(info: HostInfo, meta: ChangelogMeta, file: FileRef, duration: float) -> Acknowledge:
-    """Return the message for a durable changelog, which took ``duration`` seconds."""
+def _acknowledgement(
+    info: HostInfo, meta: ChangelogMeta, file: FileRef, duration: float, stage: int | None
+) -> Acknowledge:
+    """Return the message for a durable changelog of a task of that stage, which took ``duration`` seconds."""
     return Acknowledge(
         run_id=meta.query_run_id,
         operator=meta.operator,
@@ -110,4 +112,5 @@ def _acknowledgement(info: HostInfo, meta: ChangelogMeta, file: FileRef, duratio
         file=file,
         base=meta.base,
         duration=duration,
+        stage=stage,
     )

@@ -73,6 +73,7 @@ class StateTask:
             batch_id=int(context.getLocalProperty("streaming.sql.batchId")),
             attempt=str(context.taskAttemptId()),
             invocation=uuid.uuid4().hex,
+            stage=context.stageId(),
         )
         timer = StepTimer()
         store = TaskStore(task, self.num_partitions, self.num_key_groups, endpoints)

@@ -24,7 +24,8 @@ RANGES_SCHEMA = pa.schema([pa.field("start", pa.binary(), nullable=False), pa.fi
 class TaskIdentity(Struct, frozen=True):
     """One run of a state task.
 
-    ``attempt`` is Spark's task attempt id; ``invocation`` differs for every call of the task's function.
+    ``attempt`` is Spark's task attempt id; ``invocation`` differs for every call of the task's function. ``stage`` is
+    Spark's stage id, by which a plan that runs again is told from a task that is tried again; None: not known.
     """
 
     run_id: str
@@ -33,6 +34,7 @@ class TaskIdentity(Struct, frozen=True):
     batch_id: int
     attempt: str
     invocation: str
+    stage: int | None = None
 
 
 class OpenReply(Struct, frozen=True):

@@ -109,6 +109,7 @@ class Query:
         self.port = session.cluster.port()
         self.spark = self.world.disk.open(CHECKPOINT)
         self._last: Plan | None = None
+        self._stage = 0
         self.num_partitions, self.backend = self.world.layout_of_run[run_id]
         self.registration = QueryRegistration(
             query_id="q",
@@ -186,8 +187,10 @@ class Query:
                 raise QueryFailedError("stopped by its user")
             plan = self._plan(batch)
             self._last = plan
-            for _ in range(2 if self.world.scheduler.random.random() < self.world.repeated else 1):
-                self._run_job(plan)
+            self._run_job(plan)
+            if self.world.scheduler.random.random() < self.world.repeated:
+                # ``write`` and ``count`` run all tasks again, ``take`` runs some.
+                self._run_job(plan, self.world.scheduler.random.choice((1.0, 0.4)))
             self._commit(plan)
             batch += 1
             self.world.scheduler.sleep(self.world.scheduler.random.random() * self.world.pace)
@@ -247,18 +250,21 @@ class Query:
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def _run_job(self, plan: Plan) -> None:
+    def _run_job(self, plan: Plan, part: float = 1.0) -> None:
+        """Run the tasks of a plan, or about that part of them."""
         s = self.world.scheduler
+        self._stage += 1
         parts = [
             s.spawn(self.session.driver, lambda o=o, p=p: self._run_partition(plan, o, p), f"{o}/{p}")  # type: ignore[misc]
             for o in self.world.model.operators
             for p in range(self.num_partitions)
+            if part == 1.0 or s.random.random() < part
         ]
-        for part in parts:
-            part.on_end = lambda task: None
-        for part in parts:
-            s.join(part)
-        errors = [part.error for part in parts if part.error is not None]
+        for one in parts:
+            one.on_end = lambda task: None
+        for one in parts:
+            s.join(one)
+        errors = [one.error for one in parts if one.error is not None]
         for error in errors:
             if isinstance(error, QueryFailedError):
                 raise error
@@ -308,7 +314,7 @@ class Query:
         world.attempts += 1
         attempt = f"t{world.attempts}"
         world.model.plan_of_attempt[attempt] = plan
-        task = TaskIdentity(self.run_id, operator, partition, plan.batch, attempt, f"i{world.attempts}")
+        task = TaskIdentity(self.run_id, operator, partition, plan.batch, attempt, f"i{world.attempts}", self._stage)
         endpoints = Endpoints(tuple(self.session.addresses()), "token", self.session.session_id, RECOVERY_TIMEOUT)
         made = s.spawn(
             self.session.executor(),

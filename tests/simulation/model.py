@@ -223,10 +223,22 @@ class Model:
     def check_acknowledged(
         self, coordinator: str, message: Acknowledge, manifest_id: int | None, num_tasks: int
     ) -> None:
-        """A coordinator answers an acknowledgement: if it is the last one, a manifest that counts must be there."""
+        """A coordinator answers an acknowledgement: if it is the last one, a manifest that counts must be there.
+
+        The manifest with whose id it answers names the changes.
+        """
         if manifest_id in self.fenced:
             raise Violation(
                 f"Manifest {manifest_id} was written after a higher epoch was claimed, and is answered for."
+            )
+        named = None if manifest_id is None else self.manifests.get(manifest_id)
+        if (
+            named is not None
+            and named.operators[message.operator].partitions[message.partition].changelog != message.file
+        ):
+            raise Violation(
+                f"Attempt {message.attempt} of {message.operator}/{message.partition} is answered with manifest "
+                f"{manifest_id}, which does not name it."
             )
         # With a new epoch, whoever coordinates may have to learn all anew.
         batch = (coordinator, self.epoch, message.run_id, message.version)

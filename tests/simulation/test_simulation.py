@@ -7,6 +7,7 @@ More seeds: ``python -m tests.simulation --steps 1000000``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ import pytest
 from backends.exceptions import StorageError
 from coordinator_actor.durable import fencing
 from coordinator_actor.messages import Acknowledged
+from coordinator_actor.query.running_batch import RunningBatch
 from spark_bridge.host import host
 from tests.effort import effort
 from tests.simulation.scheduler import Violation
-from tests.simulation.world import Result, run
+from tests.simulation.world import Result, World, run
 
 QUICK = effort(range(4), range(8))
 
@@ -80,3 +82,50 @@ def test_a_commit_that_is_answered_though_its_changelog_was_not_written_is_found
 
     monkeypatch.setattr(host.Host, "commit", hasty)
     assert isinstance(first_failure(range(2101, 2201)).failure, Violation)
+
+
+def repeat_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worlds of several partitions in which most plans run again, whole or in part, and storage fails now and then."""
+    made: Callable[..., None] = World.__init__
+
+    def repeating(self: World, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.repeated, self.faults.storage_error = 0.8, 0.02
+        self.num_partitions = max(2, self.num_partitions)
+
+    monkeypatch.setattr(World, "__init__", repeating)
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_a_world_in_which_plans_run_again_keeps_the_rules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat_all_the_time(monkeypatch)
+    check(run(seed))
+
+
+def test_a_version_that_completes_though_the_manifest_of_its_repeat_failed_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The manifest may exist all the same, and then what is completed changes with the next coordinator."""
+    end: Callable[..., None] = RunningBatch.end_repeat
+
+    def hasty(self: RunningBatch) -> None:
+        with suppress(StorageError):
+            end(self)
+
+    repeat_all_the_time(monkeypatch)
+    monkeypatch.setattr(RunningBatch, "end_repeat", hasty)
+    assert isinstance(first_failure(range(100, 300)).failure, Violation)
+
+
+def test_a_repeat_that_is_answered_though_its_manifest_failed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    again: Callable[..., bool] = RunningBatch._acknowledge_again
+
+    def hasty(self: RunningBatch, *args: Any) -> bool:
+        try:
+            return again(self, *args)
+        except StorageError:
+            return True
+
+    repeat_all_the_time(monkeypatch)
+    monkeypatch.setattr(RunningBatch, "_acknowledge_again", hasty)
+    assert isinstance(first_failure(range(100, 300)).failure, Violation)

@@ -90,7 +90,7 @@ class World:
         self.rescaled = r.choice((0.0, 0.3))
         self.model = Model(("a", "b")[: r.choice((1, 1, 2))])
         self.pace = r.choice((0.05, 0.5, 2.0))
-        self.repeated = r.choice((0.0, 0.15))
+        self.repeated = r.choice((0.0, 0.15, 0.6))
         self.speculated = r.choice((0.0, 0.2))
         self.restless = r.choice((1.0, 3.0, 10.0))
         self.troubled_for = r.choice((20.0, 40.0, 80.0))

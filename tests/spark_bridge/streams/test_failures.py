@@ -9,6 +9,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import ray
 from pyspark.sql import DataFrame
 
+from backends.formats.manifest import Manifest
+from backends.formats.sealed import unseal
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
@@ -231,6 +234,9 @@ def test_foreach_batch_that_runs_the_plan_twice(totals: Totals, client: Queryabl
     settle(query)
     assert seen == [(n, KEYS, KEYS) for n in range(3)]
     totals.check(client)
+    manifests = Path(totals.stream.checkpoint, "statestore/manifests").glob("*.json")
+    versions = Counter(unseal(path.read_bytes(), Manifest, path.name).version for path in manifests)
+    assert versions == {1: 2, 2: 2, 3: 2}, "one for the plan, and one for the plan that runs again"
 
 
 def test_foreach_batch_that_looks_at_one_row_first(totals: Totals, client: QueryableStateClient) -> None:

@@ -1,0 +1,233 @@
+"""A prepared batch that comes again: how many manifests it takes, and whose changes they name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from backends.exceptions import StorageError
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.messages import Acknowledge, Acknowledged, HostReport, Refused
+from tests.coordinator_actor.coordinator_world import World
+from tests.coordinator_actor.coordinators import acknowledge
+
+N = 8
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def prepared(world: World, stage: int | None = 1, n: int = N) -> Coordinator:
+    """A coordinator with a run whose first batch is prepared."""
+    c = world.coordinator()
+    assert c.register_query(world.registration(n=n)).refusal is None
+    assert [commit(world, c, p, "first", stage).manifest_id for p in range(n)] == [None] * (n - 1) + [1]
+    assert len(world.manifests()) == 1
+    return c
+
+
+def committed(world: World, c: Coordinator, partition: int, attempt: str, stage: int | None) -> Acknowledge:
+    """What a host sends for a task of the first batch. The host holds it, for its next report."""
+    message = world.stage(world.open(c, 0, partition), partition, 0, attempt)
+    message = msgspec.structs.replace(message, stage=stage)
+    return message
+
+
+def commit(world: World, c: Coordinator, partition: int, attempt: str, stage: int | None) -> Acknowledged:
+    """A task of the first batch commits; its acknowledgement is a message of its own."""
+    message = committed(world, c, partition, attempt, stage)
+    answer = acknowledge(c, message)
+    world.pending["op", partition] = message
+    return answer
+
+
+def restarted(world: World, n: int = N, *, is_reported: bool = True) -> Coordinator:
+    """Another coordinator, which takes up the run, and hears from the hosts what they have acknowledged."""
+    c = world.coordinator(hosts=0)
+    for i in range(2):
+        mine = tuple(m for m in world.pending.values() if m.host_id == world.host(i).host_id)
+        report = HostReport((world.registration(n=n),), mine, {"run1": 0}) if is_reported else HostReport()
+        c.register_host(world.host(i), report)
+    assert c.register_query(world.registration(n=n)).refusal is None
+    return c
+
+
+def complete(world: World, c: Coordinator) -> None:
+    world.commit_spark(0)
+    assert c.batch_committed("run1", 0) is True
+
+
+def attempts(world: World, n: int = N) -> list[str]:
+    """Whose changes the newest manifest names, by partition."""
+    entries = world.manifests()[-1]["operators"]["op"]["partitions"]
+    return [entries[str(p)]["attempt"] for p in range(n)]
+
+
+def second(those: Iterable[int], n: int = N) -> list[str]:
+    return ["second" if p in those else "first" for p in range(n)]
+
+
+def test_a_plan_that_runs_again_takes_one_manifest(world: World) -> None:
+    c = prepared(world, n=100)
+    for stage, attempt in ((2, "second"), (5, "third")):
+        answers = [commit(world, c, p, attempt, stage) for p in range(100)]
+        # The last task of the plan is answered when the manifest is durable.
+        assert [a.manifest_id for a in answers] == [None] * 99 + [world.manifests()[-1]["id"]]
+        assert attempts(world, 100) == [attempt] * 100
+    assert len(world.manifests()) == 3
+    complete(world, c)
+    assert len(world.manifests()) == 3
+
+
+def test_a_plan_that_runs_again_in_part_takes_one_manifest_when_the_version_completes(world: World) -> None:
+    c = prepared(world)
+    for p in (3, 5):
+        assert commit(world, c, p, "second", 2).manifest_id is None
+    assert len(world.manifests()) == 1
+    complete(world, c)
+    assert len(world.manifests()) == 2
+    assert attempts(world) == second((3, 5))
+    path = world.manifests()[-1]["operators"]["op"]["partitions"]["3"]["changelog"]["path"]
+    assert world.open(c, 1, 3).head == path
+
+
+@pytest.mark.parametrize("stage", [1, None])
+def test_a_task_that_is_tried_again_has_its_manifest_before_it_is_answered(world: World, stage: int | None) -> None:
+    c = prepared(world, stage)
+    answer = commit(world, c, 4, "second", stage)
+    assert (answer.manifest_id, len(world.manifests())) == (world.manifests()[-1]["id"], 2)
+    assert attempts(world) == second((4,))
+
+
+def test_a_task_that_is_tried_again_while_the_plan_runs_again_has_its_manifest_at_once(world: World) -> None:
+    c = prepared(world)
+    for p in range(3):
+        assert commit(world, c, p, "lost", 2).manifest_id is None
+    assert commit(world, c, 1, "second", 2).manifest_id == world.manifests()[-1]["id"]
+    assert attempts(world) == ["lost", "second", "lost"] + ["first"] * (N - 3)
+    rest = [commit(world, c, p, "second", 2).manifest_id for p in range(3, N)]
+    assert rest == [None] * (N - 4) + [world.manifests()[-1]["id"]]
+    assert len(world.manifests()) == 3
+
+
+def test_a_message_that_comes_twice_takes_no_manifest(world: World) -> None:
+    c = prepared(world)
+    message = committed(world, c, 2, "second", 2)
+    assert [acknowledge(c, message).manifest_id for _ in range(2)] == [None, None]
+    assert len(world.manifests()) == 1
+    for p in range(N):
+        if p != 2:
+            commit(world, c, p, "second", 2)
+    assert acknowledge(c, message).manifest_id == world.manifests()[-1]["id"]
+    assert len(world.manifests()) == 2
+
+
+def full(path: str) -> None:
+    if path.startswith("manifests/"):
+        raise StorageError("disk full")
+
+
+def test_what_was_refused_in_a_repeat_is_never_named(world: World) -> None:
+    c = prepared(world)
+    for p in range(N - 1):
+        commit(world, c, p, "second", 2)
+    world.put_hook = full
+    with pytest.raises(StorageError, match="disk full"):
+        commit(world, c, N - 1, "refused", 2)
+    world.put_hook = None
+    complete(world, c)
+    assert attempts(world) == second(range(N - 1))
+    assert len(world.manifests()) == 2
+
+
+def test_what_was_refused_takes_the_place_of_nothing_that_was_accepted(world: World) -> None:
+    """A first manifest that cannot be written, with a message in which a task has acknowledged for the second time."""
+    c = world.coordinator(hosts=1)
+    assert c.register_query(world.registration(n=2)).refusal is None
+    commit(world, c, 0, "accepted", 1)
+    messages = tuple(committed(world, c, p, "refused", 1) for p in range(2))
+    world.put_hook = full
+    answers = c.acknowledge_many("run1", "h0", "a", messages)
+    assert [type(a) for a in answers] == [Refused, Refused]
+    world.put_hook = None
+    commit(world, c, 1, "last", 1)
+    assert attempts(world, 2) == ["accepted", "last"]
+
+
+def test_a_version_is_not_completed_before_the_manifest_of_its_repeat_is_written(world: World) -> None:
+    """Whether a manifest whose writing failed exists is not known: each try writes one of its own, with a higher id."""
+    c = prepared(world)
+    commit(world, c, 3, "second", 2)
+    world.commit_spark(0)
+    world.put_hook = full
+    for _ in range(2):
+        with pytest.raises(StorageError, match="disk full"):
+            c.batch_committed("run1", 0)
+        assert c.registries.runs.by_id["run1"].versions.completed == 0
+    world.put_hook = None
+    assert c.batch_committed("run1", 0) is True
+    assert attempts(world) == second((3,))
+    assert world.manifests()[-1]["id"] == 4  # 2 and 3 may still appear
+
+
+def test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it(world: World) -> None:
+    c = prepared(world, n=100)
+    for p in range(50):
+        commit(world, c, p, "second", 2)
+    again = restarted(world, 100)
+    before = len(world.manifests())  # the new coordinator has written the version under its own epoch
+    answers = [commit(world, again, p, "second", 2).manifest_id for p in range(50, 100)]
+    assert answers == [None] * 49 + [world.manifests()[-1]["id"]]
+    assert len(world.manifests()) == before + 1
+    assert attempts(world, 100) == ["second"] * 100
+    complete(world, again)
+    assert len(world.manifests()) == before + 1
+
+
+def test_a_repeat_that_neither_coordinator_nor_hosts_survive_leaves_what_the_manifest_names(world: World) -> None:
+    c = prepared(world)
+    for p in range(3):
+        commit(world, c, p, "second", 2)
+    again = restarted(world, is_reported=False)
+    before = len(world.manifests())
+    for p in range(3, N):
+        assert commit(world, again, p, "second", 2).manifest_id is None
+    complete(world, again)
+    assert attempts(world) == second(range(3, N))
+    assert len(world.manifests()) == before + 1
+    assert [again.lineage("run1", "op", p, 1).changelogs[0].version for p in range(N)] == [1] * N
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_task_that_is_tried_again_behind_a_restart_has_its_manifest_before_it_is_answered(
+    world: World, is_reported: bool
+) -> None:
+    prepared(world)
+    again = restarted(world, is_reported=is_reported)
+    answer = commit(world, again, 4, "second", 1)
+    assert answer.manifest_id == world.manifests()[-1]["id"]
+    assert attempts(world) == second((4,))
+
+
+def test_a_stage_of_which_nothing_lower_is_known_is_no_new_one(world: World) -> None:
+    """Of the tasks on one host the coordinator hears the stage after its restart, of those on the other it does not."""
+    prepared(world, stage=None)
+    world.pending = {
+        task: msgspec.structs.replace(m, stage=1 if m.host_id == "h0" else None) for task, m in world.pending.items()
+    }
+    again = restarted(world)
+    p = next(p for (_, p), m in world.pending.items() if m.host_id == "h1")
+    assert commit(world, again, p, "second", 2).manifest_id == world.manifests()[-1]["id"]
+
+
+def test_a_query_that_ends_names_what_came_again_of_its_last_batch(world: World) -> None:
+    c = prepared(world)
+    commit(world, c, 3, "second", 2)
+    world.commit_spark(0)  # and the event that says so never comes
+    assert c.deactivate_instances("run1") is True
+    assert attempts(world) == second((3,))
