@@ -7,7 +7,8 @@ run side by side, since they wait most of their time. Each has Ray's files in a 
 begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters are shared out.
 
 A thorough run does what the usual one leaves: each test of clusters on the other line, the tests that are marked
-``thorough`` on both, and the part without clusters with many times as much random work.
+``thorough`` on both, and the part without clusters with many times as much random work. Unless it is given arguments of
+pytest, it also searches the simulation for broken rules, over fresh seeds.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ LINES_AND_THEIR_REST = (
     ("spark42 or spark42_only", "(ray or spark) and (thorough or not (spark42 or spark42_only))"),
 )
 """The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2."""
+SIMULATED_STEPS = 10**7
+"""Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
 _QUERIES = [f"tests/spark_bridge/{name}" for name in ("queryable", "host", "state_data", "task", "transport")]
 _STATE = ["tests/backends", "tests/coordinator_actor", "tests/simulation"]
@@ -133,8 +136,10 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
         command = [f"{venv}/bin/python", "-m", "pytest", *options, *arguments]
         return Part(name, command, None if is_thorough else bound, given)
 
+    search = [".venv/bin/python", "-m", "tests.simulation", "--fresh", "--steps", str(SIMULATED_STEPS)]
     return [
         [part(name, ".venv", *of, *NO_CLUSTER, bound=60) for name, of in WITHOUT_CLUSTERS.items()],
+        *([[Part("simulation", search)]] if is_thorough and not arguments else []),
         [
             part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),
             part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough]),

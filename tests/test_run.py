@@ -96,6 +96,13 @@ def test_a_thorough_run_is_told_to_all_parts() -> None:
     assert all(not p.environment for parts in run.steps_of(False, []) for p in parts)
 
 
+def test_a_thorough_run_of_everything_searches_the_simulation() -> None:
+    commands = [list(p.command[1:]) for parts in run.steps_of(True, []) for p in parts]
+    assert ["-m", "tests.simulation", "--fresh", "--steps", "10000000"] in commands
+    for steps in (run.steps_of(True, ["-x"]), run.steps_of(False, [])):
+        assert not any("tests.simulation" in p.command for parts in steps for p in parts)
+
+
 def test_other_pythons_run_the_part_without_clusters_and_the_demo() -> None:
     steps = run.steps_of_pythons([".venv310", ".venv312"])
     assert [[p.name for p in parts] for parts in steps] == [

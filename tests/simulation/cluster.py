@@ -178,14 +178,14 @@ class HostSlot:
 
 
 class Session:
-    """One driver process that has called ``init_spark``: its hosts, its executors, and the query that it runs."""
+    """One driver process that has called ``init_spark``: its hosts, its executors, and the queries that it runs."""
 
     def __init__(self, world: World, cluster: Cluster, number: int) -> None:
         self.world = world
         self.cluster = cluster
         self.session_id = f"s{number}"
         self.is_wanted = True
-        self.query: Task | None = None
+        self._queries: dict[str, Task] = {}
         s = world.scheduler
         self.driver = s.process(f"driver-{self.session_id}")
         self.hosts: list[HostSlot] = []
@@ -199,9 +199,15 @@ class Session:
         return self.driver.is_alive
 
     def start(self) -> None:
-        """Start the query again, if it has ended."""
-        if self.query is None or self.query.is_done:
-            self.query = self.world.scheduler.spawn(self.driver, lambda: self.world.drive(self), "query")
+        """Start all queries, or those again that have ended."""
+        for stream in self.world.streams:
+            running = self._queries.get(stream.name)
+            if running is None or running.is_done:
+                self._queries[stream.name] = self.world.scheduler.spawn(
+                    self.driver,
+                    lambda stream=stream: self.world.drive(self, stream),  # type: ignore[misc]
+                    stream.name,
+                )
 
     def _died(self) -> None:
         """Ray ends the actors of a driver that is gone; Spark's executors notice as well."""

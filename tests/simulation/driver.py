@@ -27,12 +27,11 @@ from tests.simulation.cluster import RECOVERY_TIMEOUT, Session
 from tests.simulation.model import Plan
 from tests.simulation.network import KNOWN_ERRORS, UnreachableError
 from tests.simulation.scheduler import Killed, Task, Violation
+from tests.simulation.stream import Stream
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-CHECKPOINT = "sim://ck"
-STATE = "sim://ck/statestore"
 KEEP = 4
 """Versions and batches retained."""
 
@@ -102,25 +101,26 @@ class QueryFailedError(Exception):
 class Query:
     """One run of the streaming query in a driver."""
 
-    def __init__(self, session: Session, run_id: str) -> None:
+    def __init__(self, session: Session, stream: Stream, run_id: str) -> None:
         self.world = session.world
         self.session = session
+        self.stream = stream
         self.run_id = run_id
         self.port = session.cluster.port()
-        self.spark = self.world.disk.open(CHECKPOINT)
+        self.spark = self.world.disk.open(stream.checkpoint)
         self._last: Plan | None = None
         self._stage = 0
-        self.num_partitions, self.backend = self.world.layout_of_run[run_id]
+        self.num_partitions, self.backend = stream.layout_of_run[run_id]
         self.registration = QueryRegistration(
-            query_id="q",
+            query_id=stream.name,
             run_id=run_id,
-            name="query",
+            name=stream.name,
             session_id=session.session_id,
-            checkpoint_location=CHECKPOINT,
-            state_location=STATE,
+            checkpoint_location=stream.checkpoint,
+            state_location=stream.state,
             operators=tuple(
                 OperatorSpec(o, self.num_partitions, self.world.schema, backend=self.backend)
-                for o in self.world.model.operators
+                for o in stream.model.operators
             ),
             key_groups=model.KEY_GROUPS,
             min_versions_to_retain=KEEP,
@@ -138,7 +138,7 @@ class Query:
         if answer.refusal is not None:
             self.world.judge_refusal(answer.refusal, self.run_id)
             raise QueryFailedError(answer.refusal)
-        self.world.registered(self.run_id)
+        self.stream.newest_run = self.run_id
         heartbeat = s.spawn(self.session.driver, self._heartbeat, "driver heartbeat")
         leases = s.spawn(self.session.driver, self._renew_lease, "leases")
         try:
@@ -185,6 +185,7 @@ class Query:
         while True:
             if not self.session.is_wanted:
                 raise QueryFailedError("stopped by its user")
+            begun = self.world.scheduler.now
             plan = self._plan(batch)
             self._last = plan
             self._run_job(plan)
@@ -192,8 +193,14 @@ class Query:
                 # ``write`` and ``count`` run all tasks again, ``take`` runs some.
                 self._run_job(plan, self.world.scheduler.random.choice((1.0, 0.4)))
             self._commit(plan)
+            self._check_time(plan, self.world.scheduler.now - begun)
             batch += 1
             self.world.scheduler.sleep(self.world.scheduler.random.random() * self.world.pace)
+
+    def _check_time(self, plan: Plan, seconds: float) -> None:
+        most = self.stream.most_seconds
+        if most is not None and seconds > most:
+            raise Violation(f"Batch {plan.token} of {self.stream.name} took {seconds:.1f} s, and nothing ails it.")
 
     def _names(self, directory: str) -> list[int]:
         return [int(path.rsplit("/", 1)[-1]) for path, _ in self.spark.list(f"{directory}/")]
@@ -207,18 +214,18 @@ class Query:
 
     def _plan(self, batch: int) -> Plan:
         path = f"offsets/{batch}"
-        held = self.world.disk.directory(CHECKPOINT, path).get(path)
+        held = self.world.disk.directory(self.stream.checkpoint, path).get(path)
         if held is not None:
-            return self.world.model.plans[held.decode()]
+            return self.stream.model.plans[held.decode()]
         parent = self._last  # what another driver has removed meanwhile, this one still knows
         if parent is None and batch > 0:
             below = f"offsets/{batch - 1}"
-            log = self.world.disk.directory(CHECKPOINT, below)
+            log = self.world.disk.directory(self.stream.checkpoint, below)
             if below not in log:
                 raise QueryFailedError(f"{below} is not there any more")
-            parent = self.world.model.plans[log[below].decode()]
+            parent = self.stream.model.plans[log[below].decode()]
         s = self.world.scheduler
-        plan = self.world.model.plan(f"{batch}@{self.run_id}", batch, parent)
+        plan = self.stream.model.plan(f"{batch}@{self.run_id}", batch, parent)
         try:
             self.spark.put_new(path, plan.token.encode())
         except FileExistsInStorageError as error:
@@ -227,7 +234,7 @@ class Query:
         return plan
 
     def _commit(self, plan: Plan) -> None:
-        s, world = self.world.scheduler, self.world
+        s = self.world.scheduler
         try:
             self.spark.put_new(f"commits/{plan.batch}", f"{self.run_id} {plan.token}".encode())
         except FileExistsInStorageError as error:
@@ -237,7 +244,7 @@ class Query:
         for directory in ("offsets", "commits"):
             for old in [n for n in self._names(directory) if n < plan.batch - KEEP]:
                 self.spark.delete(f"{directory}/{old}")
-        world.batches += 1
+        self.stream.batches += 1
 
     def _progress(self, batch: int) -> None:
         try:
@@ -256,7 +263,7 @@ class Query:
         self._stage += 1
         parts = [
             s.spawn(self.session.driver, lambda o=o, p=p: self._run_partition(plan, o, p), f"{o}/{p}")  # type: ignore[misc]
-            for o in self.world.model.operators
+            for o in self.stream.model.operators
             for p in range(self.num_partitions)
             if part == 1.0 or s.random.random() < part
         ]
@@ -313,7 +320,7 @@ class Query:
         s, world = self.world.scheduler, self.world
         world.attempts += 1
         attempt = f"t{world.attempts}"
-        world.model.plan_of_attempt[attempt] = plan
+        self.stream.model.plan_of_attempt[attempt] = plan
         task = TaskIdentity(self.run_id, operator, partition, plan.batch, attempt, f"i{world.attempts}", self._stage)
         endpoints = Endpoints(tuple(self.session.addresses()), "token", self.session.session_id, RECOVERY_TIMEOUT)
         made = s.spawn(
@@ -334,7 +341,7 @@ class Query:
             store.open()
         keys = [k for k in plan.keys if model.partition_of(k, self.num_partitions) == task.partition]
         values = store.get_many(model.to_array(keys)).to_pylist()
-        self.world.model.check_task_read(plan, operator, keys, values, self.run_id == self.world.newest_run)
+        self.stream.model.check_task_read(plan, operator, keys, values, self.run_id == self.stream.newest_run)
         made = [
             model.stored(model.new_value(operator, plan.token, k, model.value_in(v)), task.attempt)
             for k, v in zip(keys, values, strict=True)

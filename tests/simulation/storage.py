@@ -39,6 +39,14 @@ class Disk:
     faults: Faults
     files: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
     watch: Callable[[str, str, str], None] = lambda verb, location, path: None
+    hangs_until: dict[str, float] = field(default_factory=dict)
+    """By the beginning of locations: until when calls there do nothing."""
+
+    def wait_while_it_hangs(self, location: str) -> None:
+        """Return when this storage answers again."""
+        s = scheduling.active
+        while any(location.startswith(place) and s.now < until for place, until in self.hangs_until.items()):
+            s.sleep(1.0)
 
     def open(self, location: str, options: Any = None) -> SimulatedStorage:
         """Storage at a location; calls give way to the scheduler."""
@@ -72,6 +80,7 @@ class SimulatedStorage:
     def _call(self, verb: str, path: str, effect: Callable[[], T]) -> T:
         s, faults = scheduling.active, self._disk.faults
         draw = s.random.random
+        self._disk.wait_while_it_hangs(self.location)
         slow = faults.storage_slow and draw() < faults.storage_slow
         s.sleep(draw() * (5.0 if slow else 0.005))
         if faults.storage_error and draw() < faults.storage_error:

@@ -34,6 +34,11 @@ def test_a_troubled_world_keeps_the_rules(seed: int) -> None:
     check(run(seed))
 
 
+def test_a_hanging_storage_of_one_query_is_not_felt_by_another() -> None:
+    for seed in effort([9, 29], range(9, 200, 10)):
+        check(run(seed))
+
+
 @pytest.mark.thorough  # otherwise: the seeds of test_a_troubled_world_keeps_the_rules
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(1000, 1100, 5))

@@ -27,19 +27,27 @@ from spark_bridge.exceptions import PartitionMismatchError
 from tests.simulation import engine, model, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
-from tests.simulation.driver import CHECKPOINT, KEEP, STATE, HostClient, PerProcess, Query, QueryFailedError
+from tests.simulation.driver import KEEP, HostClient, PerProcess, Query, QueryFailedError
 from tests.simulation.model import Model
 from tests.simulation.network import KNOWN_ERRORS, Network, UnreachableError
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.storage import Disk, Faults
+from tests.simulation.stream import Stream
 
 NEVER = (MissingFileError, DamagedFileError, IncompleteBatchError, InvalidRequestError, PartitionMismatchError)
 """Errors that nothing which goes wrong here excuses, for the run that is the newest."""
 BATCHES_AFTER = 10
 PATIENCE = 400.0
 """Virtual seconds within which a healthy world must have done ``BATCHES_AFTER`` batches."""
+CALM_BATCH = 3.0
+"""Virtual seconds that a batch may take where nothing ails its own query."""
 SETTLED_AFTER = 90.0
 """Virtual seconds of health after which no task fails any more."""
+
+
+def is_calm(seed: int) -> bool:
+    """Return whether all that goes wrong in this seed's world is that the storage of one of two queries hangs."""
+    return seed % 10 == 9
 
 
 @dataclass(frozen=True)
@@ -86,28 +94,30 @@ class World:
             registration_slow=r.choice((0.0, 0.5)),
         )
         self.num_hosts = r.randint(1, 3)
-        self.num_partitions = r.randint(1, 3)
         self.rescaled = r.choice((0.0, 0.3))
-        self.model = Model(("a", "b")[: r.choice((1, 1, 2))])
+        self.streams = [
+            Stream("q", Model(("a", "b")[: r.choice((1, 1, 2))]), r.randint(1, 3), engine.FirstProvider.backend)
+        ]
+        self.is_calm = is_calm(seed)
+        if self.is_calm or r.random() < 0.3:
+            self.streams.append(Stream("neighbour", Model(("a",)), r.randint(1, 3), engine.FirstProvider.backend))
+        if self.is_calm:
+            self.faults.heal()
+            self.streams[0].most_seconds = CALM_BATCH
         self.pace = r.choice((0.05, 0.5, 2.0))
         self.repeated = r.choice((0.0, 0.15, 0.6))
         self.speculated = r.choice((0.0, 0.2))
         self.restless = r.choice((1.0, 3.0, 10.0))
         self.troubled_for = r.choice((20.0, 40.0, 80.0))
-        self.backend = engine.FirstProvider.backend
         self.schema = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
         self.clock_offset = 1000.0
         self.disk = Disk(self.faults, watch=self._watch)
         self.network = Network(self.faults, self._acknowledged)
         self.addresses: dict[str, Process] = {}
         self.attempts = 0
-        self.batches = 0
-        self.layout_of_run: dict[str, tuple[int, str]] = {}
-        self.newest_run = ""
         self.healed_at: float | None = None
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
-        self._num_runs = 0
         self._going_back = False
         self._is_over = False
         self._ambush: tuple[str, Callable[[], None]] | None = None
@@ -137,7 +147,7 @@ class World:
         self.sessions.append(session)
         s.log("STARTED", session.driver.name, "on", session.cluster.name)
         session.driver.on_death.append(lambda: s.at(0.5 + s.random.random() * 5, self._start_again))
-        session.query = s.spawn(session.driver, lambda: self.drive(session), "query")
+        session.start()
         return session
 
     def _start_again(self) -> None:
@@ -147,12 +157,11 @@ class World:
             self._go_back()
         self.start_session()
 
-    def drive(self, session: Session) -> None:
-        """One run of the query after the other."""
+    def drive(self, session: Session, stream: Stream) -> None:
+        """One run of a query after the other."""
         s = self.scheduler
         while session is self.sessions[-1] and session.is_wanted:
-            self._num_runs += 1
-            query = Query(session, self._new_run())
+            query = Query(session, stream, self._new_run(stream))
             s.log("QUERY starts", query.run_id)
             try:
                 query.run()
@@ -160,25 +169,26 @@ class World:
                 s.log("QUERY", query.run_id, "failed:", str(error))
             s.sleep(0.1 + s.random.random() * 2)
 
-    def _new_run(self) -> str:
+    def _new_run(self, stream: Stream) -> str:
         """Now and then with another number of partitions, or another backend."""
         r = self.scheduler.random
         if self.rescaled and r.random() < self.rescaled:
-            self.num_partitions = r.randint(1, 5)
-            self.backend = r.choice((engine.FirstProvider.backend, engine.SecondProvider.backend))
-        run_id = f"run{self._num_runs}"
-        self.layout_of_run[run_id] = (self.num_partitions, self.backend)
+            stream.num_partitions = r.randint(1, 5)
+            stream.backend = r.choice((engine.FirstProvider.backend, engine.SecondProvider.backend))
+        stream.num_runs += 1
+        run_id = f"run{stream.num_runs}-{stream.name}"
+        stream.layout_of_run[run_id] = (stream.num_partitions, stream.backend)
         return run_id
 
-    def registered(self, run_id: str) -> None:
-        """A run may begin: it is the newest."""
-        self.newest_run = run_id
+    def _stream_of(self, run_id: str) -> Stream:
+        return next(stream for stream in self.streams if run_id in stream.layout_of_run)
 
     def _go_back(self) -> None:
-        """The user removes Spark's last batches, as far as is retained."""
+        """The user removes Spark's last batches of one query, as far as is retained."""
         self._going_back = False
-        offsets = self.disk.directory(CHECKPOINT, "offsets")
-        commits = self.disk.directory(CHECKPOINT, "commits")
+        stream = self.scheduler.random.choice(self.streams)
+        offsets = self.disk.directory(stream.checkpoint, "offsets")
+        commits = self.disk.directory(stream.checkpoint, "commits")
         begun = sorted(int(p.split("/")[1]) for p in offsets)
         if len(begun) < 3:
             return
@@ -192,7 +202,7 @@ class World:
             offsets.pop(f"offsets/{n}", None)
         for path in [p for p in commits if int(p.split("/")[1]) >= first]:
             del commits[path]
-        self.scheduler.log("USER goes back to batch", first)
+        self.scheduler.log("USER goes back to batch", first, "of", stream.name)
 
     def _trouble(self) -> None:
         s = self.scheduler
@@ -202,12 +212,17 @@ class World:
             self._kill_state, self._pause, self._cut_off, self._turn_clock, self._second_driver, self._ask_to_go_back,
             self._unload_all, self._lie_in_wait,
         ]  # fmt: skip
+        if len(self.streams) > 1:
+            kinds.append(self._hang_storage)
+        if self.is_calm:
+            kinds = [self._hang_storage]
         chosen = [k for k in kinds if r.random() < 0.6] or kinds
         while s.now < self.troubled_for:
             s.sleep(r.expovariate(1.0 / self.restless))
             r.choice(chosen)()
         s.sleep(r.random() * 5)
         self.faults.heal()
+        self.disk.hangs_until.clear()
         self._ambush = None
         self.pace = 1.0
         self.healed_at = s.now
@@ -262,6 +277,12 @@ class World:
         processes += [x.driver for x in self.sessions if x.is_alive]
         s.pause(s.random.choice(processes), s.random.choice((0.5, 3.0, 15.0, 40.0))) if processes else None
 
+    def _hang_storage(self) -> None:
+        """All storage of the second query stands still."""
+        s, place = self.scheduler, self.streams[1].checkpoint
+        self.disk.hangs_until[place] = s.now + s.random.choice((5.0, 30.0, 90.0))
+        s.log("STORAGE of", self.streams[1].name, "hangs until", self.disk.hangs_until[place])
+
     def _cut_off(self) -> None:
         r = self.scheduler.random
         if r.random() < 0.5 or not self._hosts():
@@ -306,9 +327,10 @@ class World:
         while True:
             s.sleep(s.random.random() * 3)
             session = self.sessions[-1]
-            operator = s.random.choice(self.model.operators)
+            stream = s.random.choice(self.streams)
+            operator = s.random.choice(stream.model.operators)
             try:
-                location = session.cluster.port().locate(operator)
+                location = session.cluster.port().locate(operator, stream.name)
                 partition = s.random.randrange(location.operator.num_partitions)
                 keys = [k for k in model.KEYS if model.partition_of(k, location.operator.num_partitions) == partition]
                 owner = location.owners[partition]
@@ -331,7 +353,7 @@ class World:
                 s.log("a query was not answered:", type(error).__name__)
                 continue
             for key, value in zip(keys, values, strict=True):
-                self.model.check_read(operator, key, value)
+                stream.model.check_read(operator, key, value)
 
     # -- what must hold ------------------------------------------------------------------------
 
@@ -340,34 +362,40 @@ class World:
         if verb == "put" and self._ambush is not None and self._ambush[0] in path:
             self.scheduler.at(self.scheduler.random.random() * 0.02, self._ambush[1])
             self._ambush = None
-        if location == CHECKPOINT and verb == "put" and path.startswith("commits/"):
-            run_id, token = self.disk.directory(CHECKPOINT, path)[path].decode().split()
-            plan = self.model.plans[token]
-            self.model.check_durable(plan, run_id, self.disk.all_files(STATE), *self.layout_of_run[run_id])
-            self.model.spark_commits(plan)
-        elif location == STATE and verb == "put":
+        if verb != "put":
+            return
+        stream = next(x for x in self.streams if location in (x.checkpoint, x.state))
+        if location == stream.state:
             if path.startswith("manifests/"):
-                data = self.disk.directory(STATE, path)[path]
-                self.model.manifest_written(data, self.disk.directory(STATE, "operators"))
+                data = self.disk.directory(location, path)[path]
+                stream.model.manifest_written(data, self.disk.directory(location, "operators"))
             elif path.startswith("epochs/"):
-                self.model.epoch = max(self.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
+                stream.model.epoch = max(stream.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
+        elif path.startswith("commits/"):
+            run_id, token = self.disk.directory(location, path)[path].decode().split()
+            plan = stream.model.plans[token]
+            files = self.disk.all_files(stream.state)
+            stream.model.check_durable(plan, run_id, files, *stream.layout_of_run[run_id])
+            stream.model.spark_commits(plan)
 
     def _acknowledged(self, coordinator: str, messages: Any, answers: Any) -> None:
         """A coordinator answers acknowledgements."""
         for message, answer in zip(messages, answers, strict=True):
             if isinstance(answer, Acknowledged):
-                num_tasks = self.layout_of_run[message.run_id][0] * len(self.model.operators)
-                self.model.check_acknowledged(coordinator, message, answer.manifest_id, num_tasks)
+                stream = self._stream_of(message.run_id)
+                num_tasks = stream.layout_of_run[message.run_id][0] * len(stream.model.operators)
+                stream.model.check_acknowledged(coordinator, message, answer.manifest_id, num_tasks)
 
     def after_maintenance(self) -> None:
         """Files may have been removed."""
-        self.model.check_openable(self.disk.all_files(STATE))
+        for stream in self.streams:
+            stream.model.check_openable(self.disk.all_files(stream.state))
 
     def judge(self, error: BaseException, run_id: str, what: str) -> None:
         """Something failed: may it?"""
         s = self.scheduler
         s.log(what, "of", run_id, "failed:", type(error).__name__, str(error))
-        if isinstance(error, NEVER) and run_id == self.newest_run:
+        if isinstance(error, NEVER) and run_id == self._stream_of(run_id).newest_run:
             raise Violation(f"{what} of {run_id} failed, which must not happen: {type(error).__name__}: {error}")
         settled = self.healed_at is not None and s.now > self.healed_at + SETTLED_AFTER
         if settled and self.sessions[-1].is_wanted:
@@ -379,24 +407,25 @@ class World:
             raise Violation(f"{run_id} was refused: {refusal}")
 
     def _finish(self) -> None:
-        """Nothing goes wrong any more: the query must go on; then it is stopped and all is looked through."""
+        """Nothing goes wrong any more: all queries must go on; then they are stopped and all is looked through."""
         s = self.scheduler
-        goal = self.batches + BATCHES_AFTER
         deadline = s.now + PATIENCE
-        while self.batches < goal:
-            if s.now > deadline:
-                raise Violation(
-                    f"In {PATIENCE:.0f} s without faults only {BATCHES_AFTER - goal + self.batches} of {BATCHES_AFTER} "
-                    "batches were done."
-                )
-            s.sleep(1.0)
+        for stream, goal in [(stream, stream.batches + BATCHES_AFTER) for stream in self.streams]:
+            while stream.batches < goal:
+                if s.now > deadline:
+                    raise Violation(
+                        f"In {PATIENCE:.0f} s without faults only {BATCHES_AFTER - goal + stream.batches} of "
+                        f"{BATCHES_AFTER} batches of {stream.name} were done."
+                    )
+                s.sleep(1.0)
         s.sleep(5.0)
         session = self.sessions[-1]
         patience = s.now + PATIENCE
-        while (litter := self._litter()) is not None:
-            if s.now > patience:
-                raise Violation(f"After {PATIENCE:.0f} s without faults: {litter}")
-            s.sleep(5.0)
+        for stream in self.streams:
+            while (litter := self._litter(stream)) is not None:
+                if s.now > patience:
+                    raise Violation(f"After {PATIENCE:.0f} s without faults: {litter}")
+                s.sleep(5.0)
         self._is_over = True
         session.is_wanted = False
         s.sleep(60.0)
@@ -405,64 +434,67 @@ class World:
             host = slot.process.memory["host"]
             if host.held.instances:
                 raise Violation(f"{slot.host_id} still holds {sorted(host.held.instances)} after the query has ended.")
-        verifier = s.spawn(s.process("verifier"), self._verify, "verify")
-        s.join(verifier)
-        self.model.check_openable(self.disk.all_files(STATE))
+        for stream in self.streams:
+            verifier = s.spawn(s.process("verifier"), lambda stream=stream: self._verify(stream), "verify")  # type: ignore[misc]
+            s.join(verifier)
+        self.after_maintenance()
         s.stop()
 
-    def _litter(self) -> str | None:
-        """What is still there though it is not kept; None if that is within bounds."""
-        head = self.model.head()
+    def _litter(self, stream: Stream) -> str | None:
+        """What is still there of a query though it is not kept; None if that is within bounds."""
+        head = stream.model.head()
         assert head is not None
-        files = self.disk.all_files(STATE)
+        files = self.disk.all_files(stream.state)
         if head.version - head.oldest > 4 * KEEP + 8:
             return f"Version {head.version} still keeps version {head.oldest}."
         num_manifests = sum(p.startswith("manifests/") for p in files)
         # Snapshots share their .sst files with later ones.
         logs = [p for p in files if p.startswith("operators/") and not p.endswith(".sst")]
         old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
-        if len(old) > 3 * self.num_partitions * len(self.model.operators) or num_manifests > 6 * KEEP + 40:
+        if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * KEEP + 40:
             return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."
         return None
 
-    def _verify(self) -> None:
-        """Open every version that is kept, from storage alone."""
+    def _verify(self, stream: Stream) -> None:
+        """Open every version of a query that is kept, from storage alone."""
         s = self.scheduler
         process = s.current.process
         coordinator = Coordinator(self.clock_of(process), self.disk.open)
         session = self.sessions[-1]
         coordinator.register_host(HostInfo("v", "v", "grpc://v", "node", session.session_id), HostReport())
-        self.layout_of_run["verify"] = (self.num_partitions, self.backend)
-        registration = Query(session, "verify").registration
+        stream.layout_of_run["verify"] = (stream.num_partitions, stream.backend)
+        registration = Query(session, stream, "verify").registration
         answer = coordinator.register_query(registration)
         if answer.refusal is not None:
             raise Violation(f"The query cannot be started again: {answer.refusal}")
         run = coordinator.registries.runs.by_id["verify"]
-        commits = self.disk.directory(CHECKPOINT, "commits")
+        commits = self.disk.directory(stream.checkpoint, "commits")
         last = max(int(p.split("/")[1]) for p in commits)
         if run.versions.completed != last + 1:
             raise Violation(
                 f"Spark has committed batch {last}, and version {run.versions.completed} is the last completed."
             )
-        token = self.disk.directory(CHECKPOINT, "offsets")[f"offsets/{last}"].decode()
-        plan = self.model.plans[token]
+        token = self.disk.directory(stream.checkpoint, "offsets")[f"offsets/{last}"].decode()
+        plan = stream.model.plans[token]
         for version in range(run.versions.completed, max(run.versions.oldest, 1) - 1, -1):
-            for operator in self.model.operators:
-                for partition in range(self.num_partitions):
-                    self._verify_one(run, plan, version, operator, partition)
+            for operator in stream.model.operators:
+                for partition in range(stream.num_partitions):
+                    self._verify_one(stream, run, plan, version, operator, partition)
             assert plan is not None
             plan = plan.parent  # type: ignore[assignment]
 
-    def _verify_one(self, run: Any, plan: model.Plan, version: int, operator: str, partition: int) -> None:
-        n = self.num_partitions
-        conf = StateStoreConf(provider=self.backend, compression="none")
+    def _verify_one(
+        self, stream: Stream, run: Any, plan: model.Plan, version: int, operator: str, partition: int
+    ) -> None:
+        n = stream.num_partitions
+        conf = StateStoreConf(provider=stream.backend, compression="none")
         layout = partition_directory(operator, n, partition)
-        local = self.root / "verify" / f"{version}-{operator}-{partition}"
-        state = open_partition(local, self.disk.open(STATE), layout, conf)  # type: ignore[arg-type]
+        local = self.root / "verify" / f"{stream.name}-{version}-{operator}-{partition}"
+        state = open_partition(local, self.disk.open(stream.state), layout, conf)  # type: ignore[arg-type]
         state.load(run.versions.lineage(operator, partition, version))
         keys = [k for k in model.KEYS if model.partition_of(k, n) == partition]
         contents = state.get_many(model.to_array(keys)).to_pylist()
-        self.model.check_attempts(run.versions.chain[version].id, operator, keys, contents)
+        stream.model.check_attempts(run.versions.chain[version].id, operator, keys, contents)
         values = [model.value_in(c) for c in contents]
         expected = [plan.values.get((operator, k)) for k in keys]
         if values != expected:
@@ -513,7 +545,7 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     finally:
         engine.forget_all()
         shutil.rmtree(root, ignore_errors=True)
-    return Result(seed, steps, world.batches, now, failure, events, world.scheduler.trace)
+    return Result(seed, steps, sum(x.batches for x in world.streams), now, failure, events, world.scheduler.trace)
 
 
 def _host_files(world: World, session_id: str) -> list[Any]:

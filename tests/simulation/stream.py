@@ -1,0 +1,35 @@
+"""A streaming query over all its runs: where its files are, how it is laid out, and what its state must be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.simulation.model import Model
+
+
+@dataclass
+class Stream:
+    """One query of a world. ``layout_of_run`` gives each run's number of partitions and backend.
+
+    A batch may take ``most_seconds`` (virtual); None where much goes wrong.
+    """
+
+    name: str
+    model: Model
+    num_partitions: int
+    backend: str
+    most_seconds: float | None = None
+    layout_of_run: dict[str, tuple[int, str]] = field(default_factory=dict)
+    newest_run: str = ""
+    num_runs: int = 0
+    batches: int = 0
+
+    @property
+    def checkpoint(self) -> str:
+        """Spark's checkpoint location."""
+        return f"sim://{self.name}"
+
+    @property
+    def state(self) -> str:
+        """Where the state is kept."""
+        return f"{self.checkpoint}/statestore"
