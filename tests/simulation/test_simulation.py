@@ -16,6 +16,7 @@ from backends.exceptions import StorageError
 from coordinator_actor.durable import fencing
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.query.running_batch import RunningBatch
+from coordinator_actor.query_threads import QueryThreads
 from spark_bridge.host import host
 from tests.effort import effort
 from tests.simulation.scheduler import Violation
@@ -37,6 +38,14 @@ def test_a_troubled_world_keeps_the_rules(seed: int) -> None:
 def test_a_hanging_storage_of_one_query_is_not_felt_by_another() -> None:
     for seed in effort([9, 29], range(9, 200, 10)):
         check(run(seed))
+
+
+@pytest.mark.thorough  # otherwise: test_hanging_storage.py of the coordinator
+@pytest.mark.long
+def test_queries_that_share_their_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit: Callable[..., Any] = QueryThreads.submit
+    monkeypatch.setattr(QueryThreads, "submit", lambda self, query, work: submit(self, "all queries", work))
+    assert any(isinstance(run(seed).failure, Violation) for seed in range(9, 400, 10))
 
 
 @pytest.mark.thorough  # otherwise: the seeds of test_a_troubled_world_keeps_the_rules
@@ -96,7 +105,8 @@ def repeat_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def repeating(self: World, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         self.repeated, self.faults.storage_error = 0.8, 0.02
-        self.num_partitions = max(2, self.num_partitions)
+        for stream in self.streams:
+            stream.num_partitions = max(2, stream.num_partitions)
 
     monkeypatch.setattr(World, "__init__", repeating)
 

@@ -39,8 +39,8 @@ NEVER = (MissingFileError, DamagedFileError, IncompleteBatchError, InvalidReques
 BATCHES_AFTER = 10
 PATIENCE = 400.0
 """Virtual seconds within which a healthy world must have done ``BATCHES_AFTER`` batches."""
-CALM_BATCH = 3.0
-"""Virtual seconds that a batch may take where nothing ails its own query."""
+CALM_BATCH = 0.5
+"""Virtual seconds that a batch may take where nothing ails its own query: three times what was seen."""
 SETTLED_AFTER = 90.0
 """Virtual seconds of health after which no task fails any more."""
 
@@ -107,7 +107,7 @@ class World:
         self.pace = r.choice((0.05, 0.5, 2.0))
         self.repeated = r.choice((0.0, 0.15, 0.6))
         self.speculated = r.choice((0.0, 0.2))
-        self.restless = r.choice((1.0, 3.0, 10.0))
+        self.restless = 3.0 if self.is_calm else r.choice((1.0, 3.0, 10.0))
         self.troubled_for = r.choice((20.0, 40.0, 80.0))
         self.schema = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
         self.clock_offset = 1000.0
