@@ -10,7 +10,7 @@ import pytest
 THREADS_AFTER = """
 import os, threading
 from coordinator_actor.priority import take_ordinary_priority
-os.nice(15)
+os.setpriority(os.PRIO_PROCESS, 0, 15)
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 {limit}
