@@ -176,9 +176,10 @@ def frame_size(rows: pa.RecordBatch, most_rows: int, most_bytes: int) -> int:
 
     As in PySpark, the rows count as of one size, and the row that reaches the limit is the last one of its DataFrame.
     """
-    if most_bytes == NO_LIMIT or not rows.nbytes:
+    num_rows, num_bytes = int(rows.num_rows), int(rows.nbytes)
+    if most_bytes == NO_LIMIT or not num_bytes:
         return most_rows
-    return max(1, min(most_rows, -(-most_bytes * rows.num_rows // rows.nbytes)))
+    return max(1, min(most_rows, -(-most_bytes * num_rows // num_bytes)))
 
 
 def for_each_key(

@@ -95,10 +95,10 @@ def transform_with_state_in_pandas(
     """Run a processor of pandas DataFrames over a stream by key; the processor's state is in the state store.
 
     The arguments are those of ``transform_with_state``. The rows that the processor is given, the rows that it gives,
-    and those of the initial state are pandas DataFrames, of at most ``spark.sql.execution.arrow.maxRecordsPerBatch``
-    rows (and on Spark 4 ``maxBytesPerBatch`` bytes), as the session says when this is called. Structs and maps are dicts in them, arrays numpy arrays, and
-    timestamps naive times in the session's time zone. The counterpart in Spark 4 is
-    ``df.groupBy(by).transformWithStateInPandas(...)``.
+    and those of the initial state are pandas DataFrames. One has at most
+    ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows (and on Spark 4 ``maxBytesPerBatch`` bytes), as the session
+    says when this is called. Structs and maps are dicts in them, arrays numpy arrays, and timestamps naive times in
+    the session's time zone. The counterpart in Spark 4 is ``df.groupBy(by).transformWithStateInPandas(...)``.
     """
     given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
     return _of_rows(given, processor, "pandas", num_partitions)
