@@ -97,7 +97,7 @@ def check(run: OperatorRun, model: Model, batches: list[list[Row]], cut: int) ->
         assert run.figures.num_rows_dropped_by_watermark == model.late
         assert run.figures.num_rows_updated == len(expected)
         assert run.figures.num_rows_removed == model.removed
-        assert run.figures.custom == {"num_dropped_duplicate_rows": len(rows) - model.late - len(expected)}
+        assert run.figures.custom == {"numDroppedDuplicateRows": len(rows) - model.late - len(expected)}
         if model.within is not None:
             assert run.size(EXPIRY_FAMILY) == len(model.state)
         watermark.advance(r[0] for r in rows)
