@@ -49,7 +49,9 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
     ("arguments", "message"),
     [
         ({"by": "nope", "n": S.count()}, r"by='nope'.*does not exist.*k, s, v, m, t"),
-        ({"by": [], "n": S.count()}, "no key column"),
+        ({"by": [], "n": S.count(), "num_partitions": 2}, "in one partition"),
+        ({"by": [], "n": S.count(), "output_mode": "append"}, "no key has a watermark"),
+        ({"by": [], "all_rows": S.count()}, "name of a key column"),
         ({"by": ["k", "k"], "n": S.count()}, "twice"),
         ({"by": "m", "n": S.count()}, r"map<string,int>.*cannot be a key"),
         ({"by": "k"}, "at least one output"),
