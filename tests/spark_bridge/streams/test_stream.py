@@ -352,8 +352,10 @@ def test_an_aggregate_over_all_rows_emits_what_sparks_own_does(stream: Stream, o
         def take(batch: DataFrame, _: int) -> None:
             found[name].append([tuple(row) for row in batch.collect()])
 
-        return df.writeStream.outputMode(mode).foreachBatch(take).option(
-            "checkpointLocation", f"{stream.checkpoint}/{name}"
+        return (
+            df.writeStream.outputMode(mode)
+            .foreachBatch(take)
+            .option("checkpointLocation", f"{stream.checkpoint}/{name}")
         )
 
     ours = aggregate(given, by=[], operator="everything", output_mode=output_mode, n=S.count(), total=S.sum("v"))
