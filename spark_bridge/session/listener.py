@@ -95,10 +95,6 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                 f"{checkpoint} holds state of its own ({own}), but {STATE_LOCATION_CONF} says that it is at {state}: "
                 f"the query would begin without it. Unset {STATE_LOCATION_CONF}, or move the state there."
             )
-        names = ", ".join(sorted(o.name for o in operators))
-        refusal = sources_refusal(execution, CheckpointStorage.open(checkpoint, options), names)
-        if refusal is not None:
-            return refusal
         machines = self._cluster.machines()
         shared = str(self._spark.conf.get(SHARED_FILES_CONF, "false")).lower() == "true"
         for location in (checkpoint, state):
@@ -134,6 +130,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         answer = self._cluster.coordinator.register_query(registration, initial)
         if answer.refusal is not None:
             return answer.refusal
+        # Behind the coordinator's answer, which names the modes of processors that have changed.
+        names = ", ".join(o.name for o in registration.operators)
+        refusal = sources_refusal(execution, CheckpointStorage.open(checkpoint, options), names)
+        if refusal is not None:
+            self._cluster.coordinator.deactivate_instances(registration.run_id)
+            return refusal
         with self._lock:
             self._registrations[registration.run_id] = registration
         self._heartbeats.add(registration)
