@@ -26,7 +26,10 @@ class InvalidOperatorError(SparkBridgeError, ValueError):
 
 
 class StateStoreRefusedError(SparkBridgeError):
-    """A query may not run; raised by its first tasks, before they touch state."""
+    """A query may not run: it ends with this before its first batch, or its first tasks raise it.
+
+    No state is touched.
+    """
 
 
 class PartitionMismatchError(SparkBridgeError):

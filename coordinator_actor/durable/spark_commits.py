@@ -62,6 +62,18 @@ class SparkCommits:
         late = self._offsets(batch_id - 1).batchWatermarkMs if batch_id > 0 else 0
         return BatchTimes(own.batchTimestampMs, own.batchWatermarkMs, late)
 
+    def num_sources(self) -> int | None:
+        """Return the number of sources in the offsets of the last planned batch.
+
+        None if there is no batch, or if the file is of a form that does not count them (``v2``, by source names).
+        """
+        last = self.last_begun()
+        if last is None:
+            return None
+        # The version, the times, and a line for each source; a source that has given nothing has a line as well.
+        version, _, *sources = self._storage.get(f"offsets/{last}").rstrip(b"\n").split(b"\n")
+        return len(sources) if version == b"v1" else None
+
     def _offsets(self, batch_id: int) -> _OffsetSeqMetadata:
         path = f"offsets/{batch_id}"
         lines = self._storage.get(path).split(b"\n")

@@ -42,6 +42,16 @@ class Aggregator:
         return tuple(dict.fromkeys(c for o in self.outputs for c in o.inputs))
 
     @property
+    def input_schema(self) -> pa.Schema:
+        """Return the columns of the rows that the outputs read; of a column that is only counted, the type is null."""
+        types: dict[str, pa.DataType] = {}
+        for output in self.outputs:
+            for name, kind in output.input_types:
+                if types.get(name, pa.null()) == pa.null():
+                    types[name] = kind
+        return pa.schema(list(types.items()))
+
+    @property
     def result_fields(self) -> list[pa.Field]:
         """Return the output columns."""
         fields = result_fields(self.state_schema)

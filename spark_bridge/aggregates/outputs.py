@@ -46,6 +46,14 @@ class Output:
         """Return the columns of the rows that the output reads."""
         return tuple(c for c in (self.column, *self.columns, self.by) if c is not None)
 
+    @property
+    def input_types(self) -> list[tuple[str, pa.DataType]]:
+        """Return the columns of the rows that the output reads, with their types."""
+        found = [] if self.column is None or self.type is None else [(self.column, self.type)]
+        if self.type is not None and pa.types.is_struct(self.type):
+            found += [(name, self.type.field(name).type) for name in self.columns]
+        return found if self.by is None or self.by_type is None else [*found, (self.by, self.by_type)]
+
 
 def split_function(function: str) -> tuple[str, tuple[str, ...]]:
     """Return name and arguments of a function such as ``top_k(10)``; raises ``InvalidOperatorError``."""

@@ -1,4 +1,4 @@
-"""The settings of a Spark session that stateful operators read: the numbers of key groups and of state partitions."""
+"""The settings of a Spark session that stateful operators read: key groups, state partitions, the size of frames."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from spark_bridge.exceptions import InvalidOperatorError
 KEY_GROUPS_CONF = "spark.statestore.keyGroups"
 """The number of key groups of a new query, 1 to 65536; a query goes on with the number in its checkpoint only."""
 SHUFFLE_PARTITIONS_CONF = "spark.sql.shuffle.partitions"
+FRAME_ROWS_CONF = "spark.sql.execution.arrow.maxRecordsPerBatch"
+FRAME_BYTES_CONF = "spark.sql.execution.arrow.maxBytesPerBatch"
+"""Since Spark 4.0."""
+NO_LIMIT = (1 << 31) - 1
+"""Stands for no limit of the rows or bytes of a frame, as in Spark."""
 
 
 def configured_key_groups(spark: SparkSession) -> int:
@@ -39,3 +44,18 @@ def partition_count(df: DataFrame, given: int | None, key_groups: int) -> int:
             f"checkpoint with a greater {KEY_GROUPS_CONF}."
         )
     return n
+
+
+def frame_limits(spark: SparkSession) -> tuple[int, int]:
+    """Return the most rows and the most bytes of a DataFrame for a processor, as the session sets them for Arrow.
+
+    What is zero or less is no limit, as in Spark. Bytes may have a unit, such as ``64MB``.
+    """
+    rows = int(spark.conf.get(FRAME_ROWS_CONF, "10000") or 10_000)
+    text = spark.conf.get(FRAME_BYTES_CONF, "0") or "0"
+    num_bytes = int(spark._jvm.org.apache.spark.network.util.JavaUtils.byteStringAsBytes(str(text)))
+    return _or_no_limit(rows), _or_no_limit(num_bytes)
+
+
+def _or_no_limit(limit: int) -> int:
+    return limit if 0 < limit < NO_LIMIT else NO_LIMIT

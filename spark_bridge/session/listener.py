@@ -1,8 +1,8 @@
 """The driver's StreamingQueryListener: registers queries, and tells their tasks where the hosts are.
 
 Spark calls ``onQueryStarted`` synchronously, before the first task; local properties set there reach every task of the
-query. A listener cannot stop a query by raising an error. So a refusal travels as a property, and the query's first
-tasks raise it.
+query. A query that is refused is ended there (``query_refusal``). The refusal is a property as well: where the query
+cannot be ended, its first tasks raise it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from spark_bridge.operators.declared_operators import duplicate_names, operators
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
 from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
+from spark_bridge.session.query_refusal import end_with, sources_refusal
 from spark_bridge.session.settings import (
     MIN_BATCHES_CONF,
     SHARED_FILES_CONF,
@@ -62,17 +63,22 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
         """Register a query that has stateful operators, and set the properties of its tasks."""
-        refusal = None
+        refusal, execution = None, None
         try:
-            refusal = self._register(event)
+            execution = self._spark.streams.get(str(event.id))._jsq.streamingQuery()
+            refusal = self._register(event, execution)
         except Exception as error:
             log.exception("Registering query %s failed", event.runId)
             refusal = f"Registering the query with the state store failed: {type(error).__name__}: {error}"
         self._set(properties.REFUSAL, refusal)
+        if refusal is not None and execution is not None:
+            try:
+                end_with(self._spark._jvm, execution, f"StateStoreRefusedError: {refusal}")
+            except Exception:
+                # These are inner classes of Spark. The refusal stands all the same: tasks raise it.
+                log.exception("Query %s is refused by its first tasks", event.runId)
 
-    def _register(self, event: QueryStartedEvent) -> str | None:
-        query = self._spark.streams.get(str(event.id))
-        execution = query._jsq.streamingQuery()
+    def _register(self, event: QueryStartedEvent, execution: Any) -> str | None:
         declared = operators_in_plan(execution.analyzedPlan())
         if not declared:
             return None
@@ -124,6 +130,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         answer = self._cluster.coordinator.register_query(registration, initial)
         if answer.refusal is not None:
             return answer.refusal
+        # Behind the coordinator's answer, which names the modes of processors that have changed.
+        names = ", ".join(o.name for o in registration.operators)
+        refusal = sources_refusal(execution, CheckpointStorage.open(checkpoint, options), names)
+        if refusal is not None:
+            self._cluster.coordinator.deactivate_instances(registration.run_id)
+            return refusal
         with self._lock:
             self._registrations[registration.run_id] = registration
         self._heartbeats.add(registration)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from json import dumps
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spark_bridge.exceptions import HostUnavailableError
@@ -30,6 +31,9 @@ POLL_SECONDS = 0.05
 class StateOperatorProgress:
     """One operator in one batch, over all its partitions; the names are those of Spark's JSON, in snake case.
 
+    ``operator_name`` is the name that the user gave. ``custom_metrics`` has Spark's names where Spark has the figure
+    (``numDroppedDuplicateRows``, ``numRegisteredTimers``, ``numValuesRemovedDueToTTLExpiry`` and others), and the
+    milliseconds of each step under names of ours.
     ``num_rows_total`` counts the pairs of all column families after the batch; ``memory_used_bytes`` is the memory that
     the hosts use for them. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts the
     partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since.
@@ -48,8 +52,18 @@ class StateOperatorProgress:
     custom_metrics: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all figures by name, for JSON and for tables."""
-        return asdict(self)
+        """Return all figures under the names of Spark's JSON, such as ``numRowsTotal``, for JSON and for tables."""
+        return {_camel_case(name): value for name, value in asdict(self).items()}
+
+    @property
+    def json(self) -> str:
+        """The figures as JSON, as PySpark's ``StateOperatorProgress.json`` has them."""
+        return dumps(self.as_dict(), separators=(",", ":"))
+
+
+def _camel_case(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(map(str.capitalize, others))
 
 
 class StateOperatorListener(Protocol):

@@ -18,6 +18,7 @@ from pyspark.sql.types import StructType
 
 from backends.encoding.keys import decode_keys
 from coordinator_actor.messages import OperatorFigures
+from spark_bridge.operators.conf import NO_LIMIT
 from spark_bridge.stateful.pandas_values import PandasCodec, rows_of
 from spark_bridge.stateful.processor_output import OutputFrames, OutputRows, OutputSink
 from spark_bridge.stateful.processor_state import ProcessorState
@@ -31,7 +32,7 @@ from spark_bridge.task.step_timer import StepTimer
 from spark_bridge.task.watermark import EventTime
 
 ROWS_PER_FRAME = 10_000
-"""The most rows of a DataFrame for a processor, as Spark's ``spark.sql.execution.arrow.maxRecordsPerBatch``."""
+"""The most rows of a DataFrame for a processor: Spark's default of ``maxRecordsPerBatch``."""
 Mode: TypeAlias = Literal["rows", "pandas"]
 Taker: TypeAlias = Callable[[int, int], Iterator[Any]]
 """Yields the rows (as ``Row`` or DataFrames) from one number to another; called in order, each taken to its end."""
@@ -42,7 +43,8 @@ class ProcessLogic:
     """The logic of an operator with a processor of rows (``pyspark.sql.Row``) or of pandas DataFrames.
 
     ``time_mode`` is one of ``handle.TIME_MODES``. ``event_time`` is the column of the output that must be after the
-    watermark for late rows. ``time_zone`` is the session's, in which DataFrames have their timestamps.
+    watermark for late rows. ``time_zone`` is the session's, in which DataFrames have their timestamps. ``frame_rows``
+    and ``frame_bytes`` are the most rows and bytes of a DataFrame that the processor is given, see ``frame_size``.
     """
 
     processor: Any
@@ -53,6 +55,8 @@ class ProcessLogic:
     event_time: EventTime | None = None
     time_zone: str = "UTC"
     limits: Limits = field(default_factory=Limits)
+    frame_rows: int = ROWS_PER_FRAME
+    frame_bytes: int = NO_LIMIT
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
@@ -90,13 +94,12 @@ class ProcessLogic:
                 state.handle.deleteTimer(expiry)
 
         steps = sorter.steps()
+        open_rows = opener(self.input, self.mode, self.time_zone, self.frame_rows, self.frame_bytes)
         if self.time_mode == "none":
-            for_each_key(state, steps, self.input, opener(self.input, self.mode, self.time_zone), handle_rows)
+            for_each_key(state, steps, self.input, open_rows, handle_rows)
         else:
             steps = with_keys(steps, state.keys_with_expired_timers(), self.limits.step_rows)
-            for_each_key(
-                state, steps, self.input, opener(self.input, self.mode, self.time_zone), handle_rows, handle_timers
-            )
+            for_each_key(state, steps, self.input, open_rows, handle_rows, handle_timers)
         output.flush()
 
 
@@ -110,6 +113,8 @@ class InitialStateLogic:
     input: TaskInput
     time_zone: str = "UTC"
     limits: Limits = field(default_factory=Limits)
+    frame_rows: int = ROWS_PER_FRAME
+    frame_bytes: int = NO_LIMIT
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
@@ -124,7 +129,7 @@ class InitialStateLogic:
                     for row in rows:
                         processor.handleInitialState(key, row, state.timer_values)
 
-                open_rows = opener(self.input, self.mode, self.time_zone)
+                open_rows = opener(self.input, self.mode, self.time_zone, self.frame_rows, self.frame_bytes)
                 for_each_key(state, sorter.steps(), self.input, open_rows, handle_rows)
                 state.finish()
             timer.step("process_ms")
@@ -149,7 +154,9 @@ def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess)
         processor.close()
 
 
-def opener(given: TaskInput, mode: Mode, time_zone: str) -> Callable[[pa.RecordBatch], Taker]:
+def opener(
+    given: TaskInput, mode: Mode, time_zone: str, frame_rows: int, frame_bytes: int
+) -> Callable[[pa.RecordBatch], Taker]:
     """Return a function that gives Arrow rows the form in which a processor takes them."""
 
     def open_rows(rows: pa.RecordBatch) -> Taker:
@@ -158,10 +165,21 @@ def opener(given: TaskInput, mode: Mode, time_zone: str) -> Callable[[pa.RecordB
 
     def open_frames(rows: pa.RecordBatch) -> Taker:
         frame = PandasCodec(given.struct, time_zone).to_frame(rows)
-        size = ROWS_PER_FRAME
+        size = frame_size(rows, frame_rows, frame_bytes)
         return lambda start, stop: (rows_of(frame, i, min(i + size, stop)) for i in range(start, stop, size))
 
     return open_rows if mode == "rows" else open_frames
+
+
+def frame_size(rows: pa.RecordBatch, most_rows: int, most_bytes: int) -> int:
+    """Return how many rows a DataFrame has: ``most_rows``, or fewer where these are likely to reach ``most_bytes``.
+
+    As in PySpark, the rows count as of one size, and the row that reaches the limit is the last one of its DataFrame.
+    """
+    num_rows, num_bytes = int(rows.num_rows), int(rows.nbytes)
+    if most_bytes == NO_LIMIT or not num_bytes:
+        return most_rows
+    return max(1, min(most_rows, -(-most_bytes * num_rows // num_bytes)))
 
 
 def for_each_key(

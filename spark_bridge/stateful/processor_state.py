@@ -46,6 +46,16 @@ class ProcessorState:
         self.handle = StatefulProcessorHandle(key_schema, time_mode, self._step, self._timers)
         self._is_swept = False
 
+    def restart(self, store: StateAccess) -> None:
+        """Go on with another micro-batch and the variables that ``init`` has declared; a task has a single batch."""
+        self._step.restart(store)
+        self.timer_values = _timer_values(self._time_mode, store)
+        self._is_swept = False
+        if self._time_mode != NONE:
+            self._timers = self._timers or Timers(self._timers_variable(store), self._step, 0)
+            self._timers.until_ms = self._timers_due()
+            self.handle._timers = self._timers
+
     @property
     def figures(self) -> StateFigures:
         """Return what has been written and removed so far."""

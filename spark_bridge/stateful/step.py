@@ -83,6 +83,14 @@ class Step:
             raise invalid_handle_state("access to the state store", "PRE_INIT")
         return self._store
 
+    def restart(self, store: StateAccess) -> None:
+        """Go on with another micro-batch and its state, at its first key."""
+        self._store = store
+        self.timestamp_ms = store.times.timestamp_ms
+        self.figures = StateFigures()
+        self._last = b""
+        self.begin(pa.array([], pa.binary()))
+
     def begin(self, keys: pa.BinaryArray) -> None:
         """Go on to other keys; raises ``StatefulProcessorError`` unless they are behind all earlier keys."""
         if len(keys):

@@ -6,33 +6,33 @@ the same as in a query.
 
 from __future__ import annotations
 
-import datetime as dt
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from pyspark.sql import Row
 from pyspark.sql import types as T
 
 from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
-from backends.encoding.key_groups import key_groups
 from backends.encoding.keys import decode_keys, encode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
 from spark_bridge.stateful.ddl import struct_of
-from spark_bridge.stateful.handle import EVENT_TIME, PROCESSING_TIME, TIME_MODES
+from spark_bridge.stateful.deleted_state import make_deleted
+from spark_bridge.stateful.handle import EVENT_TIME, PROCESSING_TIME, TIME_MODES, StatefulProcessorHandle
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
-from spark_bridge.stateful.process_task import started
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
+from spark_bridge.stateful.tester_errors import TesterAssertionError, TesterTimeError, TesterValueError
+from spark_bridge.stateful.tester_handle import TesterHandle
 from spark_bridge.stateful.value_state import ValueState
 from spark_bridge.task.local_state import LocalStateAccess
 
@@ -41,19 +41,9 @@ if TYPE_CHECKING:
 
 State = TypeVar("State", ValueState, ListState, MapState)
 
-_KEY_GROUPS = 16
+_KEYS = pa.schema([pa.field("key", pa.int64())])
+"""A key is stored as its number, in the order in which keys come: so it may be of any type."""
 _KINDS = {ValueState: VALUE, ListState: LIST, MapState: MAP}
-_KEY_TYPES: tuple[tuple[type, T.DataType], ...] = (
-    (bool, T.BooleanType()),
-    (int, T.LongType()),
-    (float, T.DoubleType()),
-    (str, T.StringType()),
-    (bytes, T.BinaryType()),
-    (dt.datetime, T.TimestampType()),
-    (dt.date, T.DateType()),
-    (Decimal, T.DecimalType(38, 18)),
-)
-"""The type of a key's column by the class of its value; the first that fits counts."""
 
 
 class ProcessorTester:
@@ -70,9 +60,11 @@ class ProcessorTester:
     - ``timeMode``: "None", "ProcessingTime" or "EventTime".
     - ``eventTimeExtractor``: with "EventTime", a function that returns the event time of a row in ms since 1970. Rows
       at or before the watermark are late, and dropped.
-    - ``keySchema``: the schema of the key, a StructType or DDL text; by default that of the first key.
+    - ``keySchema``: the schema of the key, a StructType or DDL text. With it, a key is a value, or a tuple if it has
+      several columns, and is checked. Without it, a key is one column, whatever its type is, as in ``TwsTester``.
 
-    A key is a value, or a tuple if it has several columns. Raises ``ProcessorTesterError`` for wrong arguments.
+    ``init`` is called once. ``handle`` reaches the state of a key between calls. Raises ``ProcessorTesterError`` for
+    wrong arguments, of classes that are also PySpark's own.
     """
 
     def __init__(
@@ -90,19 +82,17 @@ class ProcessorTester:
         self._time_mode = timeMode.lower()
         self._event_time = eventTimeExtractor
         if self._time_mode not in TIME_MODES:
-            raise ProcessorTesterError(
+            raise TesterAssertionError(
                 f"timeMode={timeMode!r} is unknown: choose 'None', 'ProcessingTime' or 'EventTime'."
             )
         if outputMode.lower() not in ("append", "update", "complete"):
-            raise ProcessorTesterError(
+            raise TesterAssertionError(
                 f"outputMode={outputMode!r} is unknown: choose 'Append', 'Update' or 'Complete'."
             )
         if self._time_mode == EVENT_TIME and eventTimeExtractor is None:
-            raise ProcessorTesterError(
-                "[ARGUMENT_REQUIRED] eventTimeExtractor is missing: timeMode='EventTime' needs it."
-            )
+            raise TesterValueError("[ARGUMENT_REQUIRED] eventTimeExtractor is missing: timeMode='EventTime' needs it.")
         if initialStateRow is not None and initialStatePandas is not None:
-            raise ProcessorTesterError("Give initialStateRow or initialStatePandas, not both.")
+            raise TesterAssertionError("Give initialStateRow or initialStatePandas, not both.")
         self._times = BatchTimes()
         self._uses_pandas = initialStatePandas is not None
         directory = tempfile.TemporaryDirectory(prefix="statestore-tester-")
@@ -110,15 +100,18 @@ class ProcessorTester:
             StateStoreId(directory.name, "tester", 0), StateStoreConf(fsync=False, min_versions_to_retain=1)
         )
         self._finalizer = weakref.finalize(self, _remove, self._provider, directory)
-        self._keys: RowCodec | None = None if keySchema is None else RowCodec(struct_of(keySchema))
-        self._schema: OperatorSchema | None = None
-        # Mistakes in init() are raised here, not with the first key.
-        self._declared(RowCodec(struct_of("key STRING")))
+        self._key_codec: RowCodec | None = None if keySchema is None else RowCodec(struct_of(keySchema))
+        self._numbers: dict[Any, int] = {}
+        self._keys: list[tuple[Any, ...]] = []
+        self._open: LocalStateAccess | None = None
+        self._state = ProcessorState(processor, _KEYS, self._time_mode, None)
+        processor.init(self._state.handle)
+        self._schema = OperatorSchema(self._state.declare(), tuple(_KEYS.names))
+        self.handle = TesterHandle(self._begin, self._selected, self._forget)
         initial = initialStateRow if initialStateRow is not None else initialStatePandas
         for key, state in initial or ():
-            with self._batch([key]) as (batch, keys):
-                batch.set_key(0)
-                processor.handleInitialState(keys[0], state, batch.timer_values)
+            with self._batch(key) as columns:
+                processor.handleInitialState(columns, state, self._state.timer_values)
 
     def test(self, key: Any, input: Sequence[Row]) -> list[Row]:
         """Return the rows that the processor gives for a key's rows; late rows are left out."""
@@ -158,17 +151,17 @@ class ProcessorTester:
 
     def updateValueState(self, stateName: str, key: Any, value: tuple[Any, ...]) -> None:
         """Set a key's value; raises ``ProcessorTesterError`` if there is no such value state."""
-        with self._state(ValueState, stateName, key) as state:
+        with self._variable(ValueState, stateName, key) as state:
             state.update(value)
 
     def peekValueState(self, stateName: str, key: Any) -> tuple[Any, ...] | None:
         """Return a key's value or None; raises ``ProcessorTesterError`` if there is no such value state."""
-        with self._state(ValueState, stateName, key) as state:
+        with self._variable(ValueState, stateName, key) as state:
             return state.get()
 
     def updateListState(self, stateName: str, key: Any, value: Sequence[tuple[Any, ...]]) -> None:
         """Set a key's list; raises ``ProcessorTesterError`` if there is no such list state."""
-        with self._state(ListState, stateName, key) as state:
+        with self._variable(ListState, stateName, key) as state:
             if value:
                 state.put(value)
             else:
@@ -176,134 +169,142 @@ class ProcessorTester:
 
     def peekListState(self, stateName: str, key: Any) -> list[tuple[Any, ...]]:
         """Return a key's list; raises ``ProcessorTesterError`` if there is no such list state."""
-        with self._state(ListState, stateName, key) as state:
+        with self._variable(ListState, stateName, key) as state:
             return list(state.get())
 
     def updateMapState(self, stateName: str, key: Any, value: dict[tuple[Any, ...], tuple[Any, ...]]) -> None:
         """Set a key's map; raises ``ProcessorTesterError`` if there is no such map state."""
-        with self._state(MapState, stateName, key) as state:
+        with self._variable(MapState, stateName, key) as state:
             state.clear()
             for user_key, user_value in value.items():
                 state.updateValue(user_key, user_value)
 
     def peekMapState(self, stateName: str, key: Any) -> dict[tuple[Any, ...], tuple[Any, ...]]:
         """Return a key's map; raises ``ProcessorTesterError`` if there is no such map state."""
-        with self._state(MapState, stateName, key) as state:
+        with self._variable(MapState, stateName, key) as state:
             return dict(state.iterator())
 
     def deleteState(self, stateName: str, key: Any) -> None:
         """Remove a key's value, list or map; raises ``ProcessorTesterError`` if there is no such state variable."""
-        with self._batch([key]) as (batch, _):
-            if stateName not in batch.states:
-                raise _unknown("state variable", stateName, batch)
-            batch.set_key(0)
-            batch.states[stateName].clear()
+        if stateName not in self._state.states:
+            raise _unknown("state variable", stateName, self._state)
+        with self._batch(key):
+            self._state.states[stateName].clear()
 
     def _handle_rows(self, key: Any, rows: Iterator[Any]) -> list[Any]:
-        with self._batch([key]) as (batch, keys):
-            batch.set_key(0)
-            return list(self.processor.handleInputRows(keys[0], rows, batch.timer_values) or ())
+        with self._batch(key) as columns:
+            return list(self.processor.handleInputRows(columns, rows, self._state.timer_values) or ())
 
     def _handle_timers(self) -> Any:
         output: list[Any] = []
-        if self._schema is not None:
-            with self._batch(None) as (batch, keys):
-                for i, key in enumerate(keys):
-                    batch.set_key(i)
-                    for expiry in batch.expired_timers():
-                        info = ExpiredTimerInfo(expiry)
-                        output += (
-                            self.processor.handleExpiredTimer(
-                                key=key, timerValues=batch.timer_values, expiredTimerInfo=info
-                            )
-                            or ()
-                        )
-                        batch.handle.deleteTimer(expiry)
+        with self._committed():
+            state = self._restarted()
+            encoded = state.keys_with_expired_timers()
+            rows = decode_keys(encoded, _KEYS)
+            state.begin(encoded, rows)
+            for i, number in enumerate(rows.column(0).to_pylist()):
+                state.set_key(i)
+                for expiry in state.expired_timers():
+                    info = ExpiredTimerInfo(expiry)
+                    # By name, as tasks call it, and as PySpark's do.
+                    given = self.processor.handleExpiredTimer(
+                        key=self._keys[number], timerValues=state.timer_values, expiredTimerInfo=info
+                    )
+                    output += given or ()
+                    state.handle.deleteTimer(expiry)
         return _one_frame(output) if self._uses_pandas else output
 
     def _check_advance(self, mode: str, what: str, now_ms: int, then_ms: int) -> None:
         if self._time_mode != mode:
-            raise ProcessorTesterError(
+            raise TesterValueError(
                 f"[UNSUPPORTED_OPERATION] {what} cannot be set with timeMode={self._time_mode!r}; it needs {mode!r}."
             )
         if then_ms <= now_ms:
-            raise ProcessorTesterError(f"{what} must move forward: it is {now_ms} ms, and {then_ms} ms was given.")
+            raise TesterTimeError(f"{what} must move forward: it is {now_ms} ms, and {then_ms} ms was given.")
+        self._commit()
 
     @contextmanager
-    def _state(self, kind: type[State], name: str, key: Any) -> Iterator[State]:
+    def _variable(self, kind: type[State], name: str, key: Any) -> Iterator[State]:
         """Give a state variable with the key as the current key, in a micro-batch of its own."""
-        with self._batch([key]) as (batch, _):
-            state = batch.states.get(name)
-            if not isinstance(state, kind):
-                raise _unknown(f"{_KINDS[kind]} state", name, batch)
-            batch.set_key(0)
+        state = self._state.states.get(name)
+        if not isinstance(state, kind):
+            raise _unknown(f"{_KINDS[kind]} state", name, self._state)
+        with self._batch(key):
             yield state
 
     @contextmanager
-    def _batch(self, keys: list[Any] | None) -> Iterator[tuple[ProcessorState, list[tuple[Any, ...]]]]:
-        """Run a micro-batch with these keys (None: those whose timers fire); it is committed if no error is raised.
+    def _batch(self, key: Any) -> Iterator[tuple[Any, ...]]:
+        """Run a micro-batch with one key, and give the key's columns; it is committed if no error is raised."""
+        with self._committed():
+            yield self._begin(key)
 
-        Gives the state, and the keys as tuples.
-        """
-        if keys is not None and self._keys is None:
-            self._keys = RowCodec(_struct_of_key(_columns(keys[0])))
-        codec = self._keys or RowCodec(struct_of("key STRING"))
-        if self._schema is None:
-            self._schema = self._declared(codec)
-        store = LocalStateAccess(self._provider, self._schema, self._times, (0, _KEY_GROUPS), _KEY_GROUPS)
-        with started(self.processor, codec.schema, self._time_mode, store) as batch:
-            if keys is None:
-                encoded = batch.keys_with_expired_timers()
-                rows = decode_keys(encoded, codec.schema)
-            else:
-                rows = self._key_rows(codec, keys)
-                encoded = encode_keys(rows, key_groups(rows, _KEY_GROUPS))
-            batch.begin(encoded, rows)
-            yield batch, codec.to_tuples(rows)
-            batch.end()
-            batch.finish()
+    @contextmanager
+    def _committed(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._open = None
+            raise
+        self._commit()
+
+    def _begin(self, key: Any) -> tuple[Any, ...]:
+        """Begin a micro-batch with one key, which is the current one from now on; return the key's columns."""
+        identity, columns = self._identified(key)
+        try:
+            number = self._numbers.setdefault(identity, len(self._numbers))
+        except TypeError as error:
+            raise ProcessorTesterError(f"The key {key!r} has no hash: give keySchema=, or another key.") from error
+        if number == len(self._keys):
+            self._keys.append(columns)
+        state = self._restarted()
+        rows = pa.RecordBatch.from_pydict({"key": [number]}, schema=_KEYS)
+        state.begin(encode_keys(rows, np.zeros(1, np.uint16)), rows)
+        state.set_key(0)
+        return columns
+
+    def _restarted(self) -> ProcessorState:
+        """Commit what is open, and begin a micro-batch without keys."""
+        self._commit()
+        self._open = LocalStateAccess(self._provider, self._schema, self._times, (0, 1), 1)
+        self._state.restart(self._open)
+        return self._state
+
+    def _commit(self) -> None:
+        """Commit the open micro-batch, if there is one."""
+        store, self._open = self._open, None
+        if store is not None:
+            self._state.end()
+            self._state.finish()
             store.commit(OperatorFigures())
 
-    def _key_rows(self, codec: RowCodec, keys: list[Any]) -> pa.RecordBatch:
+    def _selected(self) -> StatefulProcessorHandle:
+        if self._open is None:
+            raise ProcessorTesterError("There is no current key between calls: call handle.setGroupingKey(key) first.")
+        return self._state.handle
+
+    def _forget(self, name: str) -> None:
+        self._commit()
+        state = self._state.handle._states.pop(name, None)
+        if state is not None:
+            make_deleted(state, name, _KINDS[type(state)])
+
+    def _identified(self, key: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return what tells a key from others, and its columns as the processor is given them."""
+        codec = self._key_codec
+        if codec is None:
+            return key, (key,)
         try:
-            return codec.to_batch([_columns(key) for key in keys])
+            rows = codec.to_batch([tuple(key) if isinstance(key, tuple) else (key,)])
         except (TypeError, ValueError) as error:
             raise ProcessorTesterError(
-                f"The keys {keys!r} are not of the key's schema, {codec.struct.simpleString()}: {error} Give keys of "
-                "one type, or keySchema=."
+                f"The key {key!r} is not of keySchema, {codec.struct.simpleString()}: {error}"
             ) from error
-
-    def _declared(self, keys: RowCodec) -> OperatorSchema:
-        """Return what the processor declares, as on the driver of a query."""
-        driver = ProcessorState(self.processor, keys.schema, self._time_mode, None)
-        self.processor.init(driver.handle)
-        self.processor.close()
-        return OperatorSchema(driver.declare(), tuple(keys.schema.names))
+        return encode_keys(rows, np.zeros(1, np.uint16))[0].as_py(), codec.to_tuples(rows)[0]
 
 
-def _columns(key: Any) -> tuple[Any, ...]:
-    """Return the columns of a key; a ``Row`` is a tuple of columns as well."""
-    return tuple(key) if isinstance(key, tuple) else (key,)
-
-
-def _struct_of_key(columns: tuple[Any, ...]) -> T.StructType:
-    struct = T.StructType()
-    for i, value in enumerate(columns):
-        plain = value.item() if hasattr(value, "item") else value
-        for kind, data_type in _KEY_TYPES:
-            if isinstance(plain, kind):
-                struct.add(f"key{i}" if len(columns) > 1 else "key", data_type)
-                break
-        else:
-            raise ProcessorTesterError(
-                f"The type of the key {columns!r} cannot be told from {value!r}: give keySchema=."
-            )
-    return struct
-
-
-def _unknown(kind: str, name: str, batch: ProcessorState) -> ProcessorTesterError:
+def _unknown(kind: str, name: str, batch: ProcessorState) -> TesterAssertionError:
     known = ", ".join(f"{n!r} ({_KINDS[type(state)]} state)" for n, state in batch.states.items())
-    return ProcessorTesterError(f"The processor declares no {kind} {name!r}; it declares {known or 'none'}.")
+    return TesterAssertionError(f"The processor declares no {kind} {name!r}; it declares {known or 'none'}.")
 
 
 def _one_frame(frames: list[Any]) -> pd.DataFrame:

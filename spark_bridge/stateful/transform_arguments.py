@@ -49,7 +49,8 @@ def checked_arguments(
     """Return the arguments, checked; raises ``InvalidOperatorError`` for all that they show to be wrong."""
     if not df.isStreaming:
         raise InvalidOperatorError(
-            "transform_with_state takes a streaming DataFrame (spark.readStream); a batch DataFrame has no state."
+            "transform_with_state takes a streaming DataFrame (spark.readStream): state belongs to a checkpoint. Over "
+            "a batch DataFrame, Spark 4 runs a processor once: df.groupBy(...).transformWithState(...)."
         )
     check_operator_name(operator, df)
     if not isinstance(output_mode, str) or output_mode.lower() not in OUTPUT_MODES:

@@ -15,7 +15,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from backends.exceptions import StateStoreError
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
-from spark_bridge.operators.conf import key_group_count, partition_count
+from spark_bridge.operators.conf import frame_limits, key_group_count, partition_count
 from spark_bridge.operators.declared_operators import declare
 from spark_bridge.operators.initial_state import InitialState
 from spark_bridge.operators.map_in_arrow import map_in_arrow
@@ -95,9 +95,10 @@ def transform_with_state_in_pandas(
     """Run a processor of pandas DataFrames over a stream by key; the processor's state is in the state store.
 
     The arguments are those of ``transform_with_state``. The rows that the processor is given, the rows that it gives,
-    and those of the initial state are pandas DataFrames. Structs and maps are dicts in them, arrays numpy arrays, and
-    timestamps naive times in the session's time zone. The counterpart in Spark 4 is
-    ``df.groupBy(by).transformWithStateInPandas(...)``.
+    and those of the initial state are pandas DataFrames. One has at most
+    ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows (and on Spark 4 ``maxBytesPerBatch`` bytes), as the session
+    says when this is called. Structs and maps are dicts in them, arrays numpy arrays, and timestamps naive times in
+    the session's time zone. The counterpart in Spark 4 is ``df.groupBy(by).transformWithStateInPandas(...)``.
     """
     given = checked_arguments(df, by, output_schema, operator, output_mode, time_mode, initial_state, event_time_column)
     return _of_rows(given, processor, "pandas", num_partitions)
@@ -146,11 +147,24 @@ def transform_with_state_in_arrow(
 def _of_rows(given: TransformArguments, processor: Any, mode: Mode, num_partitions: int | None) -> DataFrame:
     _check_processor(processor)
     zone = str(given.df.sparkSession.conf.get("spark.sql.session.timeZone", "UTC"))
-    logic = ProcessLogic(processor, mode, given.time_mode, given.input, given.output, given.event_time, zone)
+    frame_rows, frame_bytes = frame_limits(given.df.sparkSession)
+    logic = ProcessLogic(
+        processor,
+        mode,
+        given.time_mode,
+        given.input,
+        given.output,
+        given.event_time,
+        zone,
+        frame_rows=frame_rows,
+        frame_bytes=frame_bytes,
+    )
     initial = None
     if given.initial_rows is not None:
         rows = TaskInput(given.initial_rows.schema, given.input.keys)
-        initial = InitialStateLogic(processor, mode, given.time_mode, rows, zone)
+        initial = InitialStateLogic(
+            processor, mode, given.time_mode, rows, zone, frame_rows=frame_rows, frame_bytes=frame_bytes
+        )
     return _transformed(given, _copy(processor), logic, initial, num_partitions)
 
 

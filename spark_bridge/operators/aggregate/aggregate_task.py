@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from backends.encoding.columns import fixed_dtype
-from backends.encoding.keys import KeyRange, decode_keys
+from backends.encoding.key_groups import key_groups
+from backends.encoding.keys import KeyRange, decode_keys, encode_keys
 from backends.encoding.schema import StateSchema
 from backends.encoding.sorted_pairs import SortedPairs
 from coordinator_actor.messages import OperatorFigures
@@ -36,7 +37,8 @@ class AggregateLogic:
     ``schema`` has the stored keys, whose first column is that of ``event_time`` if there is one, and the aggregator's
     states. ``output_mode`` "update" emits every key that the batch touched, "append" the keys that are done (whose
     event time the watermark has passed), "complete" all keys. Keys that are done are removed from the state, except in
-    "complete". ``is_partial`` says that the rows are partial results. Spark's counterpart is ``StateStoreSaveExec``.
+    "complete". ``is_partial`` says that the rows are partial results. ``is_global``: there is one key, true, which each
+    batch touches, also one without rows, as in Spark. Spark's counterpart is ``StateStoreSaveExec``.
     """
 
     schema: StateSchema
@@ -46,6 +48,7 @@ class AggregateLogic:
     event_time: EventTime | None = None
     is_partial: bool = False
     limits: Limits | None = None
+    is_global: bool = False
 
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
@@ -55,6 +58,8 @@ class AggregateLogic:
         with RowReducer(
             self.schema.key, store.num_key_groups, empty(self.aggregator.state_schema), self._reduce, self.limits
         ) as reducer:
+            if self.is_global:
+                reducer.add(self._nothing(store.num_key_groups))
             for rows in parts_of(batches, timer, "aggregate_ms"):
                 work.add(rows, reducer)
             with Spool(self.output) as spool:
@@ -72,6 +77,12 @@ class AggregateLogic:
         else:
             states = self.aggregator.partial(groups.ids, len(groups.keys), rows)
         return KeyedRows(groups.keys, np.arange(len(groups.keys)), states)
+
+    def _nothing(self, num_key_groups: int) -> KeyedRows:
+        """Return the only key of an aggregate over all rows, with the state of no rows."""
+        key = pa.RecordBatch.from_arrays([pa.array([True])], schema=self.schema.key)
+        states = self.aggregator.partial(np.zeros(0, np.int64), 1, empty(self.aggregator.input_schema))
+        return KeyedRows(encode_keys(key, key_groups(key, num_key_groups)), np.zeros(1, np.int64), states)
 
     def _reduce(self, ids: Ids, num_keys: int, states: pa.RecordBatch) -> tuple[Ids, pa.RecordBatch]:
         return np.arange(num_keys), self.aggregator.merge(ids, num_keys, states)

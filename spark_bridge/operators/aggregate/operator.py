@@ -36,6 +36,8 @@ from spark_bridge.task.state_task import StateTask
 
 OUTPUT_MODES = ("update", "append", "complete")
 GroupingKey: TypeAlias = str | Window | SessionWindow
+ALL_ROWS = "all_rows"
+"""The key column of an aggregate over all rows (``by=[]``): stored state has a key, so this one is always true."""
 
 
 def aggregate(
@@ -58,7 +60,9 @@ def aggregate(
 
     - ``df``: a streaming DataFrame.
     - ``by``: the key column or columns; nulls are a key of their own. One of the keys may be a ``window(...)`` or a
-      ``session_window(...)`` of ``spark_bridge.functions``.
+      ``session_window(...)`` of ``spark_bridge.functions``. ``[]`` aggregates all rows into one, which every batch
+      emits, also one without rows (except where an output is a ``merge``). Its state has one partition, and in queries
+      the key column ``all_rows``, which is true.
     - ``operator``: the name of this state in the checkpoint and in queries.
     - ``output_mode``: which rows a micro-batch emits. "update": one row per key that the batch touched (of sessions,
       those that rows of the batch belong to). "append": each window once, when the watermark closes it. "complete": all
@@ -68,7 +72,7 @@ def aggregate(
       number stays with the checkpoint.
     - ``partial_aggregation``: whether rows are aggregated before the shuffle as well. This pays where few keys have
       most of the rows, or where the network is slow; elsewhere the second pass through Python costs more than it saves,
-      which is why the default is not to.
+      which is why the default is not to, except with ``by=[]``.
     - every other keyword names an output column and gives its function, such as ``n=S.count()``.
 
     Raises ``InvalidOperatorError`` for everything that the DataFrame and the arguments show to be wrong.
@@ -77,6 +81,9 @@ def aggregate(
     keys = _keys_of(by)
     check_operator_name(operator, df)
     key_groups = key_group_count(df)
+    if keys.is_global:
+        num_partitions = _one_partition(num_partitions)
+        partial_aggregation = partial_aggregation is not False
     partitions = partition_count(df, num_partitions, key_groups)
     marked = watermark_columns(df.schema)
     outputs = [output_of(df.schema, n, f, marked[0] if len(marked) == 1 else None) for n, f in aggregations.items()]
@@ -105,7 +112,7 @@ def aggregate(
         logic = replace(logic, is_partial=True)
     task = StateTask(operator, partitions, key_groups, tuple(stored), logic, declared.uses_time)
     output = T.StructType(
-        [*(rows.schema[k] for k in keys.names), *spark_struct(pa.schema(aggregator.result_fields)).fields]
+        [*(rows.schema[k] for k in keys.emitted), *spark_struct(pa.schema(aggregator.result_fields)).fields]
     )
     return map_in_arrow(routed(prepared, stored, partitions, key_groups), task, declare(spec), output)
 
@@ -116,6 +123,12 @@ class _Keys:
 
     names: tuple[str, ...]
     window: Window | SessionWindow | None
+    is_global: bool = False
+
+    @property
+    def emitted(self) -> tuple[str, ...]:
+        """Return the keys that are columns of the output."""
+        return () if self.is_global else self.names
 
     @property
     def columns(self) -> list[str]:
@@ -136,6 +149,8 @@ class _Declared:
 
 def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
     given = [by] if isinstance(by, (str, Window, SessionWindow)) else list(by)
+    if not given:
+        return _Keys((ALL_ROWS,), None, is_global=True)
     windows = [k for k in given if isinstance(k, (Window, SessionWindow))]
     if len(windows) > 1:
         raise InvalidOperatorError(
@@ -148,6 +163,12 @@ def _keys_of(by: GroupingKey | Sequence[GroupingKey]) -> _Keys:
                 "spark_bridge.functions."
             )
     return _Keys(tuple(k if isinstance(k, str) else k.name for k in given), windows[0] if windows else None)
+
+
+def _one_partition(given: int | None) -> int:
+    if given not in (None, 1):
+        raise InvalidOperatorError(f"num_partitions={given!r}: by=[] makes one row of all, which is in one partition.")
+    return 1
 
 
 def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], output_mode: str) -> None:
@@ -172,7 +193,9 @@ def _check_arguments(df: DataFrame, aggregations: dict[str, AggregateFunction], 
 
 
 def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
-    if keys.columns or keys.window is None:
+    if keys.is_global and ALL_ROWS in aggregator.inputs:
+        raise InvalidOperatorError(f"{ALL_ROWS!r} is the key column of by=[] and an input as well: rename the input.")
+    if not keys.is_global and (keys.columns or keys.window is None):
         check_keys(df.schema, keys.columns)
     for output in aggregator.outputs:
         if output.name in keys.names:
@@ -190,6 +213,8 @@ def _check_keys(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> None:
 
 def _windowed(df: DataFrame, keys: _Keys, aggregator: Aggregator) -> DataFrame:
     """Return the columns that are needed, and the window of each row: a row for each window that a row lies in."""
+    if keys.is_global:
+        return df.select(F.lit(True).alias(ALL_ROWS), *_columns(aggregator.inputs))
     inputs = list(dict.fromkeys([*keys.columns, *aggregator.inputs]))
     if keys.window is None:
         return df.select(*_columns(inputs))
@@ -202,7 +227,7 @@ def _columns(names: Sequence[str]) -> list[Column]:
 
 def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode: str) -> _Declared:
     types = {name: arrow_type(rows.schema[name].dataType) for name in keys.names}
-    output = pa.schema([*(pa.field(n, types[n]) for n in keys.names), *aggregator.result_fields])
+    output = pa.schema([*(pa.field(n, types[n]) for n in keys.emitted), *aggregator.result_fields])
     event_time = event_time_of(rows.schema, keys.names)
     if output_mode == "append" and event_time is None:
         raise InvalidOperatorError(
@@ -222,5 +247,7 @@ def _declared(rows: DataFrame, keys: _Keys, aggregator: Aggregator, output_mode:
     state = StateSchema(pa.schema([pa.field(n, types[n]) for n in stored]), aggregator.state_schema)
     operator_schema = OperatorSchema.of_rows(state, () if stored == list(keys.names) else keys.names)
     uses_time = event_time is not None and output_mode != "complete"
-    rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time)
+    # The functions of a user's own aggregate need not know what to make of no rows.
+    is_global = keys.is_global and not any(o.user for o in aggregator.outputs)
+    rows_logic = AggregateLogic(state, aggregator, output, output_mode, event_time, is_global=is_global)
     return _Declared("aggregate", operator_schema, stored, rows_logic, uses_time)

@@ -59,8 +59,15 @@ def _check_input(function: AggregateFunction, kind: T.DataType, where: str) -> N
             is_fine = is_ordered(kind)
     if not is_fine:
         column = function.column if function.column is not None else ", ".join(function.columns)
+        remedy = ""
+        if function.name in OF_NUMBERS and isinstance(kind, T.StringType):
+            # Spark casts, and counts text that is no number as null, or fails at it in ANSI mode: that is for the user
+            # to choose.
+            remedy = (
+                f' Say what is meant: .withColumn({column!r}, F.col({column!r}).cast("double")) is what Spark does.'
+            )
         raise InvalidOperatorError(
-            f"{where}column {column!r} has type {kind.simpleString()}, which {function.name} does not take."
+            f"{where}column {column!r} has type {kind.simpleString()}, which {function.name} does not take.{remedy}"
         )
 
 

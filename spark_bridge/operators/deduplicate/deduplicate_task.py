@@ -124,7 +124,7 @@ class _DeduplicateBatch:
 
     def figures(self) -> OperatorFigures:
         """Return what was done to the state."""
-        duplicates = {"num_dropped_duplicate_rows": float(self._rows - self._new)}
+        duplicates = {"numDroppedDuplicateRows": float(self._rows - self._new)}
         return OperatorFigures(self._rows, self._new, self._removed, self._late, duplicates)
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:

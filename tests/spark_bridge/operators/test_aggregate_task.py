@@ -19,7 +19,7 @@ from spark_bridge.operators.aggregate import aggregate_task
 from spark_bridge.operators.aggregate.aggregate_task import AggregateLogic
 from spark_bridge.operators.aggregate.partial_aggregation import PartialTask
 from spark_bridge.task.external_sort import Limits
-from spark_bridge.task.keyed_rows import one_batch
+from spark_bridge.task.keyed_rows import empty, one_batch
 from spark_bridge.task.watermark import EventTime
 from tests.effort import examples, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, WINDOW, OperatorRun, Watermark, batch_of, seconds
@@ -199,3 +199,23 @@ def test_rows_aggregated_ahead_give_what_rows_give(num_keys: int, monkeypatch: p
     together = one_batch(ahead)
     merged = run_of(replace(logic, is_partial=True), 2).batch(together, BatchTimes())
     assert sorted(map(repr, merged)) == sorted(map(repr, direct))
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+@pytest.mark.parametrize("mode", ["update", "complete"])
+def test_an_aggregate_over_all_rows_emits_one_row_for_each_batch(mode: str, is_partial: bool) -> None:
+    """Also for a batch without rows, and for the first one, as Spark's aggregate without keys."""
+    keys = pa.schema([pa.field("all_rows", pa.bool_())])
+    rows = pa.schema([*keys, pa.field("ts", TS), pa.field("v", pa.int64())])
+    output = pa.schema(AGGREGATOR.result_fields)
+    logic = AggregateLogic(StateSchema(keys, AGGREGATOR.state_schema), AGGREGATOR, output, mode, is_global=True)
+    ahead = PartialTask(logic, pa.schema([*keys, *AGGREGATOR.state_schema]))
+    run = OperatorRun(replace(logic, is_partial=is_partial), OperatorSchema.of_rows(logic.schema), keys.names, 1)
+    found = []
+    for values in ([], [(True, 1, 5), (True, 9, None)], [], [(True, 3, 7)], []):
+        given = batch_of(rows, values)
+        if is_partial:
+            given = one_batch([empty(ahead.columns), *ahead.run(iter([given]))])
+        found.append([tuple(row.values()) for row in run.batch(given, BatchTimes())])
+    assert found == [[(0, None, None)], [(2, 5, None)], [(2, 5, None)], [(3, 12, None)], [(3, 12, None)]]
+    assert run.stored_keys("default") == [{"all_rows": True}]

@@ -53,4 +53,4 @@ def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypat
     assert second.num_shuffle_partitions == second.num_state_store_instances == 3
     assert second.commit_time_ms > 0 and second.memory_used_bytes > 0
     assert [(run, p.batch_id) for run, p in told.batches] == [(str(query.runId), 0), (str(query.runId), 1)]
-    assert told.batches[-1][1].as_dict()["operator_name"] == "totals"
+    assert told.batches[-1][1].as_dict()["operatorName"] == "totals"

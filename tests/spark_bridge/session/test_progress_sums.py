@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from spark_bridge.session.operator_progress import progress_of
+from pyspark.sql.streaming import listener
+
+from spark_bridge.session.operator_progress import StateOperatorProgress, progress_of
 
 
 class Cluster:
@@ -41,3 +44,14 @@ def test_before_the_first_batch_there_is_nothing_to_tell() -> None:
     cluster: Any = Cluster()
     cluster.describe = lambda: {"queries": []}
     assert progress_of(cluster, "r") == []
+
+
+def test_figures_have_the_names_of_sparks_json() -> None:
+    progress = StateOperatorProgress("op", 7, num_rows_total=3, custom_metrics={"numDroppedDuplicateRows": 2.0})
+    told = json.loads(progress.json)
+    assert told == progress.as_dict()
+    assert (told["operatorName"], told["batchId"], told["numRowsTotal"]) == ("op", 7, 3)
+    assert told["customMetrics"] == {"numDroppedDuplicateRows": 2.0}
+    theirs = {name for name in vars(listener.StateOperatorProgress) if name.startswith(("num", "commit", "memory"))}
+    assert theirs <= set(told)
+    assert len(theirs) >= 8

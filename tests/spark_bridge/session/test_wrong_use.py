@@ -1,7 +1,8 @@
-"""Wrong use: said while the DataFrame is built, by the query's first tasks, or by init_spark."""
+"""Wrong use: said while the DataFrame is built, when the query starts, or by init_spark."""
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def typed(make_stream: Callable[..., Stream]) -> Stream:
     ("arguments", "message"),
     [
         ({"by": "nope", "n": S.count()}, r"by='nope'.*does not exist.*k, s, v, m, t"),
-        ({"by": [], "n": S.count()}, "no key column"),
+        ({"by": [], "n": S.count(), "num_partitions": 2}, "in one partition"),
+        ({"by": [], "n": S.count(), "output_mode": "append"}, "no key has a watermark"),
+        ({"by": [], "all_rows": S.count()}, "name of a key column"),
         ({"by": ["k", "k"], "n": S.count()}, "twice"),
         ({"by": "m", "n": S.count()}, r"map<string,int>.*cannot be a key"),
         ({"by": "k"}, "at least one output"),
@@ -176,6 +179,29 @@ def test_a_checkpoint_made_otherwise_is_refused_and_left_alone(make_stream: Call
     remove_checkpoint(state)
     stream.add([(1, 1, 1.0)])
     assert "version 3" in refusal(made(), stream)
+
+
+@pytest.mark.spark42
+def test_a_restart_that_brings_or_takes_a_source_says_which_modes_do(make_stream: Callable[..., Stream]) -> None:
+    """Spark only asserts that the checkpoint has as many sources as the query."""
+    stream = make_stream("k long, t timestamp")
+    df = stream.read().withWatermark("t", "1 minute")
+
+    def made(output_mode: str) -> DataFrame:
+        return aggregate(df, by=["t", "k"], operator="o", output_mode=output_mode, num_partitions=2, n=S.count())
+
+    stream.add([(1, dt.datetime(2024, 1, 1))])
+    query = start(made("update"), stream)
+    query.processAllAvailable()
+    query.stop()
+    stream.add([(1, dt.datetime(2024, 1, 2))])
+    message = refusal(made("append"), stream)
+    assert "STATE_STORE_INVALID_CONFIG_AFTER_RESTART" in message
+    assert "2 sources now" in message and "goes on with 1" in message and 'output_mode="append"' in message
+    begun = {path.name for path in Path(stream.checkpoint, "offsets").iterdir()}
+    assert begun == {"0", ".0.crc"}, "the query that was refused has begun a batch"
+    query = start(made("update"), stream)
+    query.processAllAvailable()
 
 
 def test_a_session_without_the_listener(stream: Stream, spark: Any) -> None:

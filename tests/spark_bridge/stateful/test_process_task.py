@@ -19,6 +19,7 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
+from spark_bridge.operators.conf import NO_LIMIT
 from spark_bridge.stateful.arrow_processor import (
     ArrowBatch,
     ArrowResult,
@@ -240,6 +241,27 @@ def test_frames_have_ten_thousand_rows_at_most_and_pandas_types() -> None:
     found = run.batch(given, NO_TIME)
     assert [r["n"] for r in found if r["user"] == "a"] == [10_000, 10_000, 5_000]
     assert sorted(r["total"] for r in found) == [14, 10_000, 20_000, 20_000]
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        ({"frame_rows": 4}, [4, 4, 2]),
+        ({"frame_rows": NO_LIMIT}, [10]),
+        # A row of these has 8 bytes for the time, 8 for the number, 4 for the text's place and 1 for the text.
+        ({"frame_bytes": 21 * 3}, [3, 3, 3, 1]),
+        ({"frame_rows": 2, "frame_bytes": 21 * 3}, [2, 2, 2, 2, 2]),
+        ({"frame_bytes": 1}, [1] * 10),
+    ],
+)
+def test_frames_have_as_many_rows_and_bytes_as_the_session_says(limits: dict[str, int], sizes: list[int]) -> None:
+    class Sizes(Totals):
+        def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: TimerValues) -> Any:
+            for frame in rows:
+                yield pd.DataFrame([[key[0], len(frame), 0]])
+
+    found = process(Sizes(), "pandas", **limits).batch(batch_of(ROWS, [("a", 0, 1)] * 10), NO_TIME)
+    assert [r["n"] for r in found] == sizes
 
 
 class Alarms(StatefulProcessor):

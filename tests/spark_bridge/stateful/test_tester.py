@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from pyspark.errors import IllegalArgumentException, PySparkValueError
+from pyspark.errors.exceptions.base import PySparkAssertionError
 from pyspark.sql import Row
 
 from spark_bridge.exceptions import IllegalStateValueError, ProcessorTesterError, TimeModeError
+from spark_bridge.stateful.deleted_state import DeletedStateError
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.tester import ProcessorTester
 
@@ -167,6 +170,69 @@ class TestAsPySparkHasIt:
         pd.testing.assert_frame_equal(tester.setWatermark(100), pd.DataFrame({"key": [7], "n": [2]}))
         assert tester.setWatermark(101).empty
 
+    def test_init_is_called_once(self, tester_class: type[ProcessorTester]) -> None:
+        class Counting(Visits):
+            inits = 0
+
+            def init(self, handle: Any) -> None:
+                self.inits += 1
+                super().init(handle)
+
+        processor = Counting()
+        tester = tester_class(processor, initialStateRow=[("ann", Row(n=10))])
+        tester.test("ann", rows("a"))
+        tester.peekValueState("count", "ann")
+        assert processor.inits == 1
+
+    @pytest.mark.parametrize("key", [(1, 2), None, 1.5, "x", dt.date(2024, 1, 1), Row(a=1), frozenset([1])])
+    def test_a_key_is_one_column_of_any_type(self, tester_class: type[ProcessorTester], key: Any) -> None:
+        tester = tester_class(Visits(goodbye_after_ms=10), timeMode="ProcessingTime")
+        assert tester.test(key, rows("a")) == [Row(key=key, n=1)]
+        assert tester.test("other", rows("a")) == [Row(key="other", n=1)]
+        assert tester.test(key, rows("a")) == [Row(key=key, n=2)]
+        fired = tester.setProcessingTime(10)
+        assert sorted(row.goodbye for row in fired) == [10, 10]
+        assert {row.key for row in fired} == {key, "other"}
+
+    def test_the_handle_between_calls(self, tester_class: type[ProcessorTester]) -> None:
+        processor = Visits()
+        tester = tester_class(processor, timeMode="ProcessingTime")
+        tester.test("bob", rows("a"))
+        tester.handle.setGroupingKey("ann")
+        tester.handle.registerTimer(200)
+        tester.handle.registerTimer(100)
+        tester.handle.registerTimer(300)
+        tester.handle.deleteTimer(200)
+        processor.count.update((5,))
+        assert list(tester.handle.listTimers()) == [100, 300]
+        tester.handle.setGroupingKey("bob")
+        assert list(tester.handle.listTimers()) == []
+        assert processor.count.get() == (1,)
+        assert tester.test("ann", rows("a")) == [Row(key="ann", n=6)]
+        assert tester.setProcessingTime(100) == [Row(key="ann", goodbye=100)]
+        tester.handle.deleteIfExists("count")
+        with pytest.raises(AssertionError):
+            tester.peekValueState("count", "ann")
+        assert tester.peekListState("last", "bob") == [("a",)]
+
+    def test_errors_are_of_pysparks_classes(self, tester_class: type[ProcessorTester]) -> None:
+        tester = tester_class(Visits(), timeMode="ProcessingTime")
+        tester.setProcessingTime(5)
+        with pytest.raises(IllegalArgumentException, match="must move forward"):
+            tester.setProcessingTime(5)
+        with pytest.raises(PySparkValueError, match="UNSUPPORTED_OPERATION"):
+            tester.setWatermark(5)
+        with pytest.raises(PySparkValueError, match="ARGUMENT_REQUIRED"):
+            tester_class(Visits(), timeMode="EventTime")
+        with pytest.raises(PySparkAssertionError):
+            tester.deleteState("nothing", "ann")
+        with pytest.raises(AssertionError):
+            tester.updateValueState("nothing", "ann", (1,))
+        with pytest.raises(AssertionError):
+            tester_class(Visits(), timeMode="Now")
+        with pytest.raises(AssertionError):
+            tester_class(Visits(), initialStateRow=[("a", Row(n=1))], initialStatePandas=[])
+
 
 def test_state_expires() -> None:
     tester = ProcessorTester(Visits(ttl_ms=100), timeMode="processingtime")
@@ -183,17 +249,46 @@ def test_state_expires() -> None:
 
 
 def test_keys_of_several_columns_and_of_given_types() -> None:
-    tester = ProcessorTester(Visits())
+    tester = ProcessorTester(Visits(), keySchema="user STRING, n BIGINT, at TIMESTAMP, is_new BOOLEAN, id BINARY")
     moment = dt.datetime(2024, 1, 1, 12)
     key = ("ann", np.int64(3), moment, True, b"x")
     assert tester.test(key, rows("a")) == [Row(key="ann", n=1)]
     assert tester.test(("ann", 3, moment, True, b"x"), rows("a")) == [Row(key="ann", n=2)]
-    with pytest.raises(ProcessorTesterError, match=r"'bob'.*key0:string,key1:bigint.*keySchema"):
+    with pytest.raises(ProcessorTesterError, match=r"'bob'.*keySchema, struct<user:string,n:bigint"):
         tester.test("bob", rows("a"))
-    with pytest.raises(ProcessorTesterError, match="give keySchema"):
-        ProcessorTester(Visits()).test(None, rows("a"))
     tester = ProcessorTester(Visits(), keySchema="user STRING, day INT")
     assert tester.test((None, 1), rows("a")) == [Row(key=None, n=1)]
+    with pytest.raises(ProcessorTesterError, match=r"\[1\] has no hash: give keySchema"):
+        ProcessorTester(Visits()).test([1], rows("a"))
+
+
+def test_a_key_of_a_schema_without_a_hash() -> None:
+    tester = ProcessorTester(Visits(), keySchema="users ARRAY<STRING>")
+    assert tester.test(["ann"], rows("a"))[0].n == 1
+    assert tester.test(["bob"], rows("a"))[0].n == 1
+    assert tester.test(["ann"], rows("a"))[0].n == 2
+
+
+def test_a_deleted_variable_is_gone_for_the_processor_too() -> None:
+    processor = Visits()
+    tester = ProcessorTester(processor)
+    tester.test("ann", rows("a"))
+    tester.handle.deleteIfExists("count")
+    tester.handle.deleteIfExists("count")
+    with pytest.raises(DeletedStateError, match="count"):
+        tester.test("ann", rows("a"))
+    assert tester.peekListState("last", "ann") == [("a",)], "the call that failed is kept"
+
+
+def test_what_is_changed_between_calls_is_kept_with_the_next_call() -> None:
+    processor = Visits()
+    tester = ProcessorTester(processor)
+    with pytest.raises(ProcessorTesterError, match="setGroupingKey"):
+        tester.handle.registerTimer(1)
+    tester.handle.setGroupingKey("ann")
+    processor.count.update((5,))
+    assert tester.peekValueState("count", "bob") is None
+    assert tester.peekValueState("count", "ann") == (5,)
 
 
 def test_a_call_that_fails_changes_nothing() -> None:

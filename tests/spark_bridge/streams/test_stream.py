@@ -339,3 +339,33 @@ def test_the_token_is_not_in_sparks_event_log(spark: SparkSession, tmp_path: Pat
     written = log.redactProperties(properties).getProperty(name)
     assert "secret" not in written
     assert "redacted" in written
+
+
+@pytest.mark.spark42
+@pytest.mark.parametrize("output_mode", ["update", "complete"])
+def test_an_aggregate_over_all_rows_emits_what_sparks_own_does(stream: Stream, output_mode: str) -> None:
+    """The first batch and the third have no rows behind the filter."""
+    given = stream.read().where("v > 0")
+    found: dict[str, list[Any]] = {"ours": [], "spark": []}
+
+    def started(name: str, df: DataFrame, mode: str) -> Any:
+        def take(batch: DataFrame, _: int) -> None:
+            found[name].append([tuple(row) for row in batch.collect()])
+
+        return (
+            df.writeStream.outputMode(mode)
+            .foreachBatch(take)
+            .option("checkpointLocation", f"{stream.checkpoint}/{name}")
+        )
+
+    ours = aggregate(given, by=[], operator="everything", output_mode=output_mode, n=S.count(), total=S.sum("v"))
+    spark = given.groupBy().agg(F.count("*").alias("n"), F.sum("v").alias("total"))
+    assert ours.columns == spark.columns
+    queries = [started("ours", ours, "append").start(), started("spark", spark, output_mode).start()]
+    for rows in ([(1, -1.0)], [(1, 2.0), (2, 3.0)], [(1, -1.0)], [(3, 4.0)]):
+        stream.add(rows)
+        for query in queries:
+            query.processAllAvailable()
+    settle(queries[0])
+    assert found["ours"] == found["spark"] == [[(0, None)], [(2, 5.0)], [(2, 5.0)], [(3, 9.0)]]
+    assert QueryableStateClient.connect().get("everything", True) == {"n": 3, "total": 9.0}

@@ -164,3 +164,26 @@ def test_event_time_goes_on_under_another_name(typed: Stream) -> None:
     ):
         with pytest.raises(InvalidOperatorError, match=message):
             transform_with_state(marked, "k", Counts(), output, event_time_column=column, **arguments)
+
+
+def test_a_restart_with_another_time_mode_is_refused_by_name(make_stream: Callable[..., Stream]) -> None:
+    """A time mode brings a source, of which Spark only asserts that the checkpoint has as many."""
+    stream = make_stream("k long, v double")
+
+    def start(time_mode: str) -> Any:
+        counts = transform_with_state(
+            stream.read(), "k", Counts(), OUTPUT, operator="counts", time_mode=time_mode, num_partitions=1
+        )
+        return counts.writeStream.format("noop").option("checkpointLocation", stream.checkpoint).start()
+
+    stream.add([(1, 1.0)])
+    query = start("none")
+    query.processAllAvailable()
+    query.stop()
+    refused = start("processingTime")
+    with pytest.raises(Exception, match=r"AFTER_RESTART\] time_mode cannot change from 'none' to 'processingtime'"):
+        refused.processAllAvailable()
+    stream.add([(1, 1.0)])
+    query = start("none")
+    query.processAllAvailable()
+    assert query.lastProgress["batchId"] == 1

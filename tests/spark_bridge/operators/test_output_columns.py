@@ -1,0 +1,27 @@
+"""What an output of ``aggregate`` refuses to be computed from, and the remedy that it names."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.sql import types as T
+
+from spark_bridge import functions as S
+from spark_bridge.exceptions import InvalidOperatorError
+from spark_bridge.functions import AggregateFunction
+from spark_bridge.operators.aggregate.output_columns import output_of
+
+SCHEMA = T.StructType().add("text", "string").add("flag", "boolean")
+
+
+@pytest.mark.parametrize("function", [S.sum, S.avg, S.stddev, S.variance])
+def test_arithmetic_of_text_is_refused_with_the_cast_that_spark_would_make(function: object) -> None:
+    asked = function("text")  # type: ignore[operator]
+    assert isinstance(asked, AggregateFunction)
+    with pytest.raises(InvalidOperatorError, match=r"'text' has type string.*cast\(\"double\"\)"):
+        output_of(SCHEMA, "total", asked, None)
+
+
+def test_other_types_are_refused_without_that_remedy() -> None:
+    with pytest.raises(InvalidOperatorError, match="'flag' has type boolean") as caught:
+        output_of(SCHEMA, "total", S.sum("flag"), None)
+    assert "cast" not in str(caught.value)
