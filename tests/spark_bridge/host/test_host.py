@@ -492,14 +492,22 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
 
 
 def beat_through_a_lease(w, c, h):
-    """Go on for longer than a lease lasts, a heartbeat each second; who waits for one too long is without a lease."""
+    """Go on for longer than a lease lasts with a heartbeat each second; it ends if one of these hangs."""
+    due, done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def beats():
+        for _ in range(12):
+            due.acquire()
+            h.heartbeat()
+            done.release()
+
+    threading.Thread(target=beats, daemon=True).start()
     for _ in range(12):
-        beat = threading.Thread(target=h.heartbeat, daemon=True)
-        beat.start()
-        beat.join(PATIENCE)
-        w.now += 12 if beat.is_alive() else 1
+        due.release()
+        is_done = done.acquire(timeout=PATIENCE)
+        w.now += 1 if is_done else 12
         c.expire()
-        if beat.is_alive():
+        if not is_done:
             return
 
 
@@ -613,9 +621,8 @@ def test_a_commit_does_not_wait_for_the_report_of_another_query(tmp_path):
 
 def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path):
     w, c2, h, _tX, go, at = two_queries(tmp_path)
-    h.heartbeat()
-    at.wait()
     beat_through_a_lease(w, c2, h)
+    assert at.wait(PATIENCE)
     dropped = "h0" not in c2.registries.hosts.leases
     go.set()
     assert not dropped
