@@ -115,8 +115,11 @@ LINES_AND_THEIR_REST = (
 )
 """The marks of the tests that a usual run and a thorough run choose for Spark 3.5, and for Spark 4.2."""
 NO_CLUSTER = ("-m", "not ray and not spark")
-_QUERIES = [f"tests/spark_bridge/{name}" for name in ("queryable", "host", "state_data", "task", "transport")]
-_STATE = ["tests/backends", "tests/coordinator_actor", "tests/simulation"]
+_QUERIES = [
+    *(f"tests/spark_bridge/{name}" for name in ("queryable", "host", "state_data", "task", "transport")),
+    "tests/deploy",
+]
+_STATE = ["tests/backends", "tests/simulation"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries": _QUERIES,
