@@ -41,3 +41,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # What was imported and collected stays to the end: no collection of garbage by a test looks through it again.
     gc.collect()
     gc.freeze()
+    # Tests make much and keep little: with Python's own thresholds, a twelfth of their time goes to looking for cycles.
+    gc.set_threshold(10_000, 20, 50)

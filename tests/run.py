@@ -118,8 +118,11 @@ LINES_AND_THEIR_REST = (
 SIMULATED_STEPS = 10**7
 """Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
-_QUERIES = [f"tests/spark_bridge/{name}" for name in ("queryable", "host", "state_data", "task", "transport")]
-_STATE = ["tests/backends", "tests/coordinator_actor", "tests/simulation"]
+_QUERIES = [
+    *(f"tests/spark_bridge/{name}" for name in ("queryable", "host", "state_data", "task", "transport")),
+    "tests/deploy",
+]
+_STATE = ["tests/backends", "tests/simulation"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries": _QUERIES,

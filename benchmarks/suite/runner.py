@@ -29,6 +29,7 @@ from suite.progress import Steps
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 GRACE = 15.0
+LEAVE = 3.0  # seconds for what a child has left, which may be about to end
 LOOK_EVERY = 5.0  # seldom, as a look takes time from what is measured
 # A smoke run is too short for the JVM's second compiler to pay. The figures that it is compared with are made so too.
 SMOKE_JVM = (
@@ -136,7 +137,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 def _end(processes: list[psutil.Process]) -> None:
     """End the processes that a child has left; ``is_running`` tells a process id that was given to another."""
-    left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=3)[1]
+    left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=LEAVE)[1]
     for process in _running(left):
         process.kill()
     psutil.wait_procs(left, timeout=GRACE)

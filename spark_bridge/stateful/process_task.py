@@ -142,16 +142,36 @@ def started(processor: Any, keys: pa.Schema, time_mode: str, store: StateAccess)
     """Initialise a processor, and give its state; the processor is closed at the end, whatever happens."""
     state = ProcessorState(processor, keys, time_mode, store)
     processor.init(state.handle)
-    # Rows make so many objects that the garbage collector would visit the objects of all modules many times.
-    is_ours = gc.get_freeze_count() == 0
+    try:
+        with frozen():
+            yield state
+    finally:
+        processor.close()
+
+
+_frozen_by: Literal["nobody", "us", "others"] = "nobody"
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Keep the garbage collector from the objects that there are, unless somebody has frozen some already.
+
+    Rows make so many objects that the collector would visit the objects of all modules many times.
+    """
+    global _frozen_by
+    is_ours = False
+    # The interpreter counts frozen objects one by one: 10 ms for those of a worker process, so it counts them once.
+    if _frozen_by == "nobody":
+        is_ours = gc.get_freeze_count() == 0
+        _frozen_by = "us" if is_ours else "others"
     if is_ours:
         gc.freeze()
     try:
-        yield state
+        yield
     finally:
         if is_ours:
             gc.unfreeze()
-        processor.close()
+            _frozen_by = "nobody"
 
 
 def opener(

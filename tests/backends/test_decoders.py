@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.effort import only_thorough
 from tests.patience import HANG
 
 ROUNDS = 100
@@ -53,7 +54,7 @@ for _ in range({ROUNDS}):
 """
 
 
-@pytest.mark.parametrize(("one", "other"), [("json", "json"), ("msgpack", "convert"), ("nested", "json")])
+@pytest.mark.parametrize(("one", "other"), [("json", "json"), ("msgpack", "convert"), only_thorough("nested", "json")])
 def test_many_threads_decode_a_type_for_the_first_time(one: str, other: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE, one, other], capture_output=True, text=True, check=False, timeout=HANG

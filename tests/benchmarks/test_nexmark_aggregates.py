@@ -23,7 +23,7 @@ from spark_bridge.operators.aggregate.output_columns import output_of
 from spark_bridge.operators.aggregate.session_task import SessionLogic
 from spark_bridge.state_format.layouts import session_schema
 from spark_bridge.stateful.ddl import struct_of
-from tests.effort import only_thorough
+from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW, OperatorRun
 
 BID = "date_time timestamp, price long, channel string, url string, extra string"
@@ -37,12 +37,13 @@ CONFS = [
     NexmarkConf(seed=1, event_rate=300, out_of_order_group_size=397),
     NexmarkConf(seed=2, hot_auction_ratio=50, hot_bidders_ratio=50),
 ]
+SESSION_BATCHES = effort(7, 12)
 in_every_conf = pytest.mark.parametrize(
     "conf",
     [
         only_thorough(CONFS[0], id="in order"),
         pytest.param(CONFS[1], id="out of order"),
-        pytest.param(CONFS[2], id="hot"),
+        only_thorough(CONFS[2], id="hot"),
     ],
 )
 
@@ -96,9 +97,9 @@ def test_sessions(conf: NexmarkConf) -> None:
     schema = session_schema(keys, TS, aggregator.state_schema)
     output = pa.schema([("bidder", pa.int64()), ("window", WINDOW), ("bid_count", pa.int64())])
     run = OperatorRun(SessionLogic(schema, aggregator, output, "window", "append"), schema, ["bidder"], 3)
-    given = [*batches(conf, 1000, 12)]
+    given = [*batches(conf, 1000, SESSION_BATCHES)]
     found, now, late = list[dict[str, Any]](), 0, 0
-    for events in (*given, closing_events(conf, 12_000), given[0].slice(0, 0)):
+    for events in (*given, closing_events(conf, 1000 * SESSION_BATCHES), given[0].slice(0, 0)):
         rows = rows_of(events)
         ends = pc.add(rows["date_time"].cast(pa.int64()), 10_000_000).cast(TS)
         window = pa.StructArray.from_arrays([rows["date_time"], ends], fields=list(WINDOW))

@@ -26,11 +26,11 @@ from spark_bridge.stateful.task_input import TaskInput
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.watermark import EventTime
-from tests.effort import only_thorough
+from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import OperatorRun
 
 DELAY_MS = 4000
-EVENTS, BATCHES = 300, 5
+EVENTS, BATCHES = 300, effort(4, 5)
 TINY = Limits(memory=20_000, step_rows=30, step_bytes=10_000, fan_in=2)
 AUCTIONS_AND_BIDS = (
     "id long, date_time timestamp, item_name string, description string, initial_bid long, reserve long, "
@@ -172,14 +172,14 @@ def test_bids_count_from_the_first_to_the_last_moment(form: Callable[[Limits], O
 
 def test_last_bids_of_a_processor() -> None:
     run = of_rows(processors.last_bid, BIDS, ["bidder", "auction"], processors.LAST_BID_OUTPUT)
-    given = [*batches(CONFS[1], 500, 3)]
+    given = [*batches(CONFS[1], 400, 2)]
     for events, must in zip(given, expected.last_bids(given), strict=True):
         assert comparable(run.batch(bids(events), BatchTimes())) == comparable(must.to_pylist())
 
 
 def test_top_bids_of_a_processor() -> None:
     run = of_rows(processors.top_bids, BIDS, ["auction"], processors.TOP_BIDS_OUTPUT)
-    given = [*batches(CONFS[1], 500, 3)]
+    given = [*batches(CONFS[1], 400, 2)]
     for events, must in zip(given, expected.top_bids(given), strict=True):
         assert comparable(run.batch(bids(events), BatchTimes())) == comparable(must.to_pylist())
 

@@ -61,6 +61,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, mo
 
     monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(runner, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(runner, "LEAVE", 0.1)
     with pytest.raises(TimeoutError):
         call(FAMILY.format(path=str(path)) + f"time.sleep({HANG})", seconds=1.5)
     assert gone(int(path.read_text()))
@@ -69,6 +70,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, mo
 @pytest.mark.long
 def test_what_a_child_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "LOOK_EVERY", 0.2)
+    monkeypatch.setattr(runner, "LEAVE", 0.1)
     path, seen = tmp_path / "pid", tmp_path / "seen"
     look = runner._descendants
 

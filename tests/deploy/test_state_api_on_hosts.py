@@ -21,6 +21,7 @@ from deploy.state_http.coordinator_tokens import STALE_SECONDS, CoordinatorToken
 from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import ROWS, UntilGone, windowed
 from tests.spark_bridge.queryable.client_world import Cluster, served
@@ -129,6 +130,9 @@ def test_wrong_scans(http: TestClient) -> None:
         assert answer.status_code == 400, answer.text
 
 
+CALLERS = effort(40, 90)
+
+
 def test_concurrent_callers(cluster: Cluster) -> None:
     made = AsyncQueryableStateClient(cluster.client())
     tokens = CoordinatorTokens(Coordinator())
@@ -140,10 +144,10 @@ def test_concurrent_callers(cluster: Cluster) -> None:
     async def ask() -> list[int]:
         transport = httpx.ASGITransport(create_app(connect, tokens, HttpLimits(timeout=PATIENCE)))
         async with httpx.AsyncClient(transport=transport, base_url="http://x", auth=("", SECRET)) as client:
-            answers = await asyncio.gather(*(client.get(f"/v1/operators/totals/keys/{n}") for n in range(90)))
+            answers = await asyncio.gather(*(client.get(f"/v1/operators/totals/keys/{n}") for n in range(CALLERS)))
             return [a.json()["value"]["n"] for a in answers]
 
-    assert asyncio.run(ask()) == [10 * n for n in range(90)]
+    assert asyncio.run(ask()) == [10 * n for n in range(CALLERS)]
 
 
 def test_windows(tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class World:
         self.speculated = r.choice((0.0, 0.2))
         self.restless = 3.0 if self.is_calm else r.choice((1.0, 3.0, 10.0))
         self.troubled_for = r.choice((20.0, 40.0, 80.0))
+        self.parted = 0.15  # the probability that a driver which starts again does so in a second cluster
         self.schema = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
         self.clock_offset = 1000.0
         self.disk = Disk(self.faults, watch=self._watch)
@@ -141,7 +142,7 @@ class World:
     def start_session(self) -> Session:
         """A driver, in one of the clusters; it runs the query from now on."""
         s = self.scheduler
-        if len(self.clusters) < 2 and s.random.random() < 0.15 and self.sessions:
+        if len(self.clusters) < 2 and s.random.random() < self.parted and self.sessions:
             self.clusters.append(Cluster(self, "cluster1"))
         session = Session(self, s.random.choice(self.clusters), len(self.sessions))
         self.sessions.append(session)
@@ -512,8 +513,14 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Result:
-    """Run one seed to its end, or for so many steps."""
+def run(
+    seed: int,
+    *,
+    max_steps: int | None = None,
+    traced: bool = False,
+    prepare: Callable[[World], None] = lambda world: None,
+) -> Result:
+    """Run one seed to its end, or for so many steps. ``prepare`` changes the world before anything happens in it."""
     memory = Path("/dev/shm")
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     locks = LocalLocks()
@@ -527,6 +534,7 @@ def run(seed: int, *, max_steps: int | None = None, traced: bool = False) -> Res
     try:
         with _quiet(), threads.installed(replacements):
             world = World(seed, root, traced=traced)
+            prepare(world)
             from spark_bridge.task import endpoints
             from spark_bridge.task import task_store as task_client
 

@@ -333,7 +333,7 @@ def test_a_file_of_another_store_of_the_same_partition_is_told_apart(tmp_path, k
     [
         ("rocksdb", "data", "cut in half"),
         ("file", "snapshot", "cut in half"),
-        ("file", "data", "deleted"),
+        only_thorough("file", "data", "deleted"),
         only_thorough("rocksdb", "snapshot", "deleted"),
         only_thorough("rocksdb", "data", "deleted"),
         only_thorough("rocksdb", "snapshot", "cut in half"),

@@ -20,6 +20,7 @@ from backends.exceptions import (
 )
 from backends.formats.manifest import ChangelogRef, Lineage
 from tests.backends.partition.partition_steps import CONF, binary, changes, commit, meta, stage
+from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 
 
@@ -439,7 +440,7 @@ def test_readers_see_whole_versions_while_versions_complete(state):
     readers = [threading.Thread(target=read) for _ in range(3)]
     for r in readers:
         r.start()
-    for v in range(2, 15):
+    for v in range(2, effort(9, 15)):
         refused = stage(state, dict.fromkeys(keys, b"wrong"), attempt="refused")
         stage(state, dict.fromkeys(keys, b"replaced"), attempt="replaced")
         state.accept(v, "replaced")

@@ -89,16 +89,19 @@ from tests.patience import HANG, PATIENCE
 CONF = StateStoreConf(fsync=False)
 
 
-@pytest.fixture(params=PROVIDERS, ids=[p.backend for p in PROVIDERS])
+def usually(*left):
+    """All providers, but for those that only a thorough run tries."""
+    return [only_thorough(p, id=p.backend) if p.backend in left else pytest.param(p, id=p.backend) for p in PROVIDERS]
+
+
+# The third one is there for the interface of providers; test_model.py tries all of it in the usual run, too.
+@pytest.fixture(params=usually(ThirdStateStoreProvider.backend))
 def provider_class(request):
     return request.param
 
 
 # What providers share, with the versions of many snapshots: RocksDB's cost five times those of the others.
-shared = pytest.mark.parametrize(
-    "provider_class",
-    [only_thorough(p, id=p.backend) if p.backend == "rocksdb" else pytest.param(p, id=p.backend) for p in PROVIDERS],
-)
+shared = pytest.mark.parametrize("provider_class", usually("rocksdb", ThirdStateStoreProvider.backend))
 
 
 @pytest.fixture
@@ -445,6 +448,7 @@ def test_a_column_family_is_named_by_a_string(provider):
                 use(wrong)
 
 
+@shared
 def test_version_mistakes_say_what_there_is(provider):
     commit(provider, 0, a="1")
     commit(provider, 1, a="2")
@@ -540,6 +544,7 @@ def test_readers_of_many_versions_see_each_exactly_while_a_writer_commits(provid
         read(provider.get_read_store(version))
 
 
+@shared
 def test_a_second_commit_from_the_same_version_is_refused(provider):
     one, two = provider.get_store(0), provider.get_store(0)
     one.put(b"a", b"one")
@@ -552,6 +557,7 @@ def test_a_second_commit_from_the_same_version_is_refused(provider):
     assert content(provider.get_store(1)) == {"a": "one"}
 
 
+@shared
 def test_of_two_providers_of_one_location_one_is_refused(provider, location, open_provider):
     commit(provider, 0, a="0")
     with open_provider(location) as other:
@@ -568,6 +574,7 @@ def test_of_two_providers_of_one_location_one_is_refused(provider, location, ope
     assert len(changelogs) == 3, "the refused one is removed"
 
 
+@shared
 def test_racing_providers_never_mix(location, open_provider):
     providers = [open_provider(location) for _ in range(3)]
     results = []
@@ -1056,6 +1063,7 @@ def test_change_feed_has_before_and_after_in_order(with_list):
         with_list.change_feed(4, 9)
 
 
+@shared
 def test_a_feed_applied_to_a_version_gives_the_other(with_list):
     versions = [None, {"default": {}, "list": {}}]
     rng = random.Random(5)
@@ -1085,6 +1093,7 @@ def test_a_feed_applied_to_a_version_gives_the_other(with_list):
         assert {"default": default, "list": {k: v for k, v in lists.items() if v}} == versions[last]
 
 
+@shared
 def test_a_feed_under_way_keeps_what_it_needs(open_provider):
     provider = open_provider(conf=SOON)
     for version in range(12):
@@ -1095,6 +1104,7 @@ def test_a_feed_under_way_keeps_what_it_needs(open_provider):
     assert [row["after"] for batch in feed for row in batch.to_pylist()] == [b"3"]
 
 
+@shared
 def test_a_feed_of_all_keeps_what_it_needs(open_provider):
     provider = open_provider(conf=SOON)
     for version in range(12):
@@ -1201,6 +1211,7 @@ def test_going_back_after_maintenance(open_provider, location):
     assert provider.latest_version() == 1
 
 
+@shared
 def test_litter_is_removed_when_its_version_is_no_longer_kept(open_provider, location):
     provider = open_provider(conf=SOON)
     for version in range(3):

@@ -120,7 +120,7 @@ def _samples(kind: pa.DataType, nan: float) -> list[Any]:
     return [None, {"a": 1, "b": None}, {"a": -1, "b": []}, {"a": 0, "b": [-0.0, nan]}]
 
 
-@pytest.mark.parametrize("backend", ["rocksdb", "file"])
+@pytest.mark.parametrize("backend", [only_thorough("rocksdb"), "file"])
 def test_every_type_comes_back_byte_for_byte(tmp_path: Path, backend: str) -> None:
     schema, pairs = every_type()
     assert len(pairs) == 60 and len(FIXED) == 12
@@ -204,7 +204,7 @@ def test_the_base_of_a_restored_version_is_never_the_empty_version(tmp_path: Pat
         loaded(tmp_path / "new", "op", tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["rocksdb", "file"])
+@pytest.mark.parametrize("backend", [only_thorough("rocksdb"), "file"])
 def test_state_alone_is_loaded_by_hosts(made: Savepoint, tmp_path: Path, backend: str) -> None:
     restore(made, tmp_path / "new", state_only=True, backend=backend, num_partitions=3)
     assert_same(loaded(tmp_path / "new", "op", tmp_path)["default"], made.operators["op"][1])

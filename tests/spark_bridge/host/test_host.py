@@ -484,25 +484,31 @@ def test_a_slow_manifest_does_not_cost_a_host_its_lease(tmp_path):
     t = threading.Thread(target=lambda: run_task([h], 1, 1))
     t.start()
     at.wait()
-    stop = threading.Event()
-
-    def beats():
-        while not stop.is_set():
-            h.heartbeat()
-            time.sleep(0.05)
-
-    b = threading.Thread(target=beats)
-    b.start()
-    for _ in range(12):
-        time.sleep(0.1)
-        w.now += 1
-        c.expire()
+    beat_through_a_lease(w, c, h)
     dropped = not c.registries.hosts.leases
     go.set()
-    stop.set()
     t.join()
-    b.join()
     assert not dropped
+
+
+def beat_through_a_lease(w, c, h):
+    """Go on for longer than a lease lasts with a heartbeat each second; it ends if one of these hangs."""
+    due, done = threading.Semaphore(0), threading.Semaphore(0)
+
+    def beats():
+        for _ in range(12):
+            due.acquire()
+            h.heartbeat()
+            done.release()
+
+    threading.Thread(target=beats, daemon=True).start()
+    for _ in range(12):
+        due.release()
+        is_done = done.acquire(timeout=PATIENCE)
+        w.now += 1 if is_done else 12
+        c.expire()
+        if not is_done:
+            return
 
 
 def test_the_manifest_knows_better_than_a_report_which_attempt_was_last(tmp_path):
@@ -615,24 +621,10 @@ def test_a_commit_does_not_wait_for_the_report_of_another_query(tmp_path):
 
 def test_a_hanging_storage_of_one_query_does_not_cost_a_host_its_lease(tmp_path):
     w, c2, h, _tX, go, at = two_queries(tmp_path)
-    stop = threading.Event()
-
-    def beats():
-        while not stop.is_set():
-            h.heartbeat()
-            time.sleep(0.02)
-
-    t = threading.Thread(target=beats)
-    t.start()
-    at.wait()
-    for _ in range(12):
-        time.sleep(0.1)
-        w.now += 1
-        c2.expire()
+    beat_through_a_lease(w, c2, h)
+    assert at.wait(PATIENCE)
     dropped = "h0" not in c2.registries.hosts.leases
-    stop.set()
     go.set()
-    t.join()
     assert not dropped
 
 

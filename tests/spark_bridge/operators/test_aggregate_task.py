@@ -170,8 +170,10 @@ STEPS = Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)
     [
         ("update", None),
         ("append", STEPS),
-        ("complete", STEPS),
-        *(only_thorough(*one) for one in [("append", None), ("complete", None), ("update", STEPS)]),
+        *(
+            only_thorough(*one)
+            for one in [("append", None), ("complete", None), ("complete", STEPS), ("update", STEPS)]
+        ),
     ],
 )
 def test_many_keys_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from spark_bridge.state_format.families import EXPIRY_FAMILY
 from spark_bridge.state_format.layouts import deduplicate_schema
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.watermark import EventTime
-from tests.effort import examples
+from tests.effort import examples, only_thorough
 from tests.spark_bridge.operators.operator_runs import SECOND, TS, OperatorRun, Watermark, batch_of, seconds
 
 ROWS = pa.schema([pa.field("ts", TS), pa.field("k", pa.string()), pa.field("v", pa.int64())])
@@ -139,7 +139,9 @@ def test_which_row_goes_through_does_not_depend_on_the_order(
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("limits", [None, Limits(memory=10_000, step_rows=50, step_bytes=4000, fan_in=3)])
+@pytest.mark.parametrize(
+    "limits", [only_thorough(None), Limits(memory=10_000, step_rows=50, step_bytes=4000, fan_in=3)]
+)
 def test_many_keys_in_small_steps(limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deduplicate_task, "KEYS_PER_STEP", 7)
     monkeypatch.setattr("spark_bridge.task.keyed_rows.ROWS_PER_PART", 50)

@@ -132,7 +132,7 @@ STEPS = Limits(memory=20_000, step_rows=100, step_bytes=4000, fan_in=3)
 
 @pytest.mark.parametrize(
     ("mode", "limits"),
-    [("append", None), ("complete", STEPS), only_thorough("append", STEPS), only_thorough("complete", None)],
+    [("append", STEPS), *(only_thorough(*one) for one in [("append", None), ("complete", STEPS), ("complete", None)])],
 )
 def test_many_sessions_in_small_steps(mode: str, limits: Limits | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_task, "KEYS_PER_STEP", 5)

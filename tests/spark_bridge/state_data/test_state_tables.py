@@ -84,7 +84,7 @@ def rows_of(table: pa.Table) -> list[Row]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_version_holds_what_the_model_holds(worked, name):
-    for version in range(6):
+    for version in effort((1, 3, 5), range(6)):
         table = state_table(worked.location, "op", name, version)
         expected = flat(name, worked.at[version][name])
         found = rows_of(table)
@@ -172,7 +172,7 @@ def applied(name: str, rows: list[Row], changes: list[dict[str, Any]]) -> list[R
         if before is not None:
             held.remove(before)
         elif name != "visits":
-            assert not [r for r in held if after is not None and r[: len(key)] == after[: len(key)]]
+            assert all(r[: len(key)] != key for r in held if after is not None)
         if after is not None:
             held.append(after)
     return held

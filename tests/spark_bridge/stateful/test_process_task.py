@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
 from spark_bridge.operators.conf import NO_LIMIT
+from spark_bridge.stateful import process_task
 from spark_bridge.stateful.arrow_processor import (
     ArrowBatch,
     ArrowResult,
@@ -29,7 +31,7 @@ from spark_bridge.stateful.arrow_processor import (
 )
 from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
 from spark_bridge.stateful.ddl import struct_of
-from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic
+from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic, frozen
 from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.task_input import TaskInput
@@ -190,6 +192,28 @@ def test_running_totals_in_every_form(
         assert run.figures.num_rows == len(batch)
     expected = [{"user": u, "n": n, "total": total} for u, (n, total) in totals.items()]
     assert in_order(stored(run, "totals")) == in_order(expected)
+
+
+def test_a_task_freezes_what_there_is_unless_somebody_has_and_counts_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count frozen objects takes 10 ms in a worker process, and a task no longer than 100 ms."""
+    monkeypatch.setattr(process_task, "_frozen_by", "nobody")
+    count, counts = gc.get_freeze_count, list[int]()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
+    gc.freeze()
+    for _ in range(3):
+        with frozen():
+            pass
+    assert len(counts) == 1 and count() > 0, "what was frozen before stays so"
+    monkeypatch.setattr(process_task, "_frozen_by", "nobody")
+    gc.unfreeze()
+    try:
+        for _ in range(2):
+            with frozen(), frozen():
+                assert count() > 0
+            assert count() == 0
+    finally:
+        gc.freeze()
+    assert len(counts) == 3
 
 
 @pytest.mark.parametrize("mode", ["rows", "pandas"])

@@ -770,7 +770,7 @@ def test_expired_rows_go_bit_by_bit_but_never_those_of_keys_at_hand(
     partition.handle(keys, write, timestamp_ms=1)
     before, _ = rows()
     again = keys[::7]
-    for batch in range(4 * GROUPS):
+    for batch in range(effort(3, 4) * GROUPS):
         partition.handle(again, write, timestamp_ms=100 + batch)
         now, values = rows()
         assert before - now <= 500  # a batch is not to take long

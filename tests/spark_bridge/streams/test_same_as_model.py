@@ -43,14 +43,14 @@ SMALL = Limits(memory=4_000, step_rows=7)
 TIME_MODES = ["none", "eventTime", "processingTime"]
 
 
-USUAL = [(Commands, 0, "none"), (Commands, 0, "eventTime"), (PandasCommands, 1, "processingTime")]
-"""Each form of rows and each kind of time once."""
+USUAL = [(Commands, 0, "eventTime"), (PandasCommands, 1, "processingTime")]
+"""Each form of rows once, and each kind of timers; without timers are most tests of ``test_process_task.py``."""
 ALL = [(*p, mode) for p in ((Commands, 0), (Commands, 1), (PandasCommands, 1)) for mode in TIME_MODES]
 
 
 @pytest.mark.parametrize(("processor", "seed", "time_mode"), effort(USUAL, ALL))
 def test_random_commands(processor: type, seed: int, time_mode: str) -> None:
-    check_random_commands(processor, time_mode, seed, batches=4)
+    check_random_commands(processor, time_mode, seed, batches=effort(3, 4))
 
 
 @pytest.mark.thorough  # otherwise: test_random_commands

@@ -44,7 +44,7 @@ from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_t
 T = TypeVar("T")
 
 TOKEN = "right-token"
-ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(500, marks=[pytest.mark.long, pytest.mark.thorough])])
+ROUNDS = pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=[pytest.mark.long, pytest.mark.thorough])])
 
 
 class Served:

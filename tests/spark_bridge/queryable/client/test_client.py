@@ -37,6 +37,7 @@ from spark_bridge.operators.deduplicate.deduplicate_task import DeduplicateLogic
 from spark_bridge.queryable.client.client import QueryableStateClient
 from spark_bridge.queryable.client.discovery import CoordinatorDiscovery, addresses_of
 from spark_bridge.queryable.protocol.connections import KvConnections
+from spark_bridge.queryable.reads import operator_directory
 from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
@@ -69,7 +70,9 @@ def client(filled: Cluster, request: pytest.FixtureRequest) -> QueryableStateCli
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+    """Makes queries whose hosts soon ask the coordinator where these are."""
+    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.05)
     made: list[Cluster] = []
 
     def make(**arguments: Any) -> Cluster:

@@ -22,6 +22,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.client import watch as watching
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
+from spark_bridge.queryable.reads import completion_wait, operator_directory
 from spark_bridge.queryable.server import request_handler
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
@@ -31,7 +32,10 @@ from tests.spark_bridge.state_flows import Flow
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
+    """Makes queries whose hosts soon ask the coordinator where these are, and whether they have ended."""
+    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
     made: list[Cluster] = []
 
     def make(**arguments: Any) -> Cluster:

@@ -14,13 +14,17 @@ from coordinator_actor.exceptions import RetiredRunError, UnknownRunError
 from spark_bridge.exceptions import RequestLimitError, StateVersionError
 from spark_bridge.host.version_requests import IDLE_RUN_SECONDS
 from spark_bridge.queryable.protocol.messages import ChangesRequest
+from spark_bridge.queryable.reads import completion_wait, operator_directory
 from spark_bridge.queryable.reads.run_manifests import MANIFESTS_IDLE_SECONDS
 from tests.spark_bridge.queryable.client_world import Cluster
 from tests.spark_bridge.queryable.rollback import go_back
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A query whose hosts soon ask the coordinator where it is, and whether it has ended."""
+    monkeypatch.setattr(operator_directory, "KEPT_SECONDS", 0.05)
+    monkeypatch.setattr(completion_wait, "ASK_COORDINATOR_SECONDS", 0.1)
     made = Cluster(tmp_path, partitions=1)
     yield made
     made.close()

@@ -609,7 +609,7 @@ def test_threads_see_one_version_and_never_an_older_one(connections: KvConnectio
     def ask() -> None:
         seen = 0
         try:
-            for _ in range(effort(30, 80)):
+            for _ in range(effort(15, 80)):
                 floor = router.completed_version("run")
                 version, values = router.lookup(memory.location, FAMILY, keys, COMPLETED, soon())
                 assert set(values.to_pylist()) == {b"%d" % version}

@@ -4,7 +4,6 @@ says that it cannot.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -131,10 +130,17 @@ def test_a_query_that_has_ended_and_comes_back_goes_on(cluster: Cluster, direct:
     scan, batches = begun(cluster, direct=direct)
     cluster.c.deactivate_instances(cluster.run)
     break_off(cluster, "b")
-    back = threading.Timer(1.5, cluster.start, ["run2"])
-    back.start()
+    rows = scan._answer.batches
+    assert isinstance(rows, RoutedScan)
+
+    def come_back(seconds: float) -> None:
+        """The query comes back once it is waited for."""
+        if cluster.run == "run1":
+            cluster.start("run2")
+        time.sleep(min(seconds, 0.01))
+
+    rows._plan = replace(rows._plan, sleep=come_back)
     users = pa.Table.from_batches([*batches, *scan])["user"].to_pylist()
-    back.join()
     assert sorted(users) == list(range(USERS))
     assert "run2" in runs_asked, "for the rest"
 

@@ -20,6 +20,7 @@ from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.queryable.protocol.byte_arrays import pack_one
 from spark_bridge.queryable.protocol.client_connection import ClientConnection
 from spark_bridge.queryable.protocol.messages import LookupReply, LookupRequest
+from spark_bridge.queryable.server import client_session
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
 from spark_bridge.transport.flight_client import HostClient
@@ -136,7 +137,8 @@ def test_a_revocation_reaches_a_host_with_its_heartbeat(cluster: Cluster) -> Non
         cluster.connect(token)
 
 
-def test_a_revocation_ends_connections_that_are_open(cluster: Cluster) -> None:
+def test_a_revocation_ends_connections_that_are_open(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_session, "TOKEN_SECONDS", 0.05)
     token = cluster.tokens.issue_token("dashboard")
     cluster.host.heartbeat()
     connection = cluster.connect(token)

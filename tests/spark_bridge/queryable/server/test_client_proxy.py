@@ -174,7 +174,7 @@ def test_oracles_may_change_under_busy_threads(cluster: Cluster, connections: Kv
     def ask(seed: int) -> None:
         rng = random.Random(seed)
         try:
-            for _ in range(12):
+            for _ in range(effort(6, 12)):
                 proxy.update_kv_state_location_oracle(Q, rng.choice([None, oracle, turned]))
                 proxy.get_kv_state_location_oracle(Q)
                 assert patiently(lambda: look_up(connections, cluster, 0, rng.sample(USERS, 50))) == (1, {1})
@@ -218,12 +218,12 @@ def test_all_proxies_agree_while_versions_advance(cluster: Cluster, connections:
         except BaseException as error:  # noqa: BLE001 - shown below
             failures.append(error)
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(effort(4, 6))]
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(effort(3, 6))]
     for thread in threads:
         thread.start()
     rng = random.Random(0)
     try:
-        for version in range(2, effort(8, 14)):
+        for version in range(2, effort(6, 14)):
             cluster.batch(dict.fromkeys(USERS, (version, "b")), complete=False)
             if rng.random() < 0.7:
                 cluster.c.batch_committed(cluster.run, version - 1)

@@ -43,7 +43,7 @@ from spark_bridge.queryable.server import failures, request_handler
 from spark_bridge.queryable.server.admission import AdmissionLimiter
 from spark_bridge.queryable.server.server import KvStateServer
 from spark_bridge.queryable.server.server_connection import decoded_request
-from tests.effort import examples
+from tests.effort import effort, examples
 from tests.spark_bridge.queryable.memory_reads import (
     TOKEN,
     MemoryReads,
@@ -85,7 +85,7 @@ REQUESTS = [
 ]
 
 
-ROUNDS = pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.thorough])])
+ROUNDS = pytest.mark.parametrize("rounds", [12, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.thorough])])
 
 
 @pytest.fixture(scope="module")
@@ -294,9 +294,9 @@ def test_much_nonsense_takes_no_memory(server):
         figures(made, reads)
         return psutil.Process().memory_info().rss
 
-    much(60)
+    much(effort(40, 60))
     before = much(10)
-    assert much(150) - before < 20 << 20
+    assert much(effort(80, 150)) - before < 20 << 20
 
 
 def test_announced_megabytes_that_do_not_come_take_no_memory(server):
