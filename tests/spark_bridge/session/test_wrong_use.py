@@ -198,6 +198,10 @@ def test_a_restart_that_brings_or_takes_a_source_says_which_modes_do(make_stream
     message = refusal(made("append"), stream)
     assert "STATE_STORE_INVALID_CONFIG_AFTER_RESTART" in message
     assert "2 sources now" in message and "goes on with 1" in message and 'output_mode="append"' in message
+    # Spark itself would run this one, whose sources are as they were, until its tasks raise the refusal.
+    refused = start(aggregate(df, by=["t", "k"], operator="p", num_partitions=2, n=S.count()), stream)
+    with pytest.raises(Exception, match="'p'"):
+        refused.awaitTermination()
     begun = {path.name for path in Path(stream.checkpoint, "offsets").iterdir()}
     assert begun == {"0", ".0.crc"}, "the query that was refused has begun a batch"
     query = start(made("update"), stream)
