@@ -47,7 +47,7 @@ class Partitions:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 @pytest.mark.parametrize(
