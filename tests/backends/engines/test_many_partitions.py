@@ -24,7 +24,7 @@ class Partitions:
 
     def __init__(self, directory: Path, number: int, conf: StateStoreConf) -> None:
         self.directory = directory
-        self.buffers = rocksdb._shared_memory(conf)[1]
+        self.buffers = rocksdb._shared_memory(conf).buffers
         self.engines = [LocalRocksDB(directory / str(i), conf) for i in range(number)]
         self.written: set[Path] = set()
         self.version = 0
