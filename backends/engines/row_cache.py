@@ -46,7 +46,8 @@ class CacheBudget:
     """The memory that all caches of a process may have together, ``limit`` bytes, or less while ``room()`` is less.
 
     A cache may have what the others leave, and its equal share in any case: if need be, the caches that have more than
-    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory.
+    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory. The time to give memory
+    grows with the number of caches, one per partition and column family: some microseconds each.
 
     ``_lock`` guards the giving of memory. A cache is emptied without the lock: any allocation, also one made here, may
     release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache of that

@@ -78,7 +78,7 @@ def arrow_bytes():
     [
         pytest.param(40, 32 * MIB, 400, 8, id="40 partitions"),
         # The case above stands in for this one.
-        pytest.param(500, 256 * MIB, 150, 6, id="500 partitions", marks=pytest.mark.thorough),
+        pytest.param(500, 256 * MIB, 100, 3, id="500 partitions", marks=pytest.mark.thorough),
     ],
 )
 def test_a_host_of_many_partitions_stays_within_its_memory(opened, number, limit, rows, batches):
