@@ -46,6 +46,9 @@ class StateStoreConf:
 
     Memory and work:
 
+    - ``host_memory``: the memory of all stores of the process together, in bytes: RocksDB's caches and write buffers,
+      what running batches change, older versions, what was read last, scans. A process is one host. Not in it is the
+      state that the file provider keeps in memory.
     - ``max_versions_in_memory``: how many versions before the newest are read as fast as the newest. The pairs that
       were replaced since are kept in memory for them. Older versions are loaded into a copy when they are read. (Spark
       has the same option.)
@@ -58,9 +61,11 @@ class StateStoreConf:
     RocksDB:
 
     - ``rocksdb_row_cache_bytes``: memory for pairs that were read, shared by all stores of the process. With it, bulk
-      reads are many times as fast. 0 for none.
-    - ``rocksdb_block_cache_bytes``: memory for blocks that were read, shared by all stores of the process.
-    - ``rocksdb_write_buffer_bytes``: memory for recent writes, shared by all stores of the process.
+      reads are many times as fast. 0 for none. None: an eighth of ``host_memory``.
+    - ``rocksdb_block_cache_bytes``: memory for blocks that were read, shared by all stores of the process. None: a
+      sixteenth of ``host_memory``.
+    - ``rocksdb_write_buffer_bytes``: memory for recent writes, shared by all stores of the process. None: a sixteenth
+      of ``host_memory``.
     - ``rocksdb_memtable_bytes``: recent writes that one column family collects before it writes a file.
     - ``rocksdb_bloom_filter_bits``: bits per key of the filters by which absent keys need not be read; 0 for none.
     - ``rocksdb_compression``: of RocksDB's local files, and so of its snapshots: "none", "lz4" or "zstd".
@@ -74,15 +79,16 @@ class StateStoreConf:
     deltas_per_snapshot: int = 10
     maintenance_interval: float = 60.0
     maintenance_threads: int = 2
+    host_memory: int = 2048 * _MIB
     max_versions_in_memory: int = 2
     versions_in_memory_bytes: int = 32 * _MIB
     track_total_number_of_rows: bool = True
     load_threads: int = 4
     upload_threads: int = 2
     file_snapshot_part_bytes: int = 64 * _MIB
-    rocksdb_row_cache_bytes: int = 256 * _MIB
-    rocksdb_block_cache_bytes: int = 128 * _MIB
-    rocksdb_write_buffer_bytes: int = 128 * _MIB
+    rocksdb_row_cache_bytes: int | None = None
+    rocksdb_block_cache_bytes: int | None = None
+    rocksdb_write_buffer_bytes: int | None = None
     rocksdb_memtable_bytes: int = 32 * _MIB
     rocksdb_bloom_filter_bits: int = 10
     rocksdb_compression: str = "lz4"
@@ -112,11 +118,40 @@ class StateStoreConf:
         self._check_range("load_threads", 1, 256)
         self._check_range("upload_threads", 1, 256)
         self._check_range("file_snapshot_part_bytes", 4 << 10, None)
-        self._check_range("rocksdb_row_cache_bytes", 0, None)
-        self._check_range("rocksdb_block_cache_bytes", _MIB, None)
-        self._check_range("rocksdb_write_buffer_bytes", _MIB, None)
+        self._check_range("host_memory", 16 * _MIB, None)
+        for name, low in (
+            ("rocksdb_row_cache_bytes", 0),
+            ("rocksdb_block_cache_bytes", _MIB),
+            ("rocksdb_write_buffer_bytes", _MIB),
+        ):
+            if getattr(self, name) is not None:
+                self._check_range(name, low, None)
+        caches = self.row_cache_bytes + self.block_cache_bytes + self.write_buffer_bytes
+        if caches >= self.host_memory:
+            raise InvalidStateStoreArgument(
+                f"host_memory={self.host_memory:,} must be more than RocksDB's row cache, block cache and write "
+                f"buffers together, {caches:,}: raise it, or leave the rocksdb_..._bytes out."
+            )
         self._check_range("rocksdb_memtable_bytes", 64 << 10, None)
         self._check_range("rocksdb_bloom_filter_bits", 0, 64)
+
+    @property
+    def row_cache_bytes(self) -> int:
+        """The memory of all row caches."""
+        given = self.rocksdb_row_cache_bytes
+        return self.host_memory // 8 if given is None else given
+
+    @property
+    def block_cache_bytes(self) -> int:
+        """The memory of RocksDB's block cache."""
+        given = self.rocksdb_block_cache_bytes
+        return self.host_memory // 16 if given is None else given
+
+    @property
+    def write_buffer_bytes(self) -> int:
+        """The memory of RocksDB's write buffers."""
+        given = self.rocksdb_write_buffer_bytes
+        return self.host_memory // 16 if given is None else given
 
     def provider_class(self) -> type:
         """Return the class that ``provider`` names. Raises ``InvalidStateStoreArgument`` if there is none."""

@@ -59,6 +59,10 @@ class LineageMismatchError(StateStoreError):
     """Changes or files do not follow from the state that is loaded: load it again from storage."""
 
 
+class HostMemoryError(StateStoreError):
+    """A commit or a scan does not fit into ``host_memory``; the message says how much is held, and what to do."""
+
+
 class StoreClosedError(StateStoreError):
     """A store was used after ``commit``, ``abort`` or ``close``."""
 

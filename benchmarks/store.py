@@ -408,7 +408,7 @@ def measure_reload(root: Path, size: int, rounds: int, rng: np.random.Generator)
 def measure_memory(size: int, rounds: int) -> None:
     """Measure peak and final memory of a process that loads a state, above its memory after the imports."""
     conf = StateStoreConf()
-    configured = (conf.rocksdb_row_cache_bytes + conf.rocksdb_block_cache_bytes + conf.rocksdb_write_buffer_bytes) / 1e6
+    configured = (conf.row_cache_bytes + conf.block_cache_bytes + conf.write_buffer_bytes) / 1e6
     table = Table(
         title=f"Memory of loading {size:,} keys into RocksDB, MB; target {configured:.0f} configured + 100",
         title_justify="left",

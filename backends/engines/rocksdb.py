@@ -43,6 +43,7 @@ from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
 from backends.formats.changelog import Changes
 from backends.formats.local_state import LocalState
+from backends.host_memory import BLOCK_CACHE, WRITE_BUFFERS, HostMemory, host_memory
 from backends.ids import DEFAULT_FAMILY
 
 log = logging.getLogger(__name__)
@@ -56,12 +57,26 @@ WRITE_ROWS = 1 << 10
 """Pairs of one write batch. No other thread can run while RocksDB writes a batch, about a microsecond per pair."""
 FEW_ROWS = 12
 """Up to so many keys are got faster one by one."""
+ARENA_BYTES = 4 << 10
+"""What a column family takes of the write buffers with its first write, and again whenever that is full.
+
+RocksDB takes 1 MiB if it is not told. All column families of all partitions of a process share the write buffers, and
+who writes while they are full writes files. So with 1 MiB a host of a hundred partitions wrote files in every batch.
+"""
 META_FAMILY = "__statestore__"
 _META_KEY = b"state"
 
 _shared_lock = threading.Lock()
-_shared: dict[tuple[int, int], tuple[Cache, WriteBufferManager]] = {}
-_budgets: dict[int, CacheBudget] = {}
+_shared: dict[HostMemory, _SharedMemory] = {}
+
+
+@dataclass(frozen=True)
+class _SharedMemory:
+    """The block cache, the write buffers and the budget of the row caches, if there are any."""
+
+    blocks: Cache
+    buffers: WriteBufferManager
+    rows: CacheBudget | None
 
 
 @dataclass
@@ -186,16 +201,17 @@ class LocalRocksDB:
 
     def _options(self) -> Options:
         conf = self._conf
-        cache, buffers = _shared_memory(conf)
+        shared = _shared_memory(conf)
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_atomic_flush(True)
-        options.set_write_buffer_manager(buffers)
+        options.set_write_buffer_manager(shared.buffers)
         options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
+        options.set_arena_block_size(ARENA_BYTES)
         options.set_keep_log_file_num(1)
         options.set_compression_type(getattr(DBCompressionType, conf.rocksdb_compression)())
         table = BlockBasedOptions()
-        table.set_block_cache(cache)
+        table.set_block_cache(shared.blocks)
         table.set_cache_index_and_filter_blocks(True)
         table.set_pin_l0_filter_and_index_blocks_in_cache(True)
         if conf.rocksdb_bloom_filter_bits:
@@ -208,7 +224,7 @@ class LocalRocksDB:
         self._families = {**self._families, name: self._family(name, db)}
 
     def _family(self, name: str, db: Rdict) -> _Family:
-        budget = _cache_budget(self._conf) if name != META_FAMILY else None
+        budget = _shared_memory(self._conf).rows if name != META_FAMILY else None
         return _Family(db, self._db.get_column_family_handle(name), None if budget is None else RowCache(budget))
 
     @property
@@ -275,7 +291,7 @@ class LocalRocksDB:
         opened, families = self._opened, self._families
         batches = _batches(changes, families) if families.keys() >= changes.families.keys() else None
         hashes: dict[str, KeyHashes] = {}
-        if self._conf.rocksdb_row_cache_bytes:
+        if self._conf.row_cache_bytes:
             hashes = {name: hash_keys(pairs.keys) for name, pairs in changes.families.items()}
 
         def apply(state: LocalState) -> None:
@@ -453,23 +469,20 @@ def _fill(batch: WriteBatch, pairs: SortedPairs, handle: object) -> None:
             put(key, value, handle)
 
 
-def _shared_memory(conf: StateStoreConf) -> tuple[Cache, WriteBufferManager]:
-    """Return one block cache and one write buffer budget for all stores of the process with the same limits."""
-    limits = (conf.rocksdb_block_cache_bytes, conf.rocksdb_write_buffer_bytes)
+def _shared_memory(conf: StateStoreConf) -> _SharedMemory:
+    """Return what all stores of the process with the same limits share."""
+    memory = host_memory(conf)
     with _shared_lock:
-        if limits not in _shared:
+        if memory not in _shared:
             # RocksDB's other cache has up to 64 shards, and none holds a block larger than itself. The shards of a
             # cache of 64 MiB are smaller than the filter of a large file, which was then read anew for every key, at 70
             # µs.
-            cache = Cache.new_hyper_clock_cache(limits[0], 0)
-            _shared[limits] = (cache, WriteBufferManager(limits[1], False))
-        return _shared[limits]
-
-
-def _cache_budget(conf: StateStoreConf) -> CacheBudget | None:
-    """Return one budget for the row caches of all stores of the process with the same limit."""
-    limit = conf.rocksdb_row_cache_bytes
-    if not limit:
-        return None
-    with _shared_lock:
-        return _budgets.setdefault(limit, CacheBudget(limit))
+            blocks = Cache.new_hyper_clock_cache(conf.block_cache_bytes, 0)
+            buffers = WriteBufferManager(conf.write_buffer_bytes, False)
+            rows = CacheBudget(conf.row_cache_bytes, memory.row_cache_room) if conf.row_cache_bytes else None
+            memory.measure(BLOCK_CACHE, blocks.get_usage)
+            memory.measure(WRITE_BUFFERS, buffers.get_usage)
+            if rows is not None:
+                memory.share_row_caches(rows)
+            _shared[memory] = _SharedMemory(blocks, buffers, rows)
+        return _shared[memory]

@@ -43,20 +43,40 @@ _NOTHING: CachedRows = VaryingRows(0, 0, 0)
 
 
 class CacheBudget:
-    """The memory that all caches of a process may have together, ``limit`` bytes.
+    """The memory that all caches of a process may have together, ``limit`` bytes, or less while ``room()`` is less.
 
     A cache may have what the others leave, and its equal share in any case: if need be, the caches that have more than
-    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory.
+    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory. The time to give memory
+    grows with the number of caches, one per partition and column family: some microseconds each.
 
     ``_lock`` guards the giving of memory. A cache is emptied without the lock: any allocation, also one made here, may
     release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache of that
     copy.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, room: Callable[[], int] | None = None) -> None:
+        self._limit = limit
+        self._room = room
         self._lock = threading.Lock()
         self._caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
+
+    @property
+    def limit(self) -> int:
+        """The bytes that all caches may have now."""
+        return self._limit if self._room is None else min(self._limit, self._room())
+
+    def shrink(self) -> None:
+        """Empty caches, the largest first, until all have no more than they may."""
+        with self._lock:
+            used = self._used()
+            self._empty(used, self.limit)
+
+    def _empty(self, used: dict[RowCache, int], limit: int) -> None:
+        while used and sum(used.values()) > limit:
+            largest = max(used, key=used.__getitem__)
+            # Its writer may be about to change these rows, which does no harm: nobody reads them any more.
+            largest.rows = _NOTHING
+            del used[largest]
 
     @property
     def used(self) -> int:
@@ -74,10 +94,11 @@ class CacheBudget:
         with self._lock:
             used = self._used()
             used.pop(cache, None)
-            return max(self.limit - sum(used.values()), self._share(used))
+            return self._allowed(used, self.limit)
 
-    def _share(self, others: dict[RowCache, int]) -> int:
-        return self.limit // (len(others) + 1)
+    @staticmethod
+    def _allowed(others: dict[RowCache, int], limit: int) -> int:
+        return max(limit - sum(others.values()), limit // (len(others) + 1))
 
     def give(self, cache: RowCache, rows: CachedRows) -> bool:
         """Give ``cache`` these rows in place of its own. False if there is no room: the cache has none then."""
@@ -85,14 +106,10 @@ class CacheBudget:
         if rows is _NOTHING:
             return True
         with self._lock:
-            used = self._used()
-            if rows.nbytes > max(self.limit - sum(used.values()), self._share(used)):
+            used, limit = self._used(), self.limit
+            if rows.nbytes > self._allowed(used, limit):
                 return False
-            while sum(used.values()) + rows.nbytes > self.limit:
-                largest = max(used, key=used.__getitem__)
-                # Its writer may be about to change these rows, which does no harm: nobody reads them any more.
-                largest.rows = _NOTHING
-                del used[largest]
+            self._empty(used, limit - rows.nbytes)
             self._caches.add(cache)
             cache.rows = rows
             return True

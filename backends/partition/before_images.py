@@ -19,8 +19,9 @@ from backends.engines.engine import StateEngine
 from backends.exceptions import StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.local_state import LocalState
+from backends.host_memory import BEFORE_IMAGES, HostMemory
 from backends.partition.held_versions import HeldVersions
-from backends.partition.layers import Delta
+from backends.partition.layers import BeforeImage, Delta
 from backends.partition.recent_reads import RecentReads
 
 
@@ -28,12 +29,18 @@ class BeforeImages:
     """Finds the before-images of the changes of one partition. Its own lock guards the number of pins."""
 
     def __init__(
-        self, engine: StateEngine, conf: StateStoreConf, versions: HeldVersions, recent_reads: RecentReads
+        self,
+        engine: StateEngine,
+        conf: StateStoreConf,
+        versions: HeldVersions,
+        recent_reads: RecentReads,
+        memory: HostMemory,
     ) -> None:
         self._engine = engine
         self._counts_keys = conf.track_total_number_of_rows
         self._versions = versions
         self._recent_reads = recent_reads
+        self._memory = memory
         self._pins = 0
         self._lock = threading.Lock()
 
@@ -52,8 +59,11 @@ class BeforeImages:
         """Return whether before-images are worth looking up. Those at hand are kept in any case."""
         return self._counts_keys or bool(self._pins)
 
-    def when_staged(self, meta: ChangelogMeta, changes: Changes) -> Changes | None:
-        """Return the before-images if they can be told while the changelog is written; None for later, or for never."""
+    def when_staged(self, meta: ChangelogMeta, changes: Changes) -> BeforeImage | None:
+        """Return the before-images if they can be told while the changelog is written; None for later, or for never.
+
+        What the task has read is forgotten: its commit has come, and another attempt reads by itself.
+        """
         if self._versions.is_loading:
             return None  # a background thread may not wait long
         try:
@@ -62,6 +72,7 @@ class BeforeImages:
                 unknown: dict[str, SortedPairs] = {}
                 for family, pairs in changes.families.items():
                     values = self._recent_reads.values(meta.base, family, pairs.keys)
+                    self._recent_reads.forget(family)
                     if not len(pairs):
                         known[family] = pairs
                     elif values is not None:
@@ -71,14 +82,19 @@ class BeforeImages:
                 # With a layer over it, the engine does not show the version below.
                 if unknown and (view.layers or not self._are_looked_up()):
                     return None
-                return Changes({**known, **replaced_pairs(self._engine, Changes(unknown)).families})
+                found = Changes({**known, **replaced_pairs(self._engine, Changes(unknown)).families})
+                # The keys are those of the changes, and counted with them.
+                nbytes = sum(pairs.values.nbytes for pairs in found.families.values())
+                return BeforeImage(found, self._memory.note(BEFORE_IMAGES, nbytes))
         except (VersionNotFoundError, StoreClosedError):
             return None  # the version below is being loaded, was rolled back, or is past already
 
     def when_applied(self, delta: Delta) -> Changes | None:
         """Return the before-images of changes that are applied next; None if nothing needs them."""
         before = delta.before.result()
-        return replaced_pairs(self._engine, delta.changes) if before is None and self._are_looked_up() else before
+        if before is not None:
+            return before.changes
+        return replaced_pairs(self._engine, delta.changes) if self._are_looked_up() else None
 
     def state_after(self, delta: Delta, before: Changes | None) -> LocalState:
         """Return what the engine holds once ``delta`` is applied; the keys are counted if ``before`` is known."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from weakref import ref
 
 from backends.conf import StateStoreConf
 from backends.engines.engine import StateEngine
 from backends.exceptions import LineageMismatchError, StoreClosedError, VersionNotFoundError
 from backends.formats.changelog import ChangelogMeta, Changes
+from backends.host_memory import BEFORE_IMAGES, HostMemory
 from backends.partition.layers import Delta, Layer, Undo, View
 from backends.partition.pending_changes import PendingChanges
 
@@ -23,15 +26,17 @@ class HeldVersions:
 
     Locks: ``changed`` guards everything here, ``pending`` included. It is held for moments only, except to wait on it.
     The completed version is read without it (see ``begin_read``). ``complete`` and ``load`` of a partition come one at
-    a time, by a lock of the partition that is always taken first; only they write ``version``, ``head`` and the undos.
+    a time, by a lock of the partition that is always taken first; only they write ``version``, ``head`` and the undos,
+    but for ``drop_undo``, which any thread may call that holds no ``changed``.
     """
 
-    def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf) -> None:
+    def __init__(self, engine: StateEngine, directory: str, conf: StateStoreConf, memory: HostMemory) -> None:
         self._engine = engine
         self._directory = directory
         self._conf = conf
+        self._memory = memory
         self.changed = threading.Condition()
-        self.pending = PendingChanges()
+        self.pending = PendingChanges(memory)
         self.is_loading = False
         self.is_closed = False
         self.readers: dict[object, tuple[Layer, ...]] = {}
@@ -96,9 +101,13 @@ class HeldVersions:
 
     def _with_undo(self, before: Changes | None) -> list[Undo]:
         """Return the undos to keep once the version above has before-images: the newest ones, within the limits."""
-        if before is None:
+        if before is None or not self._conf.max_versions_in_memory:
             return []
         newest = Undo(self.version, self.head, before, self._engine.column_families, self._engine.state.num_keys)
+        if newest.nbytes <= self._conf.versions_in_memory_bytes:
+            newest.claim = self._memory.spare(BEFORE_IMAGES, newest.nbytes, partial(_drop, ref(self), ref(newest)))
+        if newest.claim is None:
+            return []
         kept: list[Undo] = []
         nbytes = 0
         for undo in (newest, *reversed(self._undos)):
@@ -107,6 +116,12 @@ class HeldVersions:
                 break
             kept.insert(0, undo)
         return kept
+
+    def drop_undo(self, undo: Undo) -> None:
+        """Let go of the before-images of a version, and of those below it, which need these; reads under way go on."""
+        with self.changed:
+            if undo in self._undos:
+                self._undos = self._undos[self._undos.index(undo) + 1 :]
 
     def _show(self, version: int, head: str | None) -> None:
         """Show this version from now on.
@@ -173,7 +188,7 @@ class HeldVersions:
     def nbytes(self) -> int:
         """Return the memory of all that lies over the engine."""
         with self.changed:
-            return sum(layer.changes.nbytes for layer in (*self.pending, *self._undos))
+            return sum(layer.nbytes for layer in (*self.pending, *self._undos))
 
     # -- reads ---------------------------------------------------------------------------------
 
@@ -265,3 +280,9 @@ class HeldVersions:
             f"Version {version}{'' if head is None else f' ({head})'} of {self._directory} is not held here; "
             f"held: {', '.join(map(str, held))} ({self.head})."
         )
+
+
+def _drop(versions: ref[HeldVersions], undo: ref[Undo]) -> None:
+    held, dropped = versions(), undo()
+    if held is not None and dropped is not None:
+        held.drop_undo(dropped)

@@ -9,7 +9,16 @@ from typing import TypeAlias
 
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.local_state import LocalState
+from backends.host_memory import Claim
 from backends.storage.file_ref import FileRef
+
+
+@dataclass(frozen=True)
+class BeforeImage:
+    """The pairs that changes replace, and what counts their memory. The changes have the same keys."""
+
+    changes: Changes
+    claim: Claim
 
 
 @dataclass(eq=False)
@@ -17,14 +26,22 @@ class Delta:
     """One attempt's durable changes, which lead to a version.
 
     ``before`` are the pairs that the changes replace, ``apply`` writes the changes to the engine. Both are made by
-    background threads while the changelog is written.
+    background threads while the changelog is written. ``claim`` counts the changes and what ``apply`` holds of them.
     """
 
     meta: ChangelogMeta
     file: FileRef
     changes: Changes
-    before: Future[Changes | None]
+    before: Future[BeforeImage | None]
     apply: Future[Callable[[LocalState], None]]
+    claim: Claim
+
+    @property
+    def nbytes(self) -> int:
+        """Memory, also that of the before-images once they are there."""
+        is_there = self.before.done() and self.before.exception() is None
+        before = self.before.result() if is_there else None
+        return self.claim.nbytes + (0 if before is None else before.claim.nbytes)
 
 
 @dataclass(eq=False)
@@ -39,6 +56,8 @@ class Undo:
     changes: Changes
     families: frozenset[str]
     num_keys: int | None
+    claim: Claim | None = None
+    """Counts the memory; None until there is room for it."""
 
     @property
     def nbytes(self) -> int:

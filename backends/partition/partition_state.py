@@ -28,11 +28,13 @@ from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_name
 from backends.formats.manifest import Lineage, SnapshotRef
+from backends.host_memory import SCANS, STAGED, host_memory
 from backends.ids import DEFAULT_FAMILY
 from backends.metrics import StateStoreMetrics
 from backends.partition import background
 from backends.partition.before_images import BeforeImages
 from backends.partition.context import PartitionContext
+from backends.partition.counted_scan import counted_scan
 from backends.partition.held_versions import HeldVersions
 from backends.partition.layers import Delta, Undo, View
 from backends.partition.loading import Loading
@@ -78,9 +80,10 @@ class PartitionState:
         self._conf = conf
         self._context = PartitionContext(self._engine, backend, storage, directory, conf, self._local.scratch)
         self._mutation = threading.Lock()
-        self._versions = HeldVersions(self._engine, directory, conf)
-        self._recent_reads = RecentReads(conf.versions_in_memory_bytes)
-        self._before_images = BeforeImages(self._engine, conf, self._versions, self._recent_reads)
+        self._memory = host_memory(conf)
+        self._versions = HeldVersions(self._engine, directory, conf, self._memory)
+        self._recent_reads = RecentReads(conf.versions_in_memory_bytes, self._memory)
+        self._before_images = BeforeImages(self._engine, conf, self._versions, self._recent_reads, self._memory)
         self._uploads = SnapshotUploads(self._context, self._versions, self._mutation)
         self._figures = dict.fromkeys(
             (
@@ -146,6 +149,7 @@ class PartitionState:
                 loading.run(lineage)
             finally:
                 versions.end_loading(loading.version, loading.head)
+                self._recent_reads.forget_others(loading.head)
             self._figures["load_ms"] = (time.perf_counter() - started) * 1e3
 
     def complete(self, version: int, head: str) -> None:
@@ -169,6 +173,7 @@ class PartitionState:
         with self._versions.applying(delta, before):
             fault_points.reached("apply")
             delta.apply.result()(state)
+        self._recent_reads.forget_others(self.head)
         self._figures["apply_ms"] = (time.perf_counter() - started) * 1e3
 
     def pinned(self) -> AbstractContextManager[None]:
@@ -180,10 +185,15 @@ class PartitionState:
     def stage(self, meta: ChangelogMeta, changes: Changes) -> FileRef:
         """Make an attempt's changes durable and keep them, invisible until accepted.
 
-        Raises ``LineageMismatchError`` if ``meta.base`` is not held here as the version below.
+        Raises ``LineageMismatchError`` if ``meta.base`` is not held here as the version below, ``HostMemoryError`` if
+        there is no room for the changes.
         """
         started = time.perf_counter()
         self._versions.check_base(meta)
+        # What is prepared for the engine is about as large as the changes themselves.
+        claim = self._memory.claim(
+            STAGED, 2 * changes.nbytes, f"The commit of version {meta.version} of {self._directory}"
+        )
         apply = background.submit(self._engine.prepare, changes)
         before = background.submit(self._before_images.when_staged, meta, changes)
         path = f"{self._directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
@@ -191,7 +201,7 @@ class PartitionState:
         ref = self._storage.put_new(path, write_changelog(changes, meta, self._conf.compression))
         fault_points.reached("commit:durable")
         with self._versions.changed:
-            self._versions.pending.stage(Delta(meta, ref, changes, before, apply))
+            self._versions.pending.stage(Delta(meta, ref, changes, before, apply, claim))
             self._figures["bytes_written"] += ref.size
             self._figures["changelog_ms"] = (time.perf_counter() - started) * 1e3
         return ref
@@ -292,7 +302,8 @@ class PartitionState:
     ) -> Iterator[pa.RecordBatch]:
         """Return batches of ``key`` and ``value`` from ``start`` (included) to ``end`` (not included), in key order.
 
-        Shows the version as it is at the call, however long the scan takes and whatever is committed meanwhile.
+        Shows the version as it is at the call, however long the scan takes and whatever is committed meanwhile. Raises
+        ``HostMemoryError`` if there is no room for the changes that lie over the engine.
         """
         return self.scan_ranges([(start, end)], version, column_family, head=head)[0]
 
@@ -313,8 +324,10 @@ class PartitionState:
             if column_family in layer.changes.families:
                 pairs = layer.changes.families[column_family]
                 changes = changes.under(pairs.between(*ranges[0]) if len(ranges) == 1 else pairs)
+        memory = self._memory
+        claim = memory.claim(SCANS, changes.nbytes, f"A scan of {self._directory}") if len(changes) else None
         return [
-            merged_scan(base, changes.between(*bounds) if len(changes) else changes)
+            counted_scan(merged_scan(base, changes.between(*bounds) if len(changes) else changes), memory, claim)
             for base, bounds in zip(bases, ranges, strict=True)
         ]
 
@@ -376,7 +389,8 @@ class PartitionState:
             counted = self._num_keys(view) if view.layers else None
             num_keys = self._engine.num_keys() if counted is None else counted
             figures = {**self._figures, "files": float(self._engine.num_files())}
-            return StateStoreMetrics(num_keys, self._engine.memory_bytes() + self._versions.nbytes(), figures)
+            nbytes = self._engine.memory_bytes() + self._versions.nbytes() + self._recent_reads.nbytes
+            return StateStoreMetrics(num_keys, nbytes, figures)
 
     def close(self) -> None:
         """Close the engine once the reads under way have ended; scans under way end with an error. Files stay."""

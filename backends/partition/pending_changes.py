@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from backends.formats.changelog import ChangelogMeta
+from backends.host_memory import DELTAS, HostMemory
 from backends.partition.layers import Delta
 from backends.storage.file_ref import FileRef
 
@@ -15,7 +16,8 @@ class PendingChanges:
     Has no lock of its own: ``HeldVersions.changed`` guards all access.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
         self._staged: dict[tuple[int, str], Delta] = {}
         self._accepted: dict[int, Delta] = {}
 
@@ -35,6 +37,7 @@ class PendingChanges:
             held = self._accepted.get(version)
             return held is not None and held.meta.attempt == attempt
         self._accepted[version] = delta
+        self._memory.move(delta.claim, DELTAS)
         return True
 
     def discard(self, version: int, attempt: str) -> None:

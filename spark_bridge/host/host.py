@@ -16,6 +16,7 @@ from pathlib import Path
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
+from backends.host_memory import host_memory
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.messages import (
     Acknowledged,
@@ -77,6 +78,7 @@ class Host:
         self._revoked_until = -math.inf
         self._orders = RunOrders()
         self.counters = Counters()
+        self.memory = host_memory(conf)
         self.completed = CompletedVersions()
         self.held = HeldPartitions(self.completed)
         self.files = PartitionFiles(local_dir, info.incarnation, conf, open_storage)
@@ -182,6 +184,7 @@ class Host:
             "address": self.info.address,
             "node_id": self.info.node_id,
             **self.counters.read(),
+            "memory": {"host_memory": self.memory.limit, **self.memory.held()},
             "instances": described,
         }
 

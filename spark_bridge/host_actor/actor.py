@@ -28,7 +28,7 @@ from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.host_actor.ray_metrics import request_metrics
+from spark_bridge.host_actor.ray_metrics import memory_metrics, request_metrics
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
@@ -90,6 +90,7 @@ class StateStoreHost:
         self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)
         self._publish_requests = request_metrics(self._queries.statistics, namespace, host_id)
+        self._publish_memory = memory_metrics(self._host.memory, namespace, host_id)
         # Before the coordinator, and so any client, hears of the address.
         self._queries.start()
         self._host.register()
@@ -128,8 +129,9 @@ class StateStoreHost:
         while not self._stopping.wait(self._until_heartbeat()):
             try:
                 self._publish_requests()
+                self._publish_memory()
             except Exception:  # the thread must go on
-                log.warning("The request statistics of %s were not published", self._host.info.host_id, exc_info=True)
+                log.warning("The metrics of %s were not published", self._host.info.host_id, exc_info=True)
             if self._until_heartbeat() > 0:
                 continue  # ``on_progress`` has just sent one
             try:

@@ -1,4 +1,4 @@
-"""Request statistics as Ray metrics, which Ray's dashboard and Prometheus read."""
+"""Request statistics and memory as Ray metrics, which Ray's dashboard and Prometheus read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ray.util.metrics import Counter, Gauge
 
+from backends.host_memory import HostMemory
 from spark_bridge.queryable.server.request_statistics import RequestDelta, RequestStatistics
 
 _TAGS = ("namespace", "host", "operator", "verb")
@@ -44,5 +45,22 @@ def request_metrics(statistics: RequestStatistics, namespace: str, host: str) ->
         for key in shown.keys() - {(d.operator, d.verb) for d in deltas}:
             show(*key, dict.fromkeys(shown.pop(key), 0.0))
         shown.update({(d.operator, d.verb): tuple(d.latencies) for d in deltas})
+
+    return publish
+
+
+def memory_metrics(memory: HostMemory, namespace: str, host: str) -> Callable[[], None]:
+    """Return a function that publishes what a host holds now; for a host's heartbeat thread.
+
+    ``statestore_memory_bytes`` has the bytes by ``kind``, ``statestore_memory_limit_bytes`` the option ``host_memory``.
+    """
+    tags = {"namespace": namespace, "host": host}
+    held = Gauge("statestore_memory_bytes", "Memory that a host holds, by kind", (*tags, "kind"))
+    limit = Gauge("statestore_memory_limit_bytes", "The most memory that a host may hold", tuple(tags))
+
+    def publish() -> None:
+        limit.set(memory.limit, tags)
+        for kind, nbytes in memory.held().items():
+            held.set(nbytes, {**tags, "kind": kind})
 
     return publish

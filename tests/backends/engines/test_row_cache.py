@@ -264,6 +264,34 @@ def test_caches_share_a_budget():
     assert budget.used == 0
 
 
+def test_caches_give_back_what_the_process_needs():
+    room = [400_000]
+    budget = CacheBudget(300_000, lambda: room[0])
+    first, second = Below(budget), Below(budget)
+    for below in (first, second):
+        below.pairs = {b"%08d" % i: b"v" * 20 for i in range(20_000)}
+    keys = list(first.pairs)
+
+    def fill(below, number):
+        for at in range(0, number, 500):
+            below.get(keys[at : at + 500])
+        return below.cache.nbytes
+
+    assert fill(first, 1_000) < fill(second, 2_000) < 300_000
+    budget.shrink()
+    assert first.cache.rows.count and second.cache.rows.count
+    room[0] = 100_000
+    budget.shrink()
+    assert first.cache.rows.count and not second.cache.rows.count
+    fill(second, 20_000)
+    assert 0 < budget.used <= 100_000
+    room[0] = 0
+    budget.shrink()
+    assert budget.used == 0
+    fill(first, 1_000)
+    assert budget.used == 0 and first.get(keys) == list(first.pairs.values())
+
+
 def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
     """As by the garbage collector, which may let go of any stream, and the copy that it read, at any allocation."""
     budget = CacheBudget(MIB)

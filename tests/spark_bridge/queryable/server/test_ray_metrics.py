@@ -1,4 +1,4 @@
-"""What a host publishes of its requests, by Ray's own classes (which need no cluster to be filled)."""
+"""What a host publishes of its requests and its memory, by Ray's own classes (which need no cluster to be filled)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from backends import StateStoreConf
+from backends.host_memory import DELTAS, HostMemory
 from spark_bridge.host_actor import ray_metrics
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 
@@ -60,3 +62,17 @@ def test_latencies_of_requests_that_have_ended_do_not_stay(recorded):
     recorded.clear()
     publish()
     assert recorded == []
+
+
+def test_the_memory_of_a_host_is_published_by_kind(recorded):
+    memory = HostMemory(StateStoreConf())
+    publish = ray_metrics.memory_metrics(memory, "statestore", "host-1")
+    claim = memory.note(DELTAS, 1000)
+    publish()
+    published = {(name, tags.get("kind")): value for name, value, tags in recorded}
+    assert published[("statestore_memory_limit_bytes", None)] == StateStoreConf().host_memory
+    assert published[("statestore_memory_bytes", "deltas")] == 1000
+    recorded.clear()
+    del claim
+    publish()
+    assert ("statestore_memory_bytes", 0, {"namespace": "statestore", "host": "host-1", "kind": "deltas"}) in recorded

@@ -1,0 +1,211 @@
+"""One budget for the memory of all stores of a process: ``host_memory``.
+
+What is held is counted as long as it lives: who holds something keeps a ``Claim`` beside it, and the claim's end takes
+the bytes off. So what a reader or a scan still keeps alive counts too. Kinds of memory, and what happens when they do
+not fit:
+
+- needed: changes of running batches, and scans. Everything else makes room for them. What does not fit even then is
+  refused.
+- spared: before-images and last reads, a quarter of the budget at most. They never push anything else out; the oldest
+  of the process go first.
+- caches: the row cache has its share as long as nothing needs it. RocksDB's block cache and write buffers keep theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Protocol
+from weakref import ref
+
+from backends.conf import StateStoreConf
+from backends.exceptions import HostMemoryError
+
+STAGED, DELTAS, SCANS = "staged_commits", "deltas", "scans"
+NEEDED = (STAGED, DELTAS, SCANS)
+BEFORE_IMAGES, LAST_READS = "before_images", "last_reads"
+SPARED = (BEFORE_IMAGES, LAST_READS)
+ROW_CACHE, BLOCK_CACHE, WRITE_BUFFERS = "row_cache", "block_cache", "write_buffers"
+
+_lock = threading.Lock()
+_budgets: dict[tuple[int, int, int, int], HostMemory] = {}
+
+
+class Claim:
+    """Some bytes of a budget, until nobody refers to the claim any more."""
+
+    __slots__ = ("__weakref__", "_gone", "drop", "kind", "nbytes", "number")
+
+    def __init__(
+        self, gone: deque[tuple[str, int, int]], number: int, kind: str, nbytes: int, drop: Callable[[], None] | None
+    ) -> None:
+        self._gone = gone
+        self.number = number
+        self.kind = kind
+        self.nbytes = nbytes
+        self.drop = drop
+        """Lets go of what the claim stands for; None for what is needed."""
+
+    def __del__(self) -> None:
+        # Any allocation may end a claim, also one that is made with a lock: so this takes none.
+        self._gone.append((self.kind, self.nbytes, self.number))
+
+
+class RowCaches(Protocol):
+    """All row caches of the process."""
+
+    @property
+    def used(self) -> int:
+        """The bytes that all row caches have now."""
+
+    def shrink(self) -> None:
+        """Empty caches until all have no more than ``row_cache_room`` together."""
+
+
+class HostMemory:
+    """The memory that all stores of the process may have together, ``limit`` bytes.
+
+    Thread-safe. The lock of this module is held for a few additions, and nothing else is locked meanwhile. All loops
+    here are as long as what they let go of.
+    """
+
+    def __init__(self, conf: StateStoreConf) -> None:
+        self.limit = conf.host_memory
+        self.row_cache_bytes = conf.row_cache_bytes
+        self._working = conf.host_memory - conf.block_cache_bytes - conf.write_buffer_bytes
+        self._held = dict.fromkeys((*NEEDED, *SPARED), 0)
+        self._gone: deque[tuple[str, int, int]] = deque()
+        self._droppable: OrderedDict[int, ref[Claim]] = OrderedDict()
+        self._number = 0
+        self._measures: dict[str, Callable[[], int]] = {}
+        self._row_caches: RowCaches | None = None
+
+    def measure(self, kind: str, size: Callable[[], int]) -> None:
+        """Have ``held`` show what a cache of the process holds."""
+        self._measures[kind] = size
+
+    def share_row_caches(self, caches: RowCaches) -> None:
+        """Have row caches shrink when what is needed needs their memory."""
+        self._row_caches = caches
+        self.measure(ROW_CACHE, lambda: caches.used)
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes that are held, by kind."""
+        with _lock:
+            self._settle()
+            counted = dict(self._held)
+        return counted | {kind: size() for kind, size in list(self._measures.items())}
+
+    def row_cache_room(self) -> int:
+        """Return how many bytes all row caches may have together now."""
+        with _lock:
+            self._settle()
+            return max(0, min(self.row_cache_bytes, self._working - sum(self._held.values())))
+
+    def claim(self, kind: str, nbytes: int, what: str) -> Claim:
+        """Count bytes that are needed; last reads, before-images and the row cache make room for them.
+
+        Raises ``HostMemoryError``, which names ``what`` is refused, if there is no room even then.
+        """
+        with _lock:
+            self._settle()
+            needed = sum(self._held[k] for k in NEEDED)
+            if needed + nbytes > self._working:
+                raise HostMemoryError(
+                    f"{what} needs {nbytes:,} bytes, and {max(0, self._working - needed):,} of host_memory="
+                    f"{self.limit:,} are free: {needed:,} are held by other commits and scans, "
+                    f"{self.limit - self._working:,} are RocksDB's block cache and write buffers. Set "
+                    "StateStoreConf(host_memory=...) higher, have more hosts or partitions, or smaller batches "
+                    "(maxFilesPerTrigger, maxOffsetsPerTrigger)."
+                )
+            claim = self._new(kind, nbytes, None)
+        self._make_room()
+        return claim
+
+    def note(self, kind: str, nbytes: int) -> Claim:
+        """Count bytes that are held already, and cannot be refused any more; others make room for them."""
+        with _lock:
+            claim = self._new(kind, nbytes, None)
+        self._make_room()
+        return claim
+
+    def spare(self, kind: str, nbytes: int, drop: Callable[[], None]) -> Claim | None:
+        """Count bytes that can be spared: ``drop`` is called, without a lock, when they must go.
+
+        None if there is no room even with all older ones gone: then they are not to be kept. ``drop`` must not keep
+        what it drops alive.
+        """
+        with _lock:
+            self._settle()
+            needed = sum(self._held[k] for k in NEEDED)
+            if nbytes > self._spared_room(needed):
+                return None
+            claim = self._new(kind, nbytes, drop)
+            self._droppable[claim.number] = ref(claim)
+        self._make_room()
+        return claim
+
+    def move(self, claim: Claim, kind: str) -> None:
+        """Count a claim as another kind from now on."""
+        with _lock:
+            self._held[claim.kind] -= claim.nbytes
+            self._held[kind] += claim.nbytes
+            claim.kind = kind
+
+    def resize(self, claim: Claim, nbytes: int) -> None:
+        """Count a claim that cannot be refused any more with so many bytes from now on."""
+        with _lock:
+            self._held[claim.kind] += nbytes - claim.nbytes
+            claim.nbytes = nbytes
+        self._make_room()
+
+    def _new(self, kind: str, nbytes: int, drop: Callable[[], None] | None) -> Claim:
+        self._number += 1
+        claim = Claim(self._gone, self._number, kind, nbytes, drop)
+        self._held[kind] += nbytes
+        return claim
+
+    def _settle(self) -> None:
+        while self._gone:
+            kind, nbytes, number = self._gone.popleft()
+            self._held[kind] -= nbytes
+            self._droppable.pop(number, None)
+
+    def _spared_room(self, needed: int) -> int:
+        """Return how many bytes may be spared: what is needed pushes them out before it pushes rows out."""
+        return max(0, min(self.limit // 4, self._working - self.row_cache_bytes - needed))
+
+    def _make_room(self) -> None:
+        """Drop what is spared, the oldest first, and then rows, until everything fits.
+
+        A reader may keep alive for a while what is dropped: so no more is dropped than was too much at the beginning.
+        """
+        with _lock:
+            self._settle()
+            needed = sum(self._held[k] for k in NEEDED)
+            over = sum(self._held[k] for k in SPARED) - self._spared_room(needed)
+        while over > 0:
+            with _lock:
+                found = self._droppable.popitem(last=False)[1]() if self._droppable else None
+                is_end = not self._droppable
+            if found is not None and found.drop is not None:
+                over -= found.nbytes
+                drop = found.drop
+                found = None  # or the claim would live on
+                drop()
+            if is_end:
+                break
+        caches, room = self._row_caches, self.row_cache_room()
+        # To add up the caches of all partitions takes long: so only if they may not have all of their share.
+        if caches is not None and room < self.row_cache_bytes and caches.used > room:
+            caches.shrink()
+
+
+def host_memory(conf: StateStoreConf) -> HostMemory:
+    """Return the budget of all stores of the process with the same limits."""
+    limits = (conf.host_memory, conf.row_cache_bytes, conf.block_cache_bytes, conf.write_buffer_bytes)
+    with _lock:
+        if limits not in _budgets:
+            _budgets[limits] = HostMemory(conf)
+        return _budgets[limits]

@@ -1,0 +1,127 @@
+"""The budget of a process: who makes room for whom, and how long bytes count."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from backends import StateStoreConf
+from backends.exceptions import HostMemoryError, InvalidStateStoreArgument
+from backends.host_memory import BEFORE_IMAGES, DELTAS, LAST_READS, SCANS, STAGED, HostMemory
+
+MIB = 1 << 20
+CONF = StateStoreConf(host_memory=64 * MIB)
+WORKING = 56 * MIB
+"""Without RocksDB's block cache and write buffers."""
+SPARED = 16 * MIB
+
+
+class Kept:
+    """Holders of memory that can be spared, by name."""
+
+    def __init__(self, memory):
+        self.memory = memory
+        self.claims = {}
+
+    def keep(self, name, nbytes, kind=LAST_READS):
+        claim = self.memory.spare(kind, nbytes, lambda: self.claims.pop(name, None))
+        if claim is not None:
+            self.claims[name] = claim
+        return claim is not None
+
+
+class Rows:
+    used = 8 * MIB
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def shrink(self):
+        self.used = min(self.used, self.memory.row_cache_room())
+
+
+def test_bytes_count_as_long_as_anything_refers_to_their_claim():
+    memory = HostMemory(CONF)
+    claim = memory.claim(STAGED, 5000, "A commit")
+    also = [claim]
+    memory.move(claim, DELTAS)
+    assert (memory.held()[STAGED], memory.held()[DELTAS]) == (0, 5000)
+    memory.resize(claim, 7000)
+    del claim
+    assert memory.held()[DELTAS] == 7000
+    also.clear()
+    assert set(memory.held().values()) == {0}
+
+
+def test_the_oldest_that_can_be_spared_makes_room_whoever_holds_it():
+    memory = HostMemory(CONF)
+    first, second = Kept(memory), Kept(memory)
+    assert first.keep("a", 6 * MIB) and second.keep("b", 6 * MIB, BEFORE_IMAGES) and first.keep("c", 4 * MIB)
+    assert second.keep("d", 1 * MIB)
+    assert list(first.claims) == ["c"] and list(second.claims) == ["b", "d"]
+    assert not second.keep("too large", SPARED + 1)
+    assert list(first.claims) == ["c"] and list(second.claims) == ["b", "d"]
+    assert memory.held()[LAST_READS] + memory.held()[BEFORE_IMAGES] == 11 * MIB
+
+
+def test_what_is_needed_takes_spared_memory_first_then_that_of_rows_and_then_none():
+    memory = HostMemory(CONF)
+    rows, kept = Rows(memory), Kept(memory)
+    memory.share_row_caches(rows)
+    kept.keep("a", 10 * MIB)
+    kept.keep("b", 6 * MIB)
+    commits = [memory.claim(STAGED, 32 * MIB, "A commit")]
+    assert list(kept.claims) == ["a", "b"] and rows.used == 8 * MIB
+    commits.append(memory.claim(DELTAS, 10 * MIB, "A commit"))
+    assert list(kept.claims) == ["b"] and rows.used == 8 * MIB
+    commits.append(memory.claim(SCANS, 10 * MIB, "A scan"))
+    assert not kept.claims and rows.used == 4 * MIB
+    assert sum(memory.held().values()) <= WORKING
+    assert not kept.keep("c", 1)
+    with pytest.raises(HostMemoryError, match=r"The commit of X needs 5,242,880 bytes, and 4,194,304 of host_memory"):
+        memory.claim(STAGED, 5 * MIB, "The commit of X")
+    assert memory.held()[STAGED] == 32 * MIB
+    commits.clear()
+    assert kept.keep("c", SPARED)
+
+
+def test_a_scan_that_holds_more_later_takes_the_memory_of_others():
+    memory = HostMemory(CONF)
+    kept = Kept(memory)
+    kept.keep("a", 12 * MIB)
+    scan = memory.note(SCANS, 0)
+    memory.resize(scan, 40 * MIB)
+    assert not kept.claims
+
+
+def test_claims_may_end_while_the_budget_is_at_work():
+    """The garbage collector may end any claim at any allocation, also at one that is made with the lock."""
+    memory = HostMemory(CONF)
+
+    class Cycle:
+        pass
+
+    gc.disable()
+    try:
+        for _ in range(100):
+            cycle = Cycle()
+            cycle.self, cycle.claim = cycle, memory.claim(DELTAS, 10, "A commit")
+        del cycle
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        made = [memory.claim(STAGED, 1, "A commit") for _ in range(100)]
+    finally:
+        gc.enable()
+        gc.set_threshold(700, 10, 10)
+    gc.collect()
+    assert memory.held()[DELTAS] == 0 and memory.held()[STAGED] == len(made)
+
+
+def test_rocksdb_gets_its_shares_or_what_it_is_given():
+    conf = StateStoreConf(host_memory=160 * MIB)
+    assert (conf.row_cache_bytes, conf.block_cache_bytes, conf.write_buffer_bytes) == (20 * MIB, 10 * MIB, 10 * MIB)
+    conf = StateStoreConf(host_memory=160 * MIB, rocksdb_row_cache_bytes=0, rocksdb_block_cache_bytes=MIB)
+    assert (conf.row_cache_bytes, conf.block_cache_bytes) == (0, MIB)
+    with pytest.raises(InvalidStateStoreArgument, match=r"host_memory=167,772,160 must be more than.*188,743,680"):
+        StateStoreConf(host_memory=160 * MIB, rocksdb_row_cache_bytes=160 * MIB)
