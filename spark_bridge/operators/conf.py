@@ -15,6 +15,8 @@ FRAME_BYTES_CONF = "spark.sql.execution.arrow.maxBytesPerBatch"
 """Since Spark 4.0."""
 NO_LIMIT = (1 << 31) - 1
 """Stands for no limit of the rows or bytes of a frame, as in Spark."""
+MOST_FRAME_BYTES = NO_LIMIT - 1
+"""The highest value that Spark takes for ``FRAME_BYTES_CONF``."""
 
 
 def configured_key_groups(spark: SparkSession) -> int:
@@ -52,10 +54,11 @@ def frame_limits(spark: SparkSession) -> tuple[int, int]:
     What is zero or less is no limit, as in Spark. Bytes may have a unit, such as ``64MB``.
     """
     rows = int(spark.conf.get(FRAME_ROWS_CONF, "10000") or 10_000)
-    text = spark.conf.get(FRAME_BYTES_CONF, "0") or "0"
+    # Spark checks the default as well, where it knows the setting: what is no limit must be right as one.
+    text = spark.conf.get(FRAME_BYTES_CONF, str(MOST_FRAME_BYTES)) or MOST_FRAME_BYTES
     num_bytes = int(spark._jvm.org.apache.spark.network.util.JavaUtils.byteStringAsBytes(str(text)))
     return _or_no_limit(rows), _or_no_limit(num_bytes)
 
 
 def _or_no_limit(limit: int) -> int:
-    return limit if 0 < limit < NO_LIMIT else NO_LIMIT
+    return limit if 0 < limit < MOST_FRAME_BYTES else NO_LIMIT
