@@ -51,6 +51,10 @@ class LocalStateDamagedError(StateStoreError):
     """The working copy on local disk failed. The durable files are elsewhere; the message says what to remove."""
 
 
+class LoadEndedError(StateStoreError):
+    """A load was ended before it was through: nobody waits for it any more, or its run is over. Load again."""
+
+
 class VersionNotFoundError(StateStoreError):
     """A version that does not exist, or is no longer held; the message names the versions that are there."""
 

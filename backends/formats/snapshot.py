@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from msgspec import Struct, field
 
@@ -53,6 +54,22 @@ class SnapshotDescriptor(Struct, frozen=True):
     def is_complete(self, sizes: Mapping[str, int]) -> bool:
         """Return whether all files of the snapshot are there, in full size. ``sizes`` are those of all stored files."""
         return all(sizes.get(f.file.path) == f.file.size for f in self.files if f.file is not None)
+
+
+class Watch(Protocol):
+    """What ``download`` tells of its progress; see ``backends.partition.load_watch.LoadWatch``."""
+
+    def expect(self, files: int, nbytes: int) -> None:
+        """Take note of files that are needed."""
+
+    def begin_file(self, target: Path, size: int) -> None:
+        """Take note of a file that is being fetched."""
+
+    def end_file(self, target: Path, *, is_done: bool) -> None:
+        """Take note of a file that was fetched, or was not."""
+
+    def step(self, files: int = 0, nbytes: int = 0) -> None:
+        """Take note of a step of work."""
 
 
 class Digests:
@@ -138,27 +155,44 @@ def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> SnapshotDes
     return snapshot
 
 
-def download(storage: CheckpointStorage, snapshot: SnapshotDescriptor, backend: str, into: Path, threads: int) -> None:
+def download(
+    storage: CheckpointStorage, snapshot: SnapshotDescriptor, backend: str, into: Path, threads: int, watch: Watch
+) -> None:
     """Fetch a snapshot's files into a local directory, ``threads`` at once.
 
-    Raises ``MissingFileError`` or ``DamagedFileError`` naming the file, ``InvalidStateStoreArgument`` for another
-    backend's snapshot.
+    Files that an earlier call has fetched whole, before it failed, are not fetched again. Raises ``MissingFileError``
+    or ``DamagedFileError`` naming the file, ``InvalidStateStoreArgument`` for another backend's snapshot.
     """
     if snapshot.backend != backend:
         raise InvalidStateStoreArgument(
             f"{storage.full_location(snapshot.path)} was written by the provider {snapshot.backend!r}, not "
             f"{backend!r}: choose that provider, or a new checkpoint location."
         )
+    stored = [(entry.file, into / entry.name) for entry in snapshot.files if entry.file is not None]
+    watch.expect(len(stored), sum(ref.size for ref, _ in stored))
+
+    def fetch(ref: FileRef, target: Path) -> None:
+        draft = target.with_name(f"{target.name}.draft")
+        watch.begin_file(draft, ref.size)
+        is_done = False
+        try:
+            storage.read_to_file(ref, draft)
+            draft.rename(target)
+            is_done = True
+        finally:
+            watch.end_file(draft, is_done=is_done)
+
     with ThreadPoolExecutor(threads, thread_name_prefix="statestore-load") as pool:
-        fetches = []
         for entry in snapshot.files:
             if entry.file is None:
                 (into / entry.name).write_bytes(entry.content or b"")
-            else:
-                fetches.append(pool.submit(storage.read_to_file, entry.file, into / entry.name))
+        there = [ref.size for ref, target in stored if target.exists()]
+        watch.step(len(there), sum(there))
+        fetches = [pool.submit(fetch, ref, target) for ref, target in stored if not target.exists()]
         try:
-            for fetch in fetches:
-                fetch.result()
+            for fetched in fetches:
+                fetched.result()
+                watch.step()
         finally:
-            for fetch in fetches:
-                fetch.cancel()
+            for fetched in fetches:
+                fetched.cancel()

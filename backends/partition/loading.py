@@ -6,6 +6,7 @@ Loading begins with what the engine holds, a snapshot, an earlier layout or noth
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from backends.formats.manifest import ChangelogRef, Lineage, Rescaled, SnapshotR
 from backends.partition import rescaling
 from backends.partition.before_images import replaced_pairs, state_after
 from backends.partition.context import PartitionContext
+from backends.partition.load_watch import LoadWatch
 from backends.partition.local_directory import Scratch
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,16 @@ class Loading:
     """One load of one engine, which nothing else uses meanwhile.
 
     ``version`` and ``head`` say how far the load has come. A write that failed midway leaves the engine at no version,
-    and these at the one before the write.
+    and these at the one before the write. What a load has fetched and applied before it failed, the next one need not
+    fetch and apply again: files of a snapshot stay in the scratch space until a load succeeds. Of a load from an
+    earlier layout only the files of the partition stay at which it failed.
     """
 
-    def __init__(self, context: PartitionContext, version: int, head: str | None) -> None:
+    def __init__(
+        self, context: PartitionContext, version: int, head: str | None, watch: LoadWatch | None = None
+    ) -> None:
         self._context = context
+        self._watch = LoadWatch(context.directory) if watch is None else watch
         self._engine = context.engine
         self.version = version
         self.head = head
@@ -53,6 +60,7 @@ class Loading:
                         f"the files that lead to version {lineage.version}."
                     )
                 self._replay(rest)
+                self._context.scratch.drop_kept()
                 return
             except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
                 first_error = first_error or error
@@ -106,8 +114,10 @@ class Loading:
     def _restore(self, ref: SnapshotRef) -> None:
         context = self._context
         descriptor = snapshot.read_descriptor(context.storage, ref)
-        with context.scratch.directory() as directory:
-            snapshot.download(context.storage, descriptor, context.backend, directory, context.conf.load_threads)
+        directory = context.scratch.kept(ref.file.path)
+        threads = context.conf.load_threads
+        snapshot.download(context.storage, descriptor, context.backend, directory, threads, self._watch)
+        try:
             fault_points.reached("load:downloaded")
             self.version, self.head = 0, None
             name = context.storage.full_location(ref.file.path)
@@ -120,13 +130,16 @@ class Loading:
                 self._engine.clear()
                 raise DamagedFileError(f"{name} should hold {descriptor.state}, but its files hold {found}.")
             self.version, self.head = ref.version, ref.head
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)  # the engine has what it wants of it
+        self._watch.step()
 
     def _take_over(self, rescaled: Rescaled) -> None:
         unfinished = LocalState.unfinished(rescaled.head)
         self._engine.clear()
         self.version, self.head = unfinished.version, unfinished.head
         counts_keys = self._context.conf.track_total_number_of_rows
-        rescaling.take_over(rescaled, self._engine, self._loaded, counts_keys=counts_keys)
+        rescaling.take_over(rescaled, self._engine, self._loaded, self._watch.step, counts_keys=counts_keys)
         self.version, self.head = rescaled.version, rescaled.head
 
     @contextmanager
@@ -139,9 +152,9 @@ class Loading:
         with context.scratch.directory() as directory:
             engine = backend.engine(directory / "engine", conf)
             try:
-                scratch = Scratch(directory / "scratch")
+                scratch = Scratch(context.scratch.kept(source.directory))
                 held = PartitionContext(engine, backend.name, context.storage, source.directory, conf, scratch)
-                Loading(held, engine.state.version, engine.state.head).run(source.lineage)
+                Loading(held, engine.state.version, engine.state.head, self._watch).run(source.lineage)
                 yield engine
             finally:
                 engine.close()
@@ -150,6 +163,7 @@ class Loading:
         if not changelogs:
             return
         storage, threads = self._context.storage, self._context.conf.load_threads
+        self._watch.expect(len(changelogs), sum(ref.file.size for ref in changelogs))
         with ThreadPoolExecutor(threads, thread_name_prefix="statestore-load") as pool:
             # A window bounds what is held in memory of a long chain.
             window = threads * 2
@@ -160,6 +174,7 @@ class Loading:
                     if i + window < len(changelogs):
                         reads[i % window] = pool.submit(storage.read, changelogs[i + window].file)
                     self._replay_one(ref, data)
+                    self._watch.step(1, ref.file.size)
             finally:
                 for read in reads:
                     read.cancel()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from backends.exceptions import ConcurrentCommitError
+from backends.storage.checkpoint_storage import digest
 
 
 class Scratch:
@@ -18,6 +19,17 @@ class Scratch:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._kept = root / "kept"
+
+    def kept(self, name: str) -> Path:
+        """Return the directory of a name, made if need be. It stays until ``drop_kept`` or ``clear``."""
+        directory = self._kept / digest(name.encode())
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def drop_kept(self) -> None:
+        """Remove the directories that were kept."""
+        shutil.rmtree(self._kept, ignore_errors=True)
 
     @contextmanager
     def directory(self) -> Iterator[Path]:

@@ -37,6 +37,7 @@ from backends.partition.context import PartitionContext
 from backends.partition.counted_scan import counted_scan
 from backends.partition.held_versions import HeldVersions
 from backends.partition.layers import Delta, Undo, View
+from backends.partition.load_watch import LoadWatch
 from backends.partition.loading import Loading
 from backends.partition.local_directory import LocalDirectory
 from backends.partition.recent_reads import RecentReads
@@ -126,14 +127,15 @@ class PartitionState:
         with changed:
             return changed.wait_for(lambda: not self._versions.is_loading, seconds)
 
-    def load(self, lineage: Lineage) -> None:
-        """Bring the state to the version of ``lineage``.
+    def load(self, lineage: Lineage, watch: LoadWatch | None = None) -> None:
+        """Bring the state to the version of ``lineage``, telling ``watch`` of the progress.
 
         Goes on from what is held if that is part of the lineage, else from the nearest snapshot, else from the empty
         version; if a snapshot turns out to be damaged, from an older one. Files are fetched in parallel and checked. If
         no way leads to the version, the error of the first one is raised (``MissingFileError``, ``DamagedFileError``),
-        and the state is at some version of the lineage. Reads wait meanwhile. Pending changes that do not follow from
-        the loaded version are dropped.
+        and the state is at some version of the lineage. The same holds for ``StorageError`` and ``LoadEndedError``: the
+        next load goes on from what this one has fetched and applied. Reads wait meanwhile. Pending changes that do not
+        follow from the loaded version are dropped.
         """
         started = time.perf_counter()
         versions = self._versions
@@ -144,7 +146,7 @@ class PartitionState:
             if (versions.version, versions.head) == (lineage.version, lineage.head) and is_engine_right:
                 return
             versions.begin_loading()
-            loading = Loading(self._context, versions.version, versions.head)
+            loading = Loading(self._context, versions.version, versions.head, watch)
             try:
                 loading.run(lineage)
             finally:

@@ -21,12 +21,14 @@ def take_over(
     rescaled: Rescaled,
     engine: StateEngine,
     loaded: Callable[[SourcePartition], AbstractContextManager[StateEngine]],
+    step: Callable[[], None],
     *,
     counts_keys: bool,
 ) -> None:
     """Write the keys from ``rescaled.start`` to ``end`` of all sources to an engine that is empty.
 
-    ``loaded`` opens an engine that holds a source. The column families are those of all sources.
+    ``loaded`` opens an engine that holds a source. ``step`` is called behind each batch of rows. The column families
+    are those of all sources.
     """
     # A process that dies meanwhile leaves a state that no lineage knows.
     unfinished = LocalState.unfinished(rescaled.head)
@@ -40,6 +42,7 @@ def take_over(
                     pairs = SortedPairs(batch.column("key"), batch.column("value"))
                     num_keys += len(pairs)
                     engine.prepare(Changes({family: pairs}))(unfinished)
+                    step()
                     fault_points.reached("load:rescaling")
     made = LocalState(rescaled.version, rescaled.head, num_keys if counts_keys else None)
     engine.prepare(Changes({family: SortedPairs.empty() for family in families}))(made)

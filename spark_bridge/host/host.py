@@ -17,6 +17,7 @@ from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from backends.formats.changelog import Changes
 from backends.host_memory import host_memory
+from backends.partition.load_watch import LoadProgress
 from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.messages import (
     Acknowledged,
@@ -39,6 +40,7 @@ from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.run_orders import RunOrders
 from spark_bridge.host.savepoint_exports import SavepointExports
 from spark_bridge.host.savepoint_partitions import SavepointPartitions
+from spark_bridge.host.shared_loads import SharedLoads
 from spark_bridge.host.task_commit import TaskCommits
 from spark_bridge.host.version_requests import VersionRequests
 from spark_bridge.transport.protocol import OpenReply, TaskIdentity
@@ -86,8 +88,16 @@ class Host:
         self.version_requests = VersionRequests(registration, self.held, self.completed)
         self.grants = Grants(registration, self.completed, clock)
         self.loading = PartitionLoading(
-            registration, self.held, self.files, self.grants, self.completed, self.version_requests, self.counters
+            registration,
+            self.held,
+            self.files,
+            self.grants,
+            self.completed,
+            self.version_requests,
+            self.counters,
+            clock,
         )
+        self.shared_loads = SharedLoads(self.loading, self.held, clock)
         self.prepared = PreparedVersions(registration, self.held, self.completed, self.files.open_storage)
         self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters)
         self.reads = PartitionReads(
@@ -111,15 +121,18 @@ class Host:
     def open(self, task: TaskIdentity) -> OpenReply:
         """Open the store of a task's partition at version = batch id, or return the address of the host that owns it.
 
-        Raises ``PartitionMismatchError`` if the task opens the partition a second time, and what the coordinator
-        raises.
+        If the state must be loaded for long, the answer says how far that has come; the task asks again. Raises
+        ``PartitionMismatchError`` if the task opens the partition a second time, and what loading and the coordinator
+        raise.
         """
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
             return OpenReply(grant.owner.address, grant.version)
         # Before the state is loaded, which may take long: a coordinator that is restarted meanwhile must know.
         self.held.note_opened(grant.registration, task.batch_id)
-        instance = self.loading.load(grant, task.operator, task.partition)
+        instance = self.shared_loads.opened(grant, task.operator, task.partition, task.invocation)
+        if isinstance(instance, LoadProgress):
+            return OpenReply(None, grant.version, loading=instance)
         self.counters.add("opens")
         with self.held.lock:
             if instance.invocations_of != task.batch_id:
@@ -186,11 +199,12 @@ class Host:
             **self.counters.read(),
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
             "instances": described,
+            "loading": self.loading.loads_under_way(),
         }
 
     def close(self) -> None:
         """Unload everything and remove the local files."""
-        for run_id in {i.registration.run_id for i in self.held.all()}:
+        for run_id in {*self.held.registrations, *(i.registration.run_id for i in self.held.all())}:
             self.loading.unload_run(run_id)
         self.held.tell_ended(None)
         self.exports.close()

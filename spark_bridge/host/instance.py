@@ -57,6 +57,8 @@ class Instance:
     rescaled_at: int | None = None
     """The version at which the partition was made from files of another layout; None once it has a snapshot."""
     key_windows: KeyWindows | None = None
+    kept_since: float = 0.0
+    """When a load of it ended that did not come through, by the host's clock. The lock of its loading guards it."""
 
     @property
     def key(self) -> InstanceKey:

@@ -51,6 +51,7 @@ class Maintenance:
         for work in self._hooks:
             work()
         self._version_requests.forget_idle_runs()
+        self._loading.drop_kept()
         self._unload_others()
         begun = []
         with self._held.lock:
@@ -82,7 +83,7 @@ class Maintenance:
             is_ours = of_run is None or instance.partition in of_run.get(instance.operator, ())
             log.debug("Verified that state store %s is active: %s", instance, is_ours)
             if not is_ours:
-                self._loading.unload(instance)
+                self._loading.unload(instance, waits=False)
 
     def upload_snapshot(self, instance: Instance) -> None:
         """Upload a snapshot of a partition's version and report it.

@@ -5,13 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from backends.exceptions import LineageMismatchError, LocalStateDamagedError, StoreClosedError
+from backends.exceptions import (
+    DamagedFileError,
+    LineageMismatchError,
+    LoadEndedError,
+    LocalStateDamagedError,
+    MissingFileError,
+    StateStoreError,
+    StorageError,
+    StoreClosedError,
+)
 from backends.formats.manifest import Lineage
-from coordinator_actor.exceptions import RetiredRunError, StaleBatchError
+from backends.partition.load_watch import LoadProgress, LoadWatch
+from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
 from coordinator_actor.messages import Completed, OpenGrant
+from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
@@ -23,13 +34,19 @@ from spark_bridge.host.version_requests import VersionRequests
 
 log = logging.getLogger(__name__)
 
+KEPT_SECONDS = 600.0
+"""What a load has left that did not come through is removed if no other goes on with it for so long."""
+RENEW_SECONDS = 300.0
+"""The coordinator is told so often that a load goes on: it believes that for 900 s, and lets no file of it go."""
+
 
 class PartitionLoading:
     """Brings partitions to the versions that are granted or completed, and lets them go. Thread-safe.
 
     A partition's loading lock is held by the thread that loads or unloads the partition. Locks are taken in this order:
     the loading lock, the instance's ``commit_lock``, the lock of ``HeldPartitions``, which guards the tables here as
-    well.
+    well; the loads under way are also looked at without it. A load that does not come through leaves the partition as
+    far as it has come: it is not held, and the next load of the same run goes on with it.
     """
 
     def __init__(
@@ -41,6 +58,7 @@ class PartitionLoading:
         completed: CompletedVersions,
         version_requests: VersionRequests,
         counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registration = registration
         self._held = held
@@ -51,53 +69,185 @@ class PartitionLoading:
         self._counters = counters
         self._locks: dict[InstanceKey, threading.Lock] = {}
         self._loading_runs: dict[object, str] = {}
+        self._clock = clock
+        # What was loaded in part, and the loads under way with what they are for.
+        self._kept: dict[InstanceKey, Instance] = {}
+        self._watches: dict[InstanceKey, tuple[OpenGrant, LoadWatch]] = {}
 
     # -- loading -------------------------------------------------------------------------------
 
-    def load(self, grant: OpenGrant, operator: str, partition: int, *, for_read: bool = False) -> Instance:
+    def load(
+        self,
+        grant: OpenGrant,
+        operator: str,
+        partition: int,
+        *,
+        for_read: bool = False,
+        is_abandoned: Callable[[], bool] = lambda: False,
+    ) -> Instance:
         """Return the partition, loaded at exactly the version and lineage of the grant.
 
-        ``for_read``: a later version is as good. Raises ``RetiredRunError`` if a newer run holds the partition,
-        ``StaleBatchError`` if a later version is completed, and what loading raises.
+        ``for_read``: a later version is as good. The load ends if ``is_abandoned``. Raises ``RetiredRunError`` if a
+        newer run holds the partition, ``StaleBatchError`` if a later version is completed, ``LoadEndedError`` if the
+        load was ended, and what loading raises. What was loaded until then is kept for the next load, if the files are
+        not to blame.
         """
+        key = (grant.registration.query_id, operator, partition)
+        self._end_older_load(key, grant)
+        with self.lock_of(key), self._noted_as_loading(grant.registration.run_id):
+            with self._watching(key, grant, is_abandoned) as watch:
+                instance = self._brought(grant, operator, partition, watch, for_read=for_read)
+            assert instance is not None
+            return instance
+
+    def ready(self, grant: OpenGrant, operator: str, partition: int) -> Instance | None:
+        """Return the partition at the version of the grant; None if files must be fetched for it, or are being fetched.
+
+        Waits for no load. Raises as ``load`` does.
+        """
+        key = (grant.registration.query_id, operator, partition)
+        lock = self.lock_of(key)
+        if not lock.acquire(blocking=False):
+            self._end_older_load(key, grant)
+            return None
+        try:
+            with self._noted_as_loading(grant.registration.run_id):
+                return self._brought(grant, operator, partition, None, for_read=False)
+        finally:
+            lock.release()
+
+    def _brought(
+        self, grant: OpenGrant, operator: str, partition: int, watch: LoadWatch | None, *, for_read: bool
+    ) -> Instance | None:
+        """Return the partition at the version of the grant; None if files must be fetched and there is no ``watch``."""
         registration = grant.registration
         key = (registration.query_id, operator, partition)
-        with self.lock_of(key), self._noted_as_loading(registration.run_id):
+        with self._held.lock:
+            kept = self._kept.pop(key, None)
+            instance = self._held.instances.get(key)
+            self._held.registrations[registration.run_id] = registration
+        if kept is not None and kept.registration.run_id != registration.run_id:
+            if grant.epoch < kept.epoch:
+                self._keep(kept)
+                raise _replaced(registration.run_id, kept)
+            _destroy(kept)
+            kept = None
+        if kept is not None and grant.version < kept.state.version:
+            _destroy(kept)
+            kept = None
+        if instance is not None and instance.registration.run_id != registration.run_id:
+            self._retire(instance, grant)
+            instance = None
+        if instance is None:
+            instance = kept
+        if instance is None:
             with self._held.lock:
-                instance = self._held.instances.get(key)
-                self._held.registrations[registration.run_id] = registration
-            if instance is not None and instance.registration.run_id != registration.run_id:
-                self._retire(instance, grant)
-                instance = None
-            if instance is None:
-                with self._held.lock:
-                    held_runs = {i.registration.run_id for i in self._held.instances.values()}
-                state = self._files.open_own(registration, spec_of(registration, operator), partition, held_runs)
-                instance = Instance(registration, operator, partition, state)
-            elif grant.version < instance.state.version:
-                if for_read:
-                    return instance
-                raise StaleBatchError(
-                    f"A task of batch {grant.version} is too late: version {instance.state.version} is completed."
-                )
-            instance.epoch = grant.epoch
-            try:
-                with instance.commit_lock:
-                    self._advance(instance, grant)
-            except BaseException:
-                self._held.remove(instance)
+                others = [*self._held.instances.values(), *self._kept.values()]
+                runs = {*(i.registration.run_id for i in others), *self._loading_runs.values()}
+            state = self._files.open_own(registration, spec_of(registration, operator), partition, runs)
+            instance = Instance(registration, operator, partition, state)
+        elif grant.version < instance.state.version:
+            if for_read:
+                return instance
+            raise StaleBatchError(
+                f"A task of batch {grant.version} is too late: version {instance.state.version} is completed."
+            )
+        instance.epoch = grant.epoch
+        try:
+            with instance.commit_lock:
+                is_there = self._advance(instance, grant, watch, is_right=instance is not kept)
+        except BaseException as error:
+            self._held.remove(instance)
+            if _leaves_files_right(error) and (watch is None or not watch.is_over):
+                self._keep(instance)
+            else:
                 _destroy(instance)
-                raise
+            raise
+        if is_there:
             self._held.put(instance)
             return instance
+        with self._held.lock:
+            is_held = self._held.instances.get(key) is instance
+        if not is_held:
+            self._keep(instance)
+        return None
+
+    def _keep(self, instance: Instance) -> None:
+        """Keep a partition that is loaded in part for the next load of it. Its loading lock is held."""
+        instance.kept_since = self._clock()
+        with self._held.lock:
+            self._kept[instance.key] = instance
+
+    def drop_kept(self, run_id: str | None = None) -> None:
+        """Remove what was loaded in part, of a run that is over, or if nobody has gone on with it for long."""
+        now = self._clock()
+        with self._held.lock:
+            gone = [
+                i
+                for i in self._kept.values()
+                if (now - i.kept_since > KEPT_SECONDS if run_id is None else i.registration.run_id == run_id)
+            ]
+        for instance in gone:
+            lock = self.lock_of(instance.key)
+            if not lock.acquire(blocking=False):
+                continue  # somebody goes on with it
+            try:
+                with self._held.lock:
+                    is_kept = self._kept.get(instance.key) is instance
+                    if is_kept:
+                        del self._kept[instance.key]
+                if is_kept:
+                    _destroy(instance)
+            finally:
+                lock.release()
+
+    def progress(self, key: InstanceKey) -> LoadProgress:
+        """Return how far the load of a partition has come that is under way; nothing if none is."""
+        watched = self._watches.get(key)
+        return LoadProgress() if watched is None else watched[1].progress()
+
+    def loads_under_way(self) -> list[str]:
+        """Return which partitions are being loaded and how far that has come, for people."""
+        return [f"{watch.what}: {watch.progress()}" for _, watch in list(self._watches.values())]
+
+    @contextmanager
+    def _watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
+        """Let the load of a partition be seen, and be ended. Its loading lock is held."""
+        run_id = grant.registration.run_id
+        _, operator, partition = key
+        what = f"version {grant.version} of operator {operator!r}, partition {partition} (run {run_id})"
+        renewed = self._clock()
+
+        def renew() -> None:
+            nonlocal renewed
+            if self._clock() - renewed < RENEW_SECONDS:
+                return
+            renewed = self._clock()
+            try:
+                self._registration.coordinator.lineage(run_id, operator, partition, grant.version)
+            except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+                log.warning("The coordinator was not told that %s is still being loaded: %s", what, error)
+
+        watch = LoadWatch(what, is_abandoned=is_abandoned, on_step=renew, clock=self._clock)
+        with self._held.lock:
+            self._watches[key] = (grant, watch)
+        try:
+            yield watch
+        finally:
+            with self._held.lock:
+                del self._watches[key]
+
+    def _end_older_load(self, key: InstanceKey, grant: OpenGrant) -> None:
+        """Have a load for an older run end: the run of the grant needs the partition."""
+        watched = self._watches.get(key)
+        run_id = grant.registration.run_id
+        if watched is not None and watched[0].registration.run_id != run_id and watched[0].epoch < grant.epoch:
+            watched[1].end(f"run {run_id} has replaced run {watched[0].registration.run_id}", is_over=True)
 
     def _retire(self, instance: Instance, grant: OpenGrant) -> None:
         """Unload a partition of another run of the query: it makes room for the run of the grant, which is newer."""
         if grant.epoch < instance.epoch:
-            raise RetiredRunError(
-                f"Run {grant.registration.run_id} has been replaced by run {instance.registration.run_id}; "
-                "only the newer one may go on."
-            )
+            raise _replaced(grant.registration.run_id, instance)
         retired = instance.registration.run_id
         with self._held.lock:
             self._held.remove(instance)
@@ -106,28 +256,36 @@ class PartitionLoading:
         self._held.tell_ended(retired)
         _destroy(instance)
 
-    def _advance(self, instance: Instance, grant: OpenGrant) -> None:
-        """Bring an instance to the grant's version: by its own accepted changes, else from storage."""
+    def _advance(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool) -> bool:
+        """Bring an instance to the grant's version: by its own accepted changes, else from storage.
+
+        Unless the instance ``is_right``, a load has left it midway: then ``PartitionState.load`` alone knows what of it
+        can be used. Return False if files must be fetched and there is no ``watch``: nothing has changed then.
+        """
         state = instance.state
-        if (state.version, state.head) == (grant.version, grant.head):
-            return
+        if is_right and (state.version, state.head) == (grant.version, grant.head):
+            return True
         if (
-            grant.head is not None
+            is_right
+            and grant.head is not None
             and grant.version == state.version + 1
             and _complete(instance, grant.version, grant.head)
         ):
-            return
+            return True
+        if watch is None and (grant.head is not None or not is_right):
+            return False
         lineage = Lineage(0)
         if grant.head is not None:
             lineage = self._registration.coordinator.lineage(*instance.run_key, grant.version)
         started = time.perf_counter()
-        state.load(lineage)
+        state.load(lineage, watch)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         if lineage.rescaled is not None and not lineage.snapshots:
             instance.rescaled_at = lineage.rescaled.version
         self._counters.add("loads")
         milliseconds = (time.perf_counter() - started) * 1e3
         log.info("Loaded version %d of %s in %.0f ms", grant.version, instance, milliseconds)
+        return True
 
     def lock_of(self, key: InstanceKey) -> threading.Lock:
         """Return the loading lock of a partition."""
@@ -174,20 +332,32 @@ class PartitionLoading:
 
     # -- unloading -----------------------------------------------------------------------------
 
-    def unload(self, instance: Instance) -> None:
-        """Unload a partition and remove its local files, if it is the one that is held."""
-        with self.lock_of(instance.key):
+    def unload(self, instance: Instance, *, waits: bool = True) -> None:
+        """Unload a partition and remove its local files, if it is the one that is held.
+
+        ``waits``: also for a load of the partition that is under way. Otherwise nothing happens during one.
+        """
+        lock = self.lock_of(instance.key)
+        if not lock.acquire(blocking=waits):
+            return
+        try:
             if self._held.remove(instance):
                 _destroy(instance)
+        finally:
+            lock.release()
 
     def unload_run(self, run_id: str) -> None:
         """Unload the partitions of a run that is over, and forget the run."""
         with self._held.lock:
             gone = self._held.of_run(run_id)
             self._forget_run(run_id)
+            for grant, watch in self._watches.values():
+                if grant.registration.run_id == run_id:
+                    watch.end("its run is over", is_over=True)
         self._held.tell_ended(run_id)
         for instance in gone:
             self.unload(instance)
+        self.drop_kept(run_id)
         with self._held.lock:
             is_loading = run_id in self._loading_runs.values()
             is_back = run_id in self._held.registrations
@@ -213,6 +383,19 @@ def _complete(instance: Instance, version: int, head: str) -> bool:
     for done in [v for v in instance.acknowledged if v <= version]:
         del instance.acknowledged[done]
     return True
+
+
+def _replaced(run_id: str, by: Instance) -> RetiredRunError:
+    return RetiredRunError(
+        f"Run {run_id} has been replaced by run {by.registration.run_id}; only the newer one may go on."
+    )
+
+
+def _leaves_files_right(error: BaseException) -> bool:
+    """Return whether a load that ended with this error may be gone on with: neither files nor state are to blame."""
+    if isinstance(error, MissingFileError | DamagedFileError):
+        return False
+    return isinstance(error, StorageError | LoadEndedError | CoordinatorError | SparkBridgeError)
 
 
 def _destroy(instance: Instance) -> None:

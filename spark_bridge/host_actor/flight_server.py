@@ -138,7 +138,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     # Only when the keys have come: a client that is refused must not be still sending them.
                     task = command.task
                     opened = host.open(task)
-                    if opened.redirect is not None:
+                    if not opened.is_open:
                         writer.write_with_metadata(NO_VALUES, ENCODE(opened))
                         return
                     command = GetCommand(

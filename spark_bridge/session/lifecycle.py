@@ -54,11 +54,11 @@ def init_spark(
     ``configs`` are Spark settings; ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost actors
     are started (default: one per executor core); they take no CPU slot. ``state_location`` puts the state of each query
     into ``<state_location>/<query id>`` instead of its checkpoint location. ``recovery_timeout`` (seconds) is how long
-    a task waits for a new owner of its state partition. ``coordinator_conf`` has leases and timeouts; it counts for the
-    session that finds no coordinator in the namespace and so starts one. ``tls`` encrypts the messages between tasks,
-    query clients and hosts. Host i answers queries at ``query_port + i``, also after a restart; with 0 it takes any
-    free port, and clients outside must be told the new port after a restart. ``request_limits`` are the limits of these
-    answers.
+    a task waits for a new owner of its state partition, and how long for the next progress of a partition that is being
+    loaded. ``coordinator_conf`` has leases and timeouts; it counts for the session that finds no coordinator in the
+    namespace and so starts one. ``tls`` encrypts the messages between tasks, query clients and hosts. Host i answers
+    queries at ``query_port + i``, also after a restart; with 0 it takes any free port, and clients outside must be told
+    the new port after a restart. ``request_limits`` are the limits of these answers.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together,
     ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.

@@ -16,6 +16,7 @@ from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
 from backends.ids import DEFAULT_FAMILY
+from backends.partition.load_watch import LoadProgress
 from coordinator_actor.exceptions import (
     BatchHeldError,
     QueryBusyError,
@@ -40,6 +41,15 @@ HELD_DELAY = 0.5
 T = TypeVar("T")
 
 
+class _StillLoadingError(Exception):
+    """The owner loads the partition: this says how far it has come."""
+
+    def __init__(self, host: str, progress: LoadProgress) -> None:
+        super().__init__(host, progress)
+        self.host = host
+        self.progress = progress
+
+
 _owners: dict[tuple[str, str, int], tuple[str, str]] = {}
 """Owner (address, token) by run id, operator and partition: this worker's cache of locations."""
 
@@ -48,7 +58,8 @@ class TaskStore:
     """The store of one state task: opened at version = batch id, committed once (``StateAccess``).
 
     When a host dies, a call waits for the new owner and goes on there, so that the query does not fail. After
-    ``endpoints.timeout`` seconds the call raises ``HostUnavailableError`` naming the last failure.
+    ``endpoints.timeout`` seconds the call raises ``HostUnavailableError`` naming the last failure. While the owner
+    loads the partition, the seconds count from the last progress of that.
     """
 
     def __init__(self, task: TaskIdentity, num_partitions: int, num_key_groups: int, endpoints: Endpoints) -> None:
@@ -62,6 +73,7 @@ class TaskStore:
         self._opened: OpenReply | None = None
         self._schema: OperatorSchema | None = None
         self._staged = StagedChanges()
+        self._loaded = LoadProgress()
 
     @property
     def knows_owner(self) -> bool:
@@ -165,6 +177,14 @@ class TaskStore:
                     if opened.redirect is None:
                         return answer
                 return call(self._owner or self._find_owner())
+            except _StillLoadingError as loading:
+                opening = None  # it would send its keys again and again
+                if self._loaded.is_behind(loading.progress):
+                    deadline = time.monotonic() + self._endpoints.timeout
+                elif time.monotonic() > deadline:
+                    raise self._stalled(loading) from None
+                self._loaded = loading.progress
+                time.sleep(RETRY_DELAY)
             except BatchHeldError:
                 # The query stops with a savepoint, and this task with it; or it goes on if that fails.
                 opening = None  # it would send its keys again and again
@@ -183,6 +203,14 @@ class TaskStore:
             f"{type(error).__name__}: {error}"
         )
 
+    def _stalled(self, loading: _StillLoadingError) -> HostUnavailableError:
+        return HostUnavailableError(
+            f"Partition {self._task.partition} of operator {self._task.operator!r} is being loaded at {loading.host}, "
+            f"and has made no progress for {self._endpoints.timeout:.0f} s (spark.statestore.recoveryTimeout). It has "
+            f"come to {loading.progress}. What is loaded is kept for the next attempt. See whether the storage of the "
+            "checkpoint answers."
+        )
+
     def _forget_owner(self, error: Exception) -> None:
         if self._owner is not None and isinstance(error, HostUnavailableError):
             forget_client(self._owner.address, self._owner_token)
@@ -198,6 +226,8 @@ class TaskStore:
         except HostUnavailableError:
             forget_client(address, token)
             raise
+        if opened.loading is not None:
+            raise _StillLoadingError(address, opened.loading)
         if opened.redirect is None:
             self._opened_at(host, token, opened)
         else:
@@ -230,6 +260,9 @@ class TaskStore:
                 forget_client(address, token)
                 failure = error
                 continue
+            if opened.loading is not None:
+                _owners[self._key] = (address, token)
+                raise _StillLoadingError(address, opened.loading)
             self._opened_at(host, token, opened)
             return host
         raise failure

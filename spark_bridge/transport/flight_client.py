@@ -112,13 +112,13 @@ class HostClient:
     ) -> tuple[OpenReply, pa.BinaryArray]:
         """Open a partition and return the values of keys at the version opened, in one call.
 
-        There are no values if another host is the owner.
+        There are no values if another host is the owner, or if the partition is still being loaded.
         """
         values, metadata = self._get(OpenAndGetCommand(task, column_family), keys)
         if metadata is None:
             raise HostUnavailableError(f"{self.address} did not say what it has opened.")
         opened = json_decoder(OpenReply).decode(metadata)
-        return opened, values if opened.redirect is not None else self._of_all(values, keys)
+        return opened, self._of_all(values, keys) if opened.is_open else values
 
     def _get(
         self, command: GetCommand | OpenAndGetCommand, keys: pa.BinaryArray

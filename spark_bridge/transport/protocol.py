@@ -10,6 +10,7 @@ import pyarrow as pa
 from msgspec import Struct, field
 
 from backends.ids import DEFAULT_FAMILY
+from backends.partition.load_watch import LoadProgress
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 
 KEYS_SCHEMA = pa.schema([pa.field("key", pa.binary(), nullable=False)])
@@ -41,7 +42,7 @@ class OpenReply(Struct, frozen=True):
     """The answer to ``open``: ``redirect`` is the address of the owner, None if the host that was asked is the owner.
 
     ``times`` are the batch's times, if the operator uses them. ``schema`` is the operator's schema with its history, as
-    JSON.
+    JSON. ``loading`` says how far the load of the partition has come: it is not open yet, and the task asks again.
     """
 
     redirect: str | None
@@ -49,6 +50,12 @@ class OpenReply(Struct, frozen=True):
     key_groups: int = 0
     schema: str = ""
     times: BatchTimes | None = None
+    loading: LoadProgress | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the partition is open at the host that was asked."""
+        return self.redirect is None and self.loading is None
 
 
 class GetCommand(Struct, frozen=True, tag="get"):

@@ -77,7 +77,7 @@ class HostClient:
 
         def work(host: Any) -> tuple[OpenReply, pa.BinaryArray]:
             opened: OpenReply = host.open(task)
-            if opened.redirect is not None:
+            if not opened.is_open:
                 return opened, pa.nulls(0, pa.binary())
             return opened, host.reads.get_many(
                 task.run_id, task.operator, task.partition, task.batch_id, keys, column_family

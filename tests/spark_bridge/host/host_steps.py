@@ -71,7 +71,9 @@ def run_task(
 ) -> Any:
     given = task(batch, p, run, attempt)
     for host in hosts:
-        if host.open(given).redirect is None:
+        while (opened := host.open(given)).loading is not None:
+            pass  # the host has waited a moment before it answered
+        if opened.redirect is None:
             return host, host.commit(given, ch(value), {})
     raise AssertionError("no host owns the partition")
 

@@ -242,7 +242,7 @@ def test_what_is_being_loaded_while_its_run_ends_is_unloaded(tmp_path):
 
     orig = PartitionState.load
 
-    def load(self, lineage):
+    def load(self, lineage, watch=None):
         orig(self, lineage)
         c.deactivate_instances("run1")
         h2.heartbeat()

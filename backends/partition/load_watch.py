@@ -1,0 +1,135 @@
+"""How far a load has come, for those who wait for it, and the word that it is to end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from backends.exceptions import LoadEndedError
+
+log = logging.getLogger(__name__)
+
+LOG_SECONDS = 10.0
+"""A load that takes longer is logged with its progress, once in so many seconds."""
+
+
+class LoadProgress(Struct, frozen=True):
+    """How far a load has come: files and bytes of those that it is known to need, and steps of work of any kind.
+
+    ``load`` differs from load to load. What it needs grows while it goes on: a snapshot first, then changelogs.
+    """
+
+    load: str = ""
+    files: int = 0
+    of_files: int = 0
+    nbytes: int = 0
+    of_bytes: int = 0
+    steps: int = 0
+
+    def is_behind(self, other: LoadProgress) -> bool:
+        """Return whether ``other`` says that something has been done since. Another load has to do something first."""
+        done = other.files, other.nbytes, other.steps
+        return any(done) if self.load != other.load else (self.files, self.nbytes, self.steps) != done
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        return (
+            f"{self.files} of {self.of_files} files, {self.nbytes / mib:.1f} of {self.of_bytes / mib:.1f} MiB "
+            f"({self.steps} steps)"
+        )
+
+
+class LoadWatch:
+    """Counts what one load does. ``what`` names the load in logs.
+
+    ``is_abandoned`` is asked between two steps: if it is true, or ``end`` was called, the next step raises
+    ``LoadEndedError``. ``on_step`` is called behind each step, in the thread that loads. Threads that fetch files call
+    ``begin_file`` and ``end_file``; the lock is held for moments. A look at the progress goes over the files that are
+    being fetched now, of which there are as many as ``load_threads``.
+    """
+
+    def __init__(
+        self,
+        what: str = "a partition",
+        *,
+        is_abandoned: Callable[[], bool] = lambda: False,
+        on_step: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.what = what
+        self.ended: str | None = None
+        self.is_over = False
+        self._is_abandoned = is_abandoned
+        self._on_step = on_step
+        self._clock = clock
+        self._id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._started = self._logged = clock()
+        self._files = self._of_files = self._nbytes = self._of_bytes = self._steps = 0
+        self._fetching: dict[Path, int] = {}
+
+    def end(self, why: str, *, is_over: bool = False) -> None:
+        """Have the load end with its next step. ``is_over``: nobody goes on with what it has loaded."""
+        self.is_over = self.is_over or is_over
+        self.ended = self.ended or why
+
+    def check(self) -> None:
+        """Raise ``LoadEndedError`` if the load is to end."""
+        if self.ended is None and self._is_abandoned():
+            self.ended = "nobody waits for it any more"
+        if self.ended is not None:
+            raise LoadEndedError(f"The load of {self.what} was ended: {self.ended}. It had come to {self.progress()}.")
+
+    def expect(self, files: int, nbytes: int) -> None:
+        """Take note of files that the load needs."""
+        with self._lock:
+            self._of_files += files
+            self._of_bytes += nbytes
+
+    def begin_file(self, target: Path, size: int) -> None:
+        """Take note that a file of ``size`` bytes is being written to ``target``: what is there counts at once."""
+        self.check()
+        with self._lock:
+            self._fetching[target] = size
+
+    def end_file(self, target: Path, *, is_done: bool) -> None:
+        """Take note that a file is there, or that it could not be fetched."""
+        with self._lock:
+            size = self._fetching.pop(target)
+            if is_done:
+                self._files += 1
+                self._nbytes += size
+
+    def step(self, files: int = 0, nbytes: int = 0) -> None:
+        """Take note of a step of work: so many files and bytes are done with it."""
+        with self._lock:
+            self._steps += 1
+            self._files += files
+            self._nbytes += nbytes
+        self._on_step()
+        now = self._clock()
+        if now - self._logged >= LOG_SECONDS:
+            self._logged = now
+            log.info("Loading %s since %.0f s: %s", self.what, now - self._started, self.progress())
+        self.check()
+
+    def progress(self) -> LoadProgress:
+        """Return how far the load has come."""
+        with self._lock:
+            under_way = sum(_size(path) for path in self._fetching)
+            return LoadProgress(
+                self._id, self._files, self._of_files, self._nbytes + under_way, self._of_bytes, self._steps
+            )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
