@@ -46,7 +46,6 @@ CONF = StateStoreConf(
 ALL_KEPT = replace(CONF, min_versions_to_retain=100)
 SYNCED = replace(CONF, fsync=True)
 MADE_BEFORE = 7
-rocksdb.WRITE_ROWS = 2  # so that a version takes several write batches
 
 
 def content_of(version):
@@ -211,6 +210,8 @@ def run_steps(call, backend, directory, every):
 def main():
     """See the module."""
     keep_pandas_out()  # else Arrow would import it, here or in every fork
+    # A version takes several write batches here. Not where this module is imported: the tests there would write so too.
+    rocksdb.WRITE_ROWS = 2
     for job in sys.stdin:
         mode, backend, directory, *every = job.split()
         if mode in ("prepare", "forever"):
