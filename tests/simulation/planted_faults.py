@@ -4,8 +4,8 @@ A fault breaks one rule, as a mistake in the product could. The simulation tries
 other until one fails. A change of the protocol gives each seed another course, so a range has at least eight times as
 many seeds as it takes on average to find the fault. It begins where the fault is found soon today.
 
-A fault that the simulation does not find within 200,000 steps, or only after more than about 1.5 s, has a ``test``
-beside it: one without a simulation that sees the fault. The simulation looks for such faults in a thorough run only.
+A fault that the simulation does not find, or on average only after more than 200,000 steps, has a ``test`` beside it:
+one without a simulation that sees the fault. The simulation looks for such faults in a thorough run only.
 That run also plants each fault and sees its ``test`` fail.
 """
 

@@ -21,17 +21,20 @@ from tests.simulation.searches import first_failure
 
 ROOT = Path(__file__).parents[2]
 WITH_FAULT = """
+import os
 import sys
 import pytest
 from tests.simulation.planted_faults import FAULTS
 
 next(fault for fault in FAULTS if fault.name == sys.argv[1]).plant(pytest.MonkeyPatch())
-sys.exit(pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", sys.argv[2]]))
+code = pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", sys.argv[2]])
+sys.stdout.flush()
+os._exit(code)  # threads that hang by the fault must not hold the process
 """
 
 
 def searched(fault: PlantedFault) -> Any:
-    """What has a test of its own and is found late is for a thorough run."""
+    """What has a test beside it is for a thorough run: on average the simulation finds it late."""
     return pytest.param(fault, id=fault.name) if fault.test is None else only_thorough(fault, id=fault.name)
 
 
