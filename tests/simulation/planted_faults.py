@@ -243,7 +243,7 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",
         no_fencing,
-        range(100, 220),
+        range(100, 400),
     ),
     PlantedFault(
         "no-claim",
@@ -257,7 +257,9 @@ FAULTS: Sequence[PlantedFault] = (
         "overwriting-storage",
         "Storage ignores create-if-absent, and nothing has refused it.",
         overwriting_storage,
-        range(114, 514),
+        range(114, 714),
+        test="tests/coordinator_actor/test_create_if_absent.py::"
+        "test_a_query_on_storage_that_overwrites_is_refused_before_anything_is_written",
     ),
     PlantedFault(
         "hasty-commit",
@@ -326,7 +328,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(203, 603),
+        range(221, 521),
     ),
     PlantedFault(
         "forgotten-changelog",
