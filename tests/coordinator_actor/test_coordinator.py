@@ -263,6 +263,18 @@ def test_a_batch_of_which_only_a_part_ran_is_named_with_its_remedy(world: World,
     assert refusal is not None and "foreachBatch" in refusal and "commits/0" in refusal
 
 
+def test_changes_of_two_runs_never_make_one_version(world: World, started: Coordinator) -> None:
+    """Spark may have planned the batch anew for the second run, with other rows."""
+    acknowledge(started, world.stage(world.open(started, 0, 0), 0, 0, "t"))
+    c = world.coordinator()
+    assert c.register_query(world.registration("run2")).refusal is None
+    acknowledge(c, world.stage(world.open(c, 0, 1, "run2"), 1, 0, "t", "run2"))
+    world.commit_spark(0)
+    refusal = world.coordinator().register_query(world.registration("run3")).refusal
+    assert refusal is not None and "1 of 2 state partitions never ran in it (op/0)" in refusal
+    assert world.manifests() == []
+
+
 def test_a_missing_manifest_in_the_middle_is_damage_that_names_it(world: World, started: Coordinator) -> None:
     for batch in range(3):
         world.run_batch(started, batch)

@@ -15,13 +15,16 @@ stops and starts the query, removes Spark's last batches, changes the number of 
 worlds a second query runs on the same hosts, and its storage hangs now and then; each tenth seed is a calm world, in
 which nothing else goes wrong.
 
-What is checked, most of it at the moment it could be broken: a task of batch N reads exactly
-version N; a query reads completed versions only; every manifest is made of durable, undamaged changelogs of one plan of
-one batch on the version below; no manifest counts that was written after a higher epoch was claimed; when Spark has
-logged a batch, its version is durable; no file is removed that a kept version needs; no task fails by an error that
-nothing excuses; once all is well, the query goes on within bounded time, no task fails, what is not kept is removed,
-what has ended is unloaded; no batch of the first query is slow because the storage of the second one hangs (in a calm
-world); and every kept version opens from storage alone with exactly the right content.
+What is checked, most of it at the moment it could be broken: a task of batch N reads exactly version N; a query reads
+completed versions only; every manifest is made of durable, undamaged changelogs of one plan of one batch on the version
+below; no manifest counts that was written after a higher epoch was claimed; when Spark has logged a batch, its version
+is durable; no file is removed that a kept version needs; no task of the newest run is too late for a batch that Spark
+has not committed; no task fails by an error that nothing excuses; once all is well, the query goes on within bounded
+time, no task fails, what is not kept is removed, what has ended is unloaded; no batch of the first query is slow
+because the storage of the second one hangs (in a calm world); and every kept version opens from storage alone with
+exactly the right content.
+
+``planted_faults.py`` has deliberate faults of the protocol, by which all this is tried.
 
     python -m tests.simulation --seed 17             one seed again, with its last events if it fails
     python -m tests.simulation --seeds 1000:2000     a search

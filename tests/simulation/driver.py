@@ -15,6 +15,7 @@ import pyarrow as pa
 from backends.exceptions import FileExistsInStorageError, StorageError
 from backends.formats.changelog import Changes
 from backends.ids import DEFAULT_FAMILY
+from coordinator_actor.exceptions import StaleBatchError
 from coordinator_actor.messages import Acknowledged, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host_actor.flight_server import changes_of
@@ -312,9 +313,17 @@ class Query:
             if not isinstance(done.error, KNOWN_ERRORS):
                 raise done.error
             failures += 1
+            self._check_late(plan, done.error)
             self.world.judge(done.error, self.run_id, f"task {operator}/{partition} of {plan.token}")
             if failures == 4:
                 raise QueryFailedError(f"task {operator}/{partition}: {type(done.error).__name__}: {done.error}")
+
+    def _check_late(self, plan: Plan, error: BaseException) -> None:
+        """No task of the newest run is too late for a batch that Spark has not committed."""
+        path = f"commits/{plan.batch}"
+        is_done = path in self.world.disk.directory(self.stream.checkpoint, path)
+        if isinstance(error, StaleBatchError) and self.run_id == self.stream.newest_run and not is_done:
+            raise Violation(f"A task of batch {plan.token} is too late, but Spark has not committed it: {error}")
 
     def _attempt(self, plan: Plan, operator: str, partition: int) -> Task:
         s, world = self.world.scheduler, self.world

@@ -1,0 +1,365 @@
+"""Deliberate faults of the protocol: the simulation, or the test that is named beside a fault, finds each.
+
+A fault breaks one rule, as a mistake in the product could. The simulation tries the seeds of its range one after the
+other until one fails. A change of the protocol gives each seed another course, so a range has at least eight times as
+many seeds as it takes on average to find the fault. It begins where the fault is found soon today.
+
+A fault that the simulation does not find, or not soon, has a ``test`` beside it: one without a simulation that sees the
+fault. The simulation looks for such faults in a thorough run only.
+That run also plants each fault and sees its ``test`` fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from backends.exceptions import StorageError
+from backends.formats import manifest_chain, retention
+from backends.formats.retention import Retention
+from backends.partition.loading import Loading
+from backends.partition.pending_changes import PendingChanges
+from backends.storage.create_if_absent import CreateIfAbsentProofs
+from backends.storage.file_ref import FileRef
+from coordinator_actor.durable.fencing import EPOCHS, Epochs
+from coordinator_actor.handlers import batches
+from coordinator_actor.messages import Acknowledged
+from coordinator_actor.query import recovery
+from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.query.running_batch import RunningBatch
+from coordinator_actor.query_threads import QueryThreads
+from spark_bridge.host.host import Host
+from spark_bridge.host.partition_loading import PartitionLoading
+from spark_bridge.host.reads import PartitionReads
+from tests.simulation.searches import (
+    STEPS,
+    Prepare,
+    as_it_is,
+    in_which_plans_run_again,
+    on_failing_storage,
+    restless_in_two_clusters,
+)
+from tests.simulation.storage import SimulatedStorage
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+NO_SEEDS = range(0)
+
+
+@dataclass(frozen=True)
+class PlantedFault:
+    """``breaks`` says what goes wrong, ``plant`` makes it so until the monkeypatch is undone.
+
+    ``seeds`` are those among which the simulation finds it, each run for ``max_steps`` (None: to its end) in a world
+    that ``prepare`` has changed; none if it does not find it. ``test`` is the one without a simulation that finds it.
+    """
+
+    name: str
+    breaks: str
+    plant: Plant
+    seeds: range = NO_SEEDS
+    max_steps: int | None = STEPS
+    test: str | None = None
+    prepare: Prepare = as_it_is
+
+
+def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Epochs, "check", lambda self: None)
+
+
+def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim: Callable[..., None] = Epochs.claim
+
+    def joining(self: Any, *args: Any) -> None:
+        claimed = self._files.numbers(EPOCHS)
+        if claimed:
+            self.current = claimed[-1]
+        else:
+            claim(self, *args)
+
+    monkeypatch.setattr(Epochs, "claim", joining)
+
+
+def overwriting_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_new: Callable[..., FileRef] = SimulatedStorage.put_new
+
+    def put(self: Any, path: str, data: bytes) -> FileRef:
+        self._disk.directory(self.location, path).pop(path, None)
+        return put_new(self, path, data)
+
+    monkeypatch.setattr(SimulatedStorage, "put_new", put)
+    # What refuses such a storage; it has tests of its own.
+    monkeypatch.setattr(CreateIfAbsentProofs, "require", lambda self, storage: None)
+
+
+def hasty_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    commit: Callable[..., Any] = Host.commit
+
+    def hasty(self: Any, *args: Any) -> Any:
+        try:
+            return commit(self, *args)
+        except StorageError:
+            return Acknowledged(0, None)
+
+    monkeypatch.setattr(Host, "commit", hasty)
+
+
+def hasty_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    end: Callable[..., None] = RunningBatch.end_repeat
+
+    def hasty(self: RunningBatch) -> None:
+        with suppress(StorageError):
+            end(self)
+
+    monkeypatch.setattr(RunningBatch, "end_repeat", hasty)
+
+
+def hasty_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    again: Callable[..., bool] = RunningBatch._acknowledge_again
+
+    def hasty(self: RunningBatch, *args: Any) -> bool:
+        try:
+            return again(self, *args)
+        except StorageError:
+            return True
+
+    monkeypatch.setattr(RunningBatch, "_acknowledge_again", hasty)
+
+
+def shared_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit: Callable[..., Any] = QueryThreads.submit
+    monkeypatch.setattr(QueryThreads, "submit", lambda self, query, work: submit(self, "all queries", work))
+
+
+def stale_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: Callable[..., Any] = batches._checked
+
+    def lenient(run: Any, message: Any, assignment: Any) -> Any:
+        owner = assignment.owner(message.operator, message.partition)
+        return checked(run, msgspec.structs.replace(message, host_id=owner.host_id), assignment)
+
+    monkeypatch.setattr(batches, "_checked", lenient)
+
+
+def any_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: Callable[..., Any] = batches._checked
+
+    def lenient(run: Any, message: Any, assignment: Any) -> Any:
+        base = run.versions.head(message.version - 1, message.operator, message.partition)
+        return checked(run, msgspec.structs.replace(message, base=base), assignment)
+
+    monkeypatch.setattr(batches, "_checked", lenient)
+
+
+def mixed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: Callable[..., Any] = recovery._stored_changelog
+
+    def of_any_run(log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str) -> Any:
+        runs = [run_id, *log.epochs.runs()]
+        found = (stored(log, versions, layout, partition, version, one) for one in runs)
+        return next((entry for entry in found if entry is not None), None)
+
+    monkeypatch.setattr(recovery, "_stored_changelog", of_any_run)
+
+
+def uncommitted_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    get_many: Callable[..., Any] = PartitionReads.get_many
+
+    def newest(
+        self: Any, run_id: str, operator: str, partition: int, version: int | None, keys: Any, *rest: str
+    ) -> Any:
+        instance = self._held.instance(run_id, operator, partition)
+        if version is None and instance is not None:
+            return instance.state.get_many(keys, instance.state.newest()[0])
+        return get_many(self, run_id, operator, partition, version, keys, *rest)
+
+    monkeypatch.setattr(PartitionReads, "get_many", newest)
+
+
+def greedy_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    garbage: Callable[..., list[str]] = retention.garbage
+
+    def greedy(files: Any, chain: Any, kept: Retention, *args: Any) -> list[str]:
+        bases = [
+            base._replace(snapshot=msgspec.structs.replace(base.snapshot, version=base.snapshot.version + 1))
+            if base.snapshot is not None
+            else base
+            for base in kept.bases
+        ]
+        return garbage(files, chain, Retention(kept.oldest, kept.chain_from, bases), *args)
+
+    monkeypatch.setattr(retention, "garbage", greedy)
+
+
+def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartitionLoading, "unload_run", lambda self, run_id: None)
+
+
+def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over: Callable[..., None] = QueryState.take_over
+
+    def hasty(self: QueryState) -> None:
+        take_over(self)
+        if self.batch.prepared is not None:
+            self.complete(self.versions.completed + 1)
+
+    monkeypatch.setattr(QueryState, "take_over", hasty)
+
+
+def forgotten_changelog(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay: Callable[..., None] = Loading._replay
+
+    def hasty(self: Any, changelogs: Any) -> None:
+        replay(self, changelogs[:-1])
+        if changelogs:
+            self.version, self.head = changelogs[-1].version, changelogs[-1].file.path
+
+    monkeypatch.setattr(Loading, "_replay", hasty)
+
+
+def forgotten_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources: Callable[..., range] = manifest_chain._sources
+
+    def fewer(*args: Any) -> range:
+        found = sources(*args)
+        return found[:-1] if len(found) > 1 else found
+
+    monkeypatch.setattr(manifest_chain, "_sources", fewer)
+
+
+def first_attempt_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept: Callable[..., bool] = PendingChanges.accept
+
+    def keeping(self: PendingChanges, version: int, attempt: str) -> bool:
+        earlier = self._accepted.get(version)
+        accepted = accept(self, version, attempt)
+        if earlier is not None:
+            self._accepted[version] = earlier
+        return accepted
+
+    monkeypatch.setattr(PendingChanges, "accept", keeping)
+
+
+FAULTS: Sequence[PlantedFault] = (
+    PlantedFault(
+        "no-fencing",
+        "A coordinator that has lost the query goes on completing versions.",
+        no_fencing,
+        range(2026, 2126),
+        prepare=restless_in_two_clusters,
+    ),
+    PlantedFault(
+        "no-claim",
+        "A registration claims no epoch, but goes on under the newest one.",
+        no_claim,
+        range(205, 365),
+        None,
+        "tests/coordinator_actor/test_coordinator.py::test_of_two_coordinators_only_the_newer_completes_versions",
+    ),
+    PlantedFault(
+        "overwriting-storage",
+        "Storage ignores create-if-absent, and nothing has refused it.",
+        overwriting_storage,
+        range(114, 714),
+        test="tests/coordinator_actor/test_create_if_absent.py::"
+        "test_a_query_on_storage_that_overwrites_is_refused_before_anything_is_written",
+    ),
+    PlantedFault(
+        "hasty-commit",
+        "A commit is answered though its changelog was not written.",
+        hasty_commit,
+        range(2101, 2201),
+        prepare=on_failing_storage,
+    ),
+    PlantedFault(
+        "hasty-completion",
+        "A version completes though the manifest of its repeat failed, which may exist all the same.",
+        hasty_completion,
+        range(127, 327),
+        test="tests/coordinator_actor/test_repeated_batches.py::"
+        "test_a_version_is_not_completed_before_the_manifest_of_its_repeat_is_written",
+        prepare=in_which_plans_run_again,
+    ),
+    PlantedFault(
+        "hasty-repeat",
+        "A repeat is answered though its manifest failed.",
+        hasty_repeat,
+        range(122, 222),
+        prepare=in_which_plans_run_again,
+    ),
+    PlantedFault(
+        "shared-threads",
+        "All queries share the threads of one.",
+        shared_threads,
+        range(219, 1019, 10),  # calm worlds: elsewhere batches may be slow
+        None,
+        "tests/coordinator_actor/test_hanging_storage.py::test_a_query_has_so_many_threads_and_so_much_may_wait",
+    ),
+    PlantedFault(
+        "stale-owner",
+        "Changes are taken from a host that does not own the partition any more.",
+        stale_owner,
+        test="tests/coordinator_actor/test_coordinator.py::test_acknowledgements_count_only_from_the_owner_that_is_known",
+    ),
+    PlantedFault(
+        "any-base",
+        "Changes are taken that apply to something else than the head of the version below.",
+        any_base,
+        test="tests/coordinator_actor/test_coordinator.py::test_acknowledgements_count_only_from_the_owner_that_is_known",
+    ),
+    PlantedFault(
+        "mixed-runs",
+        "A version that no manifest names is put together from changes of two runs, which may have seen other rows.",
+        mixed_runs,
+        test="tests/coordinator_actor/test_coordinator.py::test_changes_of_two_runs_never_make_one_version",
+    ),
+    PlantedFault(
+        "uncommitted-reads",
+        "A query reads what tasks have prepared and Spark has not committed.",
+        uncommitted_reads,
+        range(107, 157),
+    ),
+    PlantedFault(
+        "greedy-retention",
+        "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
+        greedy_retention,
+        range(106, 206),
+    ),
+    PlantedFault(
+        "lost-orders",
+        "Hosts do not unload the runs that are over.",
+        lost_orders,
+        range(204, 220),
+        None,
+    ),
+    PlantedFault(
+        "prepared-is-completed",
+        "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
+        prepared_is_completed,
+        range(221, 521),
+        test="tests/coordinator_actor/test_repeated_batches.py::"
+        "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
+    ),
+    PlantedFault(
+        "forgotten-changelog",
+        "A load leaves out the last changelog, and says that it has come to its version.",
+        forgotten_changelog,
+        range(103, 153),
+    ),
+    PlantedFault(
+        "forgotten-source",
+        "A partition of a rescaled query takes over the keys of all earlier ones but the last.",
+        forgotten_source,
+        range(115, 315),
+    ),
+    PlantedFault(
+        "first-attempt-stays",
+        "The changes of the first accepted attempt stay in memory though another one was accepted.",
+        first_attempt_stays,
+        test="tests/backends/partition/test_partition_state.py::test_the_last_accepted_attempt_counts",
+    ),
+)
