@@ -76,7 +76,7 @@ def arrow_bytes():
 @pytest.mark.parametrize(
     ("number", "limit", "rows", "batches"),
     [
-        pytest.param(40, 32 * MIB, 400, 8, id="40 partitions"),
+        pytest.param(16, 16 * MIB, 400, 6, id="16 partitions"),
         # The case above stands in for this one.
         pytest.param(500, 256 * MIB, 100, 3, id="500 partitions", marks=pytest.mark.thorough),
     ],
