@@ -35,7 +35,7 @@ _budgets: dict[tuple[int, int, int, int], HostMemory] = {}
 class Claim:
     """Some bytes of a budget, until nobody refers to the claim any more."""
 
-    __slots__ = ("__weakref__", "_gone", "drop", "kind", "nbytes", "number")
+    __slots__ = ("__weakref__", "_gone", "drop", "is_dropped", "kind", "nbytes", "number")
 
     def __init__(
         self, gone: deque[tuple[str, int, int]], number: int, kind: str, nbytes: int, drop: Callable[[], None] | None
@@ -46,6 +46,8 @@ class Claim:
         self.nbytes = nbytes
         self.drop = drop
         """Lets go of what the claim stands for; None for what is needed."""
+        self.is_dropped = False
+        """Whether ``drop`` is being called, or was: whoever keeps what the claim stands for only now must not."""
 
     def __del__(self) -> None:
         # Any allocation may end a claim, also one that is made with a lock: so this takes none.
@@ -134,7 +136,8 @@ class HostMemory:
         """Count bytes that can be spared: ``drop`` is called, without a lock, when they must go.
 
         None if there is no room even with all older ones gone: then they are not to be kept. ``drop`` must not keep
-        what it drops alive.
+        what it drops alive. It may be called before the caller has kept anything: so the caller looks at ``is_dropped``
+        once it has.
         """
         with _lock:
             self._settle()
@@ -144,7 +147,8 @@ class HostMemory:
             claim = self._new(kind, nbytes, drop)
             self._droppable[claim.number] = ref(claim)
         self._make_room()
-        return claim
+        # Room may have been made by this very claim: what is noted cannot be dropped.
+        return None if claim.is_dropped else claim
 
     def move(self, claim: Claim, kind: str) -> None:
         """Count a claim as another kind from now on."""
@@ -188,6 +192,8 @@ class HostMemory:
         while over > 0:
             with _lock:
                 found = self._droppable.popitem(last=False)[1]() if self._droppable else None
+                if found is not None:
+                    found.is_dropped = True
                 is_end = not self._droppable
             if found is not None and found.drop is not None:
                 over -= found.nbytes

@@ -85,14 +85,14 @@ class HeldVersions:
         undos = self._with_undo(before)
         with self.changed:
             self._applying = delta
-            self._undos = undos
+            self._undos = _not_dropped(undos)
             self._show(delta.meta.version, delta.file.path)
             self._wait_for_readers(lambda layers: delta in layers)
         try:
             yield
         except BaseException:
             with self.changed:
-                self.version, self.head, self._undos = held
+                self.version, self.head, self._undos = held[0], held[1], _not_dropped(held[2])
             raise
         finally:
             with self.changed:
@@ -286,3 +286,9 @@ def _drop(versions: ref[HeldVersions], undo: ref[Undo]) -> None:
     held, dropped = versions(), undo()
     if held is not None and dropped is not None:
         held.drop_undo(dropped)
+
+
+def _not_dropped(undos: list[Undo]) -> list[Undo]:
+    """Return the undos above the newest one that was dropped meanwhile."""
+    first = max((i + 1 for i, undo in enumerate(undos) if undo.claim is not None and undo.claim.is_dropped), default=0)
+    return undos[first:]

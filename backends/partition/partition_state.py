@@ -188,14 +188,19 @@ class PartitionState:
         """Make an attempt's changes durable and keep them, invisible until accepted.
 
         Raises ``LineageMismatchError`` if ``meta.base`` is not held here as the version below, ``HostMemoryError`` if
-        there is no room for the changes.
+        there is no room for the changes. Changes that come again are never refused for room.
         """
         started = time.perf_counter()
         self._versions.check_base(meta)
         # What is prepared for the engine is about as large as the changes themselves.
-        claim = self._memory.claim(
-            STAGED, 2 * changes.nbytes, f"The commit of version {meta.version} of {self._directory}"
-        )
+        nbytes = 2 * changes.nbytes
+        with self._versions.changed:
+            is_repeated = self._versions.pending.is_held(meta.version)
+        if is_repeated:
+            # It comes in the place of changes that stay until the version is completed, for which it is needed.
+            claim = self._memory.note(STAGED, nbytes)
+        else:
+            claim = self._memory.claim(STAGED, nbytes, f"The commit of version {meta.version} of {self._directory}")
         apply = background.submit(self._engine.prepare, changes)
         before = background.submit(self._before_images.when_staged, meta, changes)
         path = f"{self._directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"

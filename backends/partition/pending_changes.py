@@ -54,6 +54,10 @@ class PendingChanges:
         held += [(d.meta, d.file, True) for d in self._accepted.values()]
         return sorted(held, key=lambda entry: entry[0].version)
 
+    def is_held(self, version: int) -> bool:
+        """Return whether there are changes of an attempt of this version."""
+        return version in self._accepted or any(held == version for held, _ in self._staged)
+
     def accepted_versions(self) -> list[int]:
         """Return the versions that have an accepted attempt."""
         return list(self._accepted)

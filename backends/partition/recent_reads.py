@@ -53,6 +53,8 @@ class RecentReads:
             self._reads[column_family] = _Read(head, last)
         else:
             self._reads[column_family] = _Read(head, last, (*earlier.parts, read), (*earlier.claims, claim))
+            if any(c.is_dropped for c in (*earlier.claims, claim)):  # by another thread, which found nothing here
+                self._reads[column_family] = _Read(head, last)
 
     def values(self, head: str | None, column_family: str, keys: pa.BinaryArray) -> pa.BinaryArray | None:
         """Return the values of sorted keys at the version that ``head`` made; None unless all of them were read."""

@@ -14,7 +14,7 @@ from backends.storage.create_if_absent import CreateIfAbsentProofs
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.durable.manifests import ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import SparkCommits
-from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.exceptions import CoordinatorError, FencedError
 from coordinator_actor.handlers.completion import advance, catch_up
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.run_registry import LEASE_OVER
@@ -93,6 +93,7 @@ class Queries:
         refusal = bound_elsewhere(run)
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
+        self._finish_repeats(registration.state_location)
         self._claim(run, initial)
         savepoints = RunSavepoints(
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
@@ -106,6 +107,16 @@ class Queries:
             manifests.epoch,
         )
         return RegisteredQuery(None, manifests.epoch, run.versions.completed)
+
+    def _finish_repeats(self, state_location: str) -> None:
+        """Have manifests name all that runs on this state have acknowledged: a new run is about to replace them."""
+        for other in self._runs.on(state_location):
+            with other.lock:
+                if other.is_current:
+                    try:
+                        other.batch.wait_no_more()
+                    except FencedError:
+                        log.info("Run %s has been replaced in another cluster already", other.run_id)
 
     @staticmethod
     def _claim(run: QueryState, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:

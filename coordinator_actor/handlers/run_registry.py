@@ -145,6 +145,11 @@ class RunRegistry:
         with self._lock:
             return list(self._ended.values())
 
+    def on(self, state_location: str) -> list[QueryState]:
+        """Return the registered runs whose state is there."""
+        with self._lock:
+            return [run for run in self.by_id.values() if run.registration.state_location == state_location]
+
     # -- changing ------------------------------------------------------------------------------
 
     def add(self, run: QueryState, savepoints: RunSavepoints) -> None:

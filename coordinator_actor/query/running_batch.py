@@ -7,7 +7,9 @@ attempt that was acknowledged last counts, so it takes another manifest. Spark's
 - A plan that runs again comes in a new stage, with all tasks of an operator or with some. It has one manifest: when the
   last task has come, or, if it comes in part, when the version completes.
 
-A stage is new if a lower one is known of that task. Of a task whose stage is not known, none is new.
+A stage is new if a lower one is known of that task, and no manifest of the version names a task of that stage. Of a
+task whose stage is not known, none is new. Manifests say the highest stage that they name: behind a restart a host's
+report of that stage counts for no more than the manifest, so what is of that stage must be in it.
 """
 
 from __future__ import annotations
@@ -61,6 +63,9 @@ class RunningBatch:
         # the tasks that are still to come in the stage in which the plan runs again, and that stage of each operator.
         self._awaited: set[TaskKey] = set()
         self._repeating: dict[str, int] = {}
+        # The stages that the last manifest of the version says.
+        self._named_stages: dict[str, int] = {}
+        self._may_wait = True
         self.checkpoints = CheckpointCoordinator(
             run_id,
             self._tasks,
@@ -171,14 +176,16 @@ class RunningBatch:
     ) -> bool:
         """Take changes of the prepared version. ``earlier`` are the stages of these tasks that were known before."""
         new = {t: (e, durations.get(t, 0.0)) for t, e in entries.items() if self._last(t) != e}
-        in_new_stage = {t for t in new if t in earlier and stages[t] > earlier[t]}
+        in_new_stage = {
+            t for t in new if t in earlier and stages[t] > max(earlier[t], self._named_stages.get(t[0], -1))
+        }
         awaited, repeating = set(self._awaited), dict(self._repeating)
         for operator, stage in {(t[0], stages[t]) for t in in_new_stage}:
             if stage > repeating.get(operator, -1):
                 repeating[operator] = stage
                 awaited |= {t for t in self._tasks if t[0] == operator and self._stages.get(t, stage) < stage}
         awaited -= new.keys()
-        if awaited and in_new_stage == new.keys():
+        if self._may_wait and awaited and in_new_stage == new.keys():
             self._repeated.update(new)
         else:
             self._name({**self._repeated, **new})
@@ -193,6 +200,14 @@ class RunningBatch:
         if self._repeated:
             self._name(self._repeated)
             self._awaited = set()
+
+    def wait_no_more(self) -> None:
+        """Write what no manifest names yet, and from now on write a manifest before each answer: the run is replaced.
+
+        What is acknowledged and named by no manifest would be lost with the run.
+        """
+        self._may_wait = False
+        self.end_repeat()
 
     def _name(self, repeated: Mapping[TaskKey, tuple[PartitionEntry, float]]) -> None:
         """Write another manifest of the prepared version: with these changes, and the named ones of all other tasks."""
@@ -240,6 +255,7 @@ class RunningBatch:
     def _write_manifest(self, checkpoint: CompletedCheckpoint) -> None:
         self._prepare(checkpoint.properties["version"], checkpoint.id, checkpoint.states)
         self.pending, self.prepared = None, checkpoint
+        self._named_stages = self.stages
 
     # -- going on ------------------------------------------------------------------------------
 
@@ -258,11 +274,13 @@ class RunningBatch:
         )
         known = {name: held.stage for name, held in manifest.operators.items() if held.stage is not None}
         self._stages = {task: known[task[0]] for task in changes if task[0] in known}
+        self._named_stages = known
 
     def completed(self) -> None:
         """Forget the prepared checkpoint: its version is completed."""
         self.prepared = None
         self._stages, self._repeated, self._awaited, self._repeating = {}, {}, set(), {}
+        self._named_stages = {}
 
     def give_up(self, why: str) -> None:
         """Give the pending checkpoint up."""

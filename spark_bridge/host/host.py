@@ -188,7 +188,9 @@ class Host:
     def describe(self) -> dict[str, object]:
         """Return what this host is and holds, as JSON types, for people."""
         described = []
-        for instance in self.held.all():  # without the lock: a partition that is being loaded tells its size only then
+        for instance in self.held.all():
+            if instance.state.is_loading:
+                continue  # it would tell its size only then, which may take long; see "loading"
             with suppress(StoreClosedError):  # it is being unloaded
                 described.append(instance.describe())
         return {

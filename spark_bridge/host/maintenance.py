@@ -63,7 +63,8 @@ class Maintenance:
                     is_due = version > instance.rescaled_at
                 else:
                     is_due = version - instance.snapshot_version >= self._deltas_per_snapshot
-                if is_due and (running is None or running.done()):
+                # A snapshot would wait for a load in a thread that other partitions need.
+                if is_due and not instance.state.is_loading and (running is None or running.done()):
                     self._uploading[key] = self._uploads.submit(self.upload_snapshot, instance)
                     begun.append(self._uploading[key])
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:

@@ -22,7 +22,7 @@ from backends.formats.manifest import Lineage
 from backends.partition.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
 from coordinator_actor.messages import Completed, OpenGrant
-from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 KEPT_SECONDS = 600.0
 """What a load has left that did not come through is removed if no other goes on with it for so long."""
+READ_SECONDS = 10.0
+"""So long a read waits for a task's load of the same partition: its thread is needed for reads of other queries."""
 RENEW_SECONDS = 300.0
 """The coordinator is told so often that a load goes on: it believes that for 900 s, and lets no file of it go."""
 
@@ -87,18 +89,28 @@ class PartitionLoading:
     ) -> Instance:
         """Return the partition, loaded at exactly the version and lineage of the grant.
 
-        ``for_read``: a later version is as good. The load ends if ``is_abandoned``. Raises ``RetiredRunError`` if a
+        ``for_read``: a later version is as good, and a load that is under way is waited for ``READ_SECONDS`` at most;
+        then ``HostUnavailableError`` is raised. The load ends if ``is_abandoned``. Raises ``RetiredRunError`` if a
         newer run holds the partition, ``StaleBatchError`` if a later version is completed, ``LoadEndedError`` if the
         load was ended, and what loading raises. What was loaded until then is kept for the next load, if the files are
         not to blame.
         """
         key = (grant.registration.query_id, operator, partition)
         self._end_older_load(key, grant)
-        with self.lock_of(key), self._noted_as_loading(grant.registration.run_id):
-            with self._watching(key, grant, is_abandoned) as watch:
-                instance = self._brought(grant, operator, partition, watch, for_read=for_read)
-            assert instance is not None
-            return instance
+        lock = self.lock_of(key)
+        if not lock.acquire(timeout=READ_SECONDS if for_read else -1):
+            raise HostUnavailableError(
+                f"Partition {partition} of operator {operator!r} is being loaded: {self.progress(key)}. "
+                "Ask again in a moment."
+            )
+        try:
+            with self._noted_as_loading(grant.registration.run_id):
+                with self._watching(key, grant, is_abandoned) as watch:
+                    instance = self._brought(grant, operator, partition, watch, for_read=for_read)
+                assert instance is not None
+                return instance
+        finally:
+            lock.release()
 
     def ready(self, grant: OpenGrant, operator: str, partition: int) -> Instance | None:
         """Return the partition at the version of the grant; None if files must be fetched for it, or are being fetched.
@@ -327,8 +339,9 @@ class PartitionLoading:
                 instance.commit_lock.release()
             if stale:
                 # Another host owns the partition by now, or this version was made by another host or by an earlier
-                # incarnation of this one. If the partition is still this host's, the next open loads it.
-                self.unload(instance)
+                # incarnation of this one. If the partition is still this host's, the next open loads it; or it is
+                # loading it now, and what was loaded must stay.
+                self.unload(instance, waits=False)
 
     # -- unloading -----------------------------------------------------------------------------
 

@@ -141,6 +141,8 @@ class PartitionReads:
         """Return the partitions of an operator that are loaded here, ascending, with their versions and sizes."""
         sized = []
         for instance in self._held.of_run(run_id, operator):
+            if instance.state.is_loading:
+                continue
             with suppress(StoreClosedError):  # it is being unloaded
                 sized.append({"partition": instance.partition, "version": instance.state.version, **instance.size()})
         return sorted(sized, key=lambda one: one["partition"])

@@ -138,7 +138,10 @@ class TaskStore:
         while rest and left != 0:
             command = ScanCommand(task.run_id, task.operator, task.partition, task.batch_id, column_family, left)
             try:
-                for pairs in self._with_owner(lambda owner: owner).scan(command, rest):
+                asked = time.monotonic()
+                owner = self._with_owner(lambda owner: owner)
+                deadline += time.monotonic() - asked  # it may have loaded the partition for long
+                for pairs in owner.scan(command, rest):
                     rest = _behind(rest, pairs.column(0)[-1].as_py())
                     if left is not None:
                         left -= pairs.num_rows

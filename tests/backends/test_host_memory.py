@@ -125,3 +125,22 @@ def test_rocksdb_gets_its_shares_or_what_it_is_given():
     assert (conf.row_cache_bytes, conf.block_cache_bytes) == (0, MIB)
     with pytest.raises(InvalidStateStoreArgument, match=r"host_memory=167,772,160 must be more than.*188,743,680"):
         StateStoreConf(host_memory=160 * MIB, rocksdb_row_cache_bytes=160 * MIB)
+
+
+def test_what_is_spared_is_not_kept_where_only_itself_could_make_room():
+    """Noted bytes cannot be dropped: they leave no room, however much could be spared otherwise."""
+    memory = HostMemory(CONF)
+    kept = Kept(memory)
+    noted = memory.note(BEFORE_IMAGES, SPARED + MIB)
+    assert [kept.keep(i, MIB) for i in range(20)] == [False] * 20
+    assert memory.held()[LAST_READS] == 0
+    del noted
+    assert kept.keep("again", MIB) and memory.held()[LAST_READS] == MIB
+
+
+def test_whoever_keeps_what_was_dropped_meanwhile_can_tell():
+    memory = HostMemory(CONF)
+    claim = memory.spare(LAST_READS, 10 * MIB, lambda: None)
+    assert not claim.is_dropped
+    memory.spare(BEFORE_IMAGES, 10 * MIB, lambda: None)
+    assert claim.is_dropped

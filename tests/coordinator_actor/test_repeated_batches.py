@@ -10,7 +10,10 @@ import pytest
 
 from backends.exceptions import StorageError
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.handlers.run_registry import RunRegistry
 from coordinator_actor.messages import Acknowledge, Acknowledged, HostReport, Refused
+from coordinator_actor.query.query_state import QueryState
+from coordinator_actor.savepoints.run_savepoints import RunSavepoints
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge
 
@@ -105,14 +108,15 @@ def test_a_task_that_is_tried_again_has_its_manifest_before_it_is_answered(world
 
 
 def test_a_task_that_is_tried_again_while_the_plan_runs_again_has_its_manifest_at_once(world: World) -> None:
+    """So have those that come behind it: the manifest says their stage."""
     c = prepared(world)
     for p in range(3):
         assert commit(world, c, p, "lost", 2).manifest_id is None
     assert commit(world, c, 1, "second", 2).manifest_id == world.manifests()[-1]["id"]
     assert attempts(world) == ["lost", "second", "lost"] + ["first"] * (N - 3)
     rest = [commit(world, c, p, "second", 2).manifest_id for p in range(3, N)]
-    assert rest == [None] * (N - 4) + [world.manifests()[-1]["id"]]
-    assert len(world.manifests()) == 3
+    assert rest == [m["id"] for m in world.manifests()[2:]]
+    assert len(rest) == N - 3
 
 
 def test_a_message_that_comes_twice_takes_no_manifest(world: World) -> None:
@@ -231,3 +235,57 @@ def test_a_query_that_ends_names_what_came_again_of_its_last_batch(world: World)
     world.commit_spark(0)  # and the event that says so never comes
     assert c.deactivate_instances("run1") is True
     assert attempts(world) == second((3,))
+
+
+def test_what_comes_behind_a_manifest_of_its_own_stage_has_one_at_once(world: World) -> None:
+    """``take`` ran some tasks, then ``write`` all: the manifest says the stage of ``write``, though it names others."""
+    c = world.coordinator()
+    assert c.register_query(world.registration(n=N)).refusal is None
+    for p in range(4):
+        commit(world, c, p, "first", 1)
+    for p in (4, 5, 6, 7, 0, 1, 2):
+        answer = commit(world, c, p, "second", 2)
+    assert answer.manifest_id == world.manifests()[-1]["id"]
+    again = restarted(world)
+    complete(world, again)
+    assert attempts(world) == second({0, 1, 2, 4, 5, 6, 7})
+
+
+def test_a_task_that_is_tried_again_within_a_repeat_hides_no_later_one(world: World) -> None:
+    c = prepared(world)
+    for p in range(3):
+        commit(world, c, p, "second", 2)
+    commit(world, c, 1, "second", 2)
+    for p in (3, 4, 5):
+        commit(world, c, p, "second", 2)
+    again = restarted(world)
+    complete(world, again)
+    assert attempts(world) == second(range(6))
+
+
+def test_a_run_that_is_replaced_leaves_what_has_come_again_of_its_last_batch(world: World) -> None:
+    c = prepared(world)
+    commit(world, c, 3, "second", 2)
+    world.commit_spark(0)  # and the driver dies before it says so
+    new = msgspec.structs.replace(world.registration(n=N), run_id="run2")
+    assert c.register_query(new).refusal is None
+    assert attempts(world) == second((3,))
+
+
+def test_a_version_that_two_runs_complete_has_one_content(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older run hears of Spark's commit between the claim of the newer one and the end of the older one."""
+    c = prepared(world)
+    commit(world, c, 3, "second", 2)
+    world.commit_spark(0)
+    add = RunRegistry.add
+    heads = []
+
+    def late(self: RunRegistry, run: QueryState, savepoints: RunSavepoints) -> None:
+        assert c.batch_committed("run1", 0) is True
+        heads.append(self.by_id["run1"].versions.head(1, "op", 3))
+        add(self, run, savepoints)
+
+    monkeypatch.setattr(RunRegistry, "add", late)
+    new = msgspec.structs.replace(world.registration(n=N), run_id="run2")
+    assert c.register_query(new).refusal is None
+    assert heads == [c.registries.runs.by_id["run2"].versions.head(1, "op", 3)]

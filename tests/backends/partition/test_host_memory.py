@@ -175,6 +175,20 @@ def test_a_commit_that_does_not_fit_is_refused_and_changes_nothing(opened):
     assert counted(memory) == NOTHING
 
 
+def test_a_commit_that_comes_again_is_not_refused_beside_the_one_that_it_replaces(opened):
+    conf = StateStoreConf(fsync=False, host_memory=18 * MIB)
+    (state,) = opened(1, conf)
+    commit(state, keys_of(range(100)))
+    keys = keys_of(range(45_000))
+    staged(state, keys, "first", families=("default",))
+    with pytest.raises(HostMemoryError):
+        host_memory(conf).claim(STAGED, 2 * len(keys) * (KEY_BYTES + VALUE_BYTES), "Another commit")
+    for attempt in ("first", "second"):
+        ref = staged(state, keys, attempt, families=("default",))
+    state.complete(2, ref.path)
+    assert state.num_keys(2) == len(keys) + 2 * 100
+
+
 def test_older_versions_make_room_and_the_newest_is_read_on(opened):
     conf = StateStoreConf(fsync=False, host_memory=17 * MIB)
     states = opened(8, conf)

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from pyspark.sql import DataFrame, Row
+from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from spark_bridge import (
@@ -392,12 +392,17 @@ class Frames:
         pass
 
 
-def test_a_key_of_many_rows_comes_in_frames_of_bounded_size(make_stream: Callable[..., Stream]) -> None:
+def test_a_key_of_many_rows_comes_in_frames_of_bounded_size(
+    spark: SparkSession, make_stream: Callable[..., Stream]
+) -> None:
     stream = make_stream("k string, v long, t timestamp")
+    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")
     stream.add(pd.DataFrame({"k": ["many"] * 25_000 + ["one"], "v": 1, "t": pd.Timestamp("2024-01-01", tz="UTC")}))
     df = transform_with_state_in_pandas(
         stream.read(), "k", based_on(StatefulProcessor, Frames), "k string, note string, v long", operator="frames"
     )
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before)
     (found,) = process_all(df, stream)
     count = Counter(found)
     assert 3 <= count.pop(("many", "first", 1)) <= 10

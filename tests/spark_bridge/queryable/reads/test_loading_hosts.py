@@ -124,18 +124,15 @@ def test_reads_do_not_wait_for_another_version_to_be_loaded(world: HostWorld) ->
     assert world.lookup(OF[0]) == (6, [6] * len(OF[0]))
 
 
-def test_describing_a_host_that_loads_keeps_nobody_waiting(world: HostWorld) -> None:
+def test_describing_a_host_that_loads_waits_for_nothing(world: HostWorld) -> None:
     host = world.hosts[0]
-    described: list[Any] = []
     with loading_anew(world.instance(0).state):
-        thread = threading.Thread(target=lambda: described.append(host.describe()))
-        thread.start()
-        thread.join(0.2)
-        assert thread.is_alive(), "it waits for the size of the partition"
+        described = in_time(host.describe)
+        assert [i["partition"] for i in described["instances"]] == [1], "the size of the other one is not known now"
+        assert [p["partition"] for p in in_time(lambda: host.reads.partitions(world.run, "op"))] == [1]
         assert in_time(host.held.report) is not None
         assert in_time(host.heartbeat) is None
-    thread.join(PATIENCE)
-    assert [i["version"] for i in described[0]["instances"]] == [6, 6]
+    assert [i["version"] for i in host.describe()["instances"]] == [6, 6]
     unloading = world.instance(0)
     unloading.state.close()
     assert [i["partition"] for i in host.describe()["instances"]] == [1]
