@@ -119,7 +119,7 @@ SIMULATED_STEPS = 10**7
 """Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
 _QUERIES = [
-    *(f"tests/spark_bridge/{name}" for name in ("queryable", "host", "state_data", "task", "transport")),
+    *(f"tests/spark_bridge/{name}" for name in ("queryable", "state_data", "transport")),
     "tests/deploy",
 ]
 _STATE = ["tests/backends", "tests/simulation"]
