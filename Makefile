@@ -10,10 +10,10 @@ DOCS_STAMP  := $(VENV)/.docs-installed
 BIN    := $(VENV)/bin
 BIN42  := $(VENV42)/bin
 
-# The first Python of 3.10 to 3.12 on this machine, unless PYTHON= names one.
-FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.10 python3); do \
-	if "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then echo "$$p"; exit 0; fi; done; \
-	echo "make: no Python 3.10, 3.11 or 3.12 found$(if $(PYTHON), at PYTHON=$(PYTHON),); install one, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1
+# The first Python of 3.10 to 3.13 on this machine, unless PYTHON= names one.
+FIND_PYTHON = for p in $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3.10 python3); do \
+	if "$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then echo "$$p"; exit 0; fi; done; \
+	echo "make: no Python of 3.10 to 3.13 found$(if $(PYTHON), at PYTHON=$(PYTHON),); install one, or name it with make PYTHON=/path/to/python3.11" >&2; exit 1
 
 # $(call make_venv,directory,constraints file,further requirements,what it is)
 define make_venv
@@ -55,7 +55,7 @@ test-thorough: $(STAMP) $(STAMP42) ## Run what make test leaves out: the other l
 	@$(BIN)/python -m tests.run --thorough $(ARGS)
 
 # The other Pythons that are promised: each that is on this machine, by name or as pyenv keeps them.
-OTHER_PYTHONS := 3.10 3.12
+OTHER_PYTHONS := 3.10 3.12 3.13
 
 test-pythons: ## Run the tests without clusters, and the demo, on the other Pythons that are on this machine
 	@venvs=; for version in $(OTHER_PYTHONS); do found=; \
