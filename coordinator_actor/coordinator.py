@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -49,7 +49,7 @@ class Coordinator(CoordinatorPort):
 
     ``clock`` gives seconds since 1970 and never goes back. ``in_background`` runs work that must not delay a message.
     ``apart`` runs work that may wait for the storage of one query. ``tokens`` are the read-only tokens of query
-    clients.
+    clients. ``dead_nodes`` gives the ids of the nodes that the cluster has declared dead, and waits for nothing.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Coordinator(CoordinatorPort):
         in_background: InBackground | None = None,
         tokens: AccessTokens | None = None,
         apart: Apart = in_place,
+        dead_nodes: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.id = uuid.uuid4().hex
         self.tokens = tokens or AccessTokens(secrets.token_hex(32), MemoryTokenStore(), clock)
@@ -70,7 +71,7 @@ class Coordinator(CoordinatorPort):
         self._apart = apart
         self._beginning = threading.Lock()
         self._under_way: set[tuple[str, str]] = set()
-        self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart)
+        self._hosts = Hosts(self.registries, self._queries, self.tokens, self._conf.host_timeout, apart, dead_nodes)
         handlers = (
             self._hosts,
             self._queries,

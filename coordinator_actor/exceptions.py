@@ -35,6 +35,10 @@ class UnknownHostError(CoordinatorError):
     """The coordinator does not know the host (any more): the host must register again."""
 
 
+class ReplacedHostError(UnknownHostError):
+    """Another incarnation of the host has taken its place, or its node is dead: this incarnation must end itself."""
+
+
 class UnknownRunError(CoordinatorError):
     """The coordinator does not know the run (any more): its driver or a host must register it again."""
 

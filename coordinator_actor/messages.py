@@ -86,8 +86,9 @@ class RegisteredQuery(Struct, frozen=True):
 class HostInfo(Struct, frozen=True):
     """One incarnation of a StateStoreHost. ``address`` is its Flight location, ``grpc://ip:port``.
 
-    ``host_id`` stays the same over restarts of the actor; ``incarnation`` is new with each restart. ``query_address``
-    is where its ``KvStateServer`` answers query clients, ``ip:port``; empty if there is none.
+    ``host_id`` stays the same over restarts of the actor; ``incarnation`` is new with each restart, and ``restart``
+    counts them: of two incarnations, the one with the higher number is the host. ``query_address`` is where its
+    ``KvStateServer`` answers query clients, ``ip:port``; empty if there is none.
     """
 
     host_id: str
@@ -96,6 +97,7 @@ class HostInfo(Struct, frozen=True):
     node_id: str
     session_id: str
     query_address: str = ""
+    restart: int = 0
 
     @property
     def ip(self) -> str:
@@ -296,6 +298,9 @@ class SavepointStatus(Struct, frozen=True):
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 
+    The lease runs for ``lease_seconds`` from the heartbeat on. A host that gets no answer for so long may have been
+    replaced.
+
     ``savepoints`` come again until the partitions are acknowledged. A savepoint that is not ``pending`` (checkpoint ids
     by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens.
     """
@@ -306,6 +311,7 @@ class HostOrders(Struct, frozen=True):
     savepoints: tuple[SavepointOrder, ...] = ()
     pending: dict[str, list[int]] = field(default_factory=dict)
     revoked_tokens: tuple[str, ...] = ()
+    lease_seconds: float = 10.0
 
 
 class RunningOperator(Struct, frozen=True):

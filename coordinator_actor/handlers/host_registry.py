@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from backends.bounded_dict import BoundedDict
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.exceptions import UnknownHostError
+from coordinator_actor.exceptions import ReplacedHostError, UnknownHostError
 from coordinator_actor.messages import HostInfo
 
 log = logging.getLogger(__name__)
+
+REMEMBERED_HOSTS = 10_000
+"""Of so many hosts the newest incarnation is known, also when its lease is over."""
 
 
 @dataclass
@@ -51,10 +55,15 @@ class HostLeases(UserDict[str, HostLease]):
 
 
 class HostRegistry:
-    """The live hosts. A host that registers with a new incarnation replaces the old incarnation."""
+    """The live hosts. A host that registers with a new incarnation replaces the old incarnation.
+
+    Which incarnation is the newer one does not follow from who speaks last: a machine that was cut off comes back with
+    an incarnation that Ray has replaced meanwhile (fencing, by the number of the actor's restart).
+    """
 
     def __init__(self) -> None:
         self.leases = HostLeases()
+        self._newest: BoundedDict[str, tuple[int, str]] = BoundedDict(REMEMBERED_HOSTS)
         self._nodes: dict[str, Mapping[str, str]] = {}
         self._nodes_generation = 0
 
@@ -66,7 +75,17 @@ class HostRegistry:
     def register(
         self, info: HostInfo, now: float, held: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType({})
     ) -> None:
-        """Add a host that holds these partitions, or replace its incarnation."""
+        """Add a host that holds these partitions, or replace its incarnation.
+
+        Raises ``ReplacedHostError`` for an incarnation that is older than one that was here.
+        """
+        restart, incarnation = self._newest.get(info.host_id, (info.restart, info.incarnation))
+        if info.restart < restart:
+            raise ReplacedHostError(
+                f"Incarnation {info.incarnation} of host {info.host_id} (restart {info.restart}, at {info.address}) "
+                f"was replaced by incarnation {incarnation} (restart {restart}): it must end itself."
+            )
+        self._newest[info.host_id] = (info.restart, info.incarnation)
         self.leases[info.host_id] = HostLease(info, now, held=held)
 
     def holders(self, run_id: str) -> dict[TaskKey, str]:
@@ -117,6 +136,13 @@ class HostRegistry:
         """Let all leases run so many seconds longer."""
         for lease in self.leases.values():
             lease.seen = min(now, lease.seen + seconds)
+
+    def expire_nodes(self, nodes: Collection[str]) -> list[HostInfo]:
+        """Drop the hosts on these nodes. Return what they have said of themselves."""
+        lost = [lease.info for lease in self.leases.values() if lease.info.node_id in nodes]
+        for info in lost:
+            del self.leases[info.host_id]
+        return lost
 
     def expire(self, before: float) -> list[str]:
         """Drop the hosts that were last heard of before that time. Return their ids."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -15,7 +15,7 @@ from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.exceptions import CoordinatorError, ReplacedHostError
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
@@ -32,13 +32,21 @@ TAKE_UP_SECONDS = 1.0
 class Hosts:
     """Registers hosts, renews their leases, and answers each heartbeat with what the host is to do.
 
-    ``apart`` does work that may wait for the storage of a query.
+    ``apart`` does work that may wait for the storage of a query. ``dead_nodes`` gives the ids of the nodes that the
+    cluster has declared dead, without waiting: a process that still runs there has no say any more.
     """
 
     def __init__(
-        self, registries: Registries, queries: Queries, tokens: AccessTokens, host_timeout: float, apart: Apart
+        self,
+        registries: Registries,
+        queries: Queries,
+        tokens: AccessTokens,
+        host_timeout: float,
+        apart: Apart,
+        dead_nodes: Callable[[], Collection[str]],
     ) -> None:
         self._apart = apart
+        self._dead_nodes = dead_nodes
         self._registries = registries
         self._runs = registries.runs
         self._queries = queries
@@ -50,6 +58,11 @@ class Hosts:
         with self._registries.lock:
             if self._registries.has_ended(info.session_id):
                 return
+            if info.node_id in self._dead_nodes():
+                raise ReplacedHostError(
+                    f"Node {info.node_id} of host {info.host_id} (incarnation {info.incarnation}, at {info.address}) "
+                    "was declared dead by the cluster: the host must end itself."
+                )
             self._registries.hosts.register(info, self._registries.clock(), report.held)
             self._registries.needed()
         log.info("Registered host %s at %s", info.host_id, info.address)
@@ -114,7 +127,7 @@ class Hosts:
         with self._registries.lock:
             lease = self._registries.hosts.renew(host_id, incarnation, self._registries.clock())
             if lease is None:
-                return HostOrders(known=False, revoked_tokens=self._tokens.revoked())
+                return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._timeout)
             self._registries.needed()
             known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
             over = {r for r in held if (known[r].ended if r in known else self._runs.is_over(r))}
@@ -135,6 +148,7 @@ class Hosts:
             savepoints=savepoints,
             pending={run_id: ids for run_id, ids in pending.items() if ids},
             revoked_tokens=self._tokens.revoked(),
+            lease_seconds=self._timeout,
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
@@ -169,8 +183,11 @@ class Hosts:
         return owned
 
     def expire(self, now: float) -> None:
-        """Drop the hosts that were not heard of for the host timeout before ``now``."""
+        """Drop the hosts that were not heard of for the host timeout before ``now``, and those on dead nodes."""
+        dead = self._dead_nodes()
         with self._registries.lock:
+            for info in self._registries.hosts.expire_nodes(dead) if dead else ():
+                log.warning("Node %s of host %s is dead; the host's partitions move", info.node_id, info.host_id)
             for host_id in self._registries.hosts.expire(now - self._timeout):
                 log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
 

@@ -24,6 +24,7 @@ from coordinator_actor.dispatcher import Dispatcher
 from coordinator_actor.lease_watch import LeaseWatch
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
+from coordinator_actor.on_ray.node_watch import NodeWatch
 from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.priority import take_ordinary_priority
 from coordinator_actor.query_threads import QueryThreads
@@ -64,8 +65,14 @@ class StateStoreCoordinator:
         tokens = AccessTokens(store.secret(token), store, time.time)
         self._node_ip = ray.util.get_node_ip_address()
         queries = QueryThreads()
+        nodes = NodeWatch()
         self._coordinator = Coordinator(
-            steady_clock(), CheckpointStorage.open, conf, tokens=tokens, apart=queries.submit
+            steady_clock(),
+            CheckpointStorage.open,
+            conf,
+            tokens=tokens,
+            apart=queries.submit,
+            dead_nodes=lambda: nodes.dead,
         )
         self._dispatcher = Dispatcher(self._coordinator, queries)
         tags = ("namespace",)

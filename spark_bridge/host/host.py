@@ -84,7 +84,7 @@ class Host:
         self.completed = CompletedVersions()
         self.held = HeldPartitions(self.completed)
         self.files = PartitionFiles(local_dir, info.incarnation, conf, open_storage)
-        registration = self.registration = HostRegistration(info, coordinator, self.held)
+        registration = self.registration = HostRegistration(info, coordinator, self.held, clock)
         self.version_requests = VersionRequests(registration, self.held, self.completed)
         self.grants = Grants(registration, self.completed, clock)
         self.loading = PartitionLoading(
@@ -161,7 +161,7 @@ class Host:
 
     def heartbeat(self) -> None:
         """Renew the lease and carry out what the coordinator answers. Waits for the storage of no query."""
-        orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, self.held.versions())
+        orders = self.registration.renew()
         # Answers may overtake each other, and a token that is revoked stays revoked.
         self._revoked_tokens = self._revoked_tokens.union(orders.revoked_tokens)
         self._revoked_until = self._clock() + REVOKED_SECONDS
@@ -177,6 +177,11 @@ class Host:
             self.exports.give_up_others(orders.pending)
         for order in orders.savepoints:
             self.exports.take(order)
+
+    @property
+    def replaced(self) -> str | None:
+        """Return why this incarnation must end itself, once the coordinator has said so; else None."""
+        return self.registration.replaced
 
     @property
     def revoked_tokens(self) -> frozenset[str] | None:

@@ -74,8 +74,20 @@ class PreparedVersions:
             if known is None or known.version < version:
                 self._prepared[registration.run_id] = _Prepared(registration, version)
 
+    def _doubt(self, run_id: str) -> None:
+        """Take the next version for prepared if this host has no lease: other hosts may have made it meanwhile.
+
+        A host behind a cut cable is asked by clients that still reach it. As long as Spark has committed no batch
+        behind the last one that is known here, its answers are right.
+        """
+        newest = self._completed.newest(run_id)
+        registration = self._held.registrations.get(run_id)
+        if newest is not None and registration is not None and not self._registration.is_leased:
+            self.accepted(registration, newest.version + 1)
+
     def is_settled(self, run_id: str) -> bool:
         """Return whether the last version that was prepared here is known to be completed."""
+        self._doubt(run_id)
         prepared = self._prepared.get(run_id)
         return prepared is None or self._is_completed(run_id, prepared.version)
 
@@ -85,6 +97,7 @@ class PreparedVersions:
         Raises what the coordinator says of the run, and ``HostUnavailableError`` if storage or the coordinator does not
         say within ``seconds`` whether the version is completed.
         """
+        self._doubt(run_id)
         prepared = self._prepared.get(run_id)
         if prepared is None or self._is_completed(run_id, prepared.version):
             return
@@ -133,7 +146,8 @@ class PreparedVersions:
     def _take_commit(self, prepared: _Prepared) -> None:
         """Have the version completed if Spark has committed its batch."""
         of, version = prepared.registration, prepared.version
-        if self._is_being_prepared(of.run_id, version):
+        # A task that opened a partition here may have committed to another host since, if the lease is over.
+        if self._registration.is_leased and self._is_being_prepared(of.run_id, version):
             return
         storage = self._open_storage(of.checkpoint_location, of.storage_options)
         if not SparkCommits(storage).has(version - 1):

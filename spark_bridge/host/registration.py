@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from coordinator_actor.exceptions import StaleOwnerError, UnknownHostError, UnknownRunError
-from coordinator_actor.messages import HostInfo
+from coordinator_actor.exceptions import ReplacedHostError, StaleOwnerError, UnknownHostError, UnknownRunError
+from coordinator_actor.messages import HostInfo, HostOrders
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.host.held_partitions import HeldPartitions
 
@@ -18,17 +19,55 @@ T = TypeVar("T")
 
 
 class HostRegistration:
-    """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run."""
+    """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run.
 
-    def __init__(self, info: HostInfo, coordinator: CoordinatorPort, held: HeldPartitions) -> None:
+    ``clock`` is monotonic, in seconds. ``replaced`` says why this incarnation of the host must end itself, or is None.
+    """
+
+    def __init__(
+        self, info: HostInfo, coordinator: CoordinatorPort, held: HeldPartitions, clock: Callable[[], float]
+    ) -> None:
         self.info = info
         self.coordinator = coordinator
+        self.replaced: str | None = None
         self._held = held
+        self._clock = clock
+        self._lease_seconds = HostOrders(known=True).lease_seconds
+        self._leased_until = -math.inf
         self._registering: threading.Thread | None = None
 
     def register(self) -> None:
-        """Make this host known to the coordinator, reporting all that the host holds."""
-        self.coordinator.register_host(self.info, self._held.report())
+        """Make this host known to the coordinator, reporting all that the host holds.
+
+        Raises ``ReplacedHostError`` if another incarnation has taken the place of this one.
+        """
+        sent = self._clock()
+        try:
+            self.coordinator.register_host(self.info, self._held.report())
+        except ReplacedHostError as error:
+            self.replaced = str(error)
+            raise
+        self._runs_from(sent)
+
+    def renew(self) -> HostOrders:
+        """Send a heartbeat with what the host holds, and return the answer: the lease runs on from the sending."""
+        sent = self._clock()
+        orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, self._held.versions())
+        self._lease_seconds = orders.lease_seconds
+        if orders.known:
+            self._runs_from(sent)
+        return orders
+
+    def _runs_from(self, sent: float) -> None:
+        self._leased_until = max(self._leased_until, sent + self._lease_seconds)
+
+    @property
+    def is_leased(self) -> bool:
+        """Return whether the lease of this host runs: else another host may own its partitions, and complete versions.
+
+        The lease ends here no later than at the coordinator, which counts from the arrival of the heartbeat.
+        """
+        return self._clock() < self._leased_until
 
     def register_apart(self) -> None:
         """Register in a thread of its own, and wait 1 s for it.

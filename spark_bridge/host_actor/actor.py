@@ -86,6 +86,7 @@ class StateStoreHost:
             node_id=ray.get_runtime_context().get_node_id(),
             session_id=options.session_id,
             query_address=self._queries.server_address,
+            restart=restarts_of_this_actor(),
         )
         self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)
@@ -138,6 +139,18 @@ class StateStoreHost:
                 self._beat()
             except Exception:  # the thread must go on
                 log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
+            if self._host.replaced is not None:
+                self._end_process(self._host.replaced)
+
+    def _end_process(self, reason: str) -> None:
+        """End this process at once: another incarnation is the host.
+
+        Ray cannot do that. Its processes of this node have ended, or it takes the node for dead. Should Ray still take
+        this process for the host, Ray starts another incarnation, with a higher number.
+        """
+        log.error("This process ends: %s", reason)
+        self._clean_up()
+        os._exit(1)
 
     def _run_maintenance(self, interval: float) -> None:
         while not self._stopping.wait(interval):
@@ -196,6 +209,13 @@ class StateStoreHost:
     def __repr__(self) -> str:
         info = self._host.info
         return f"StateStoreHost({self._namespace}/{info.host_id} on {self._node_ip})"
+
+
+def restarts_of_this_actor() -> int:
+    """Return how many times Ray had started this process's actor before: of two incarnations, the higher one counts."""
+    actor_id = ray.get_runtime_context().get_actor_id()
+    assert actor_id is not None, "only an actor has restarts"
+    return int(ray._private.state.actors(actor_id)["NumRestarts"])
 
 
 def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:

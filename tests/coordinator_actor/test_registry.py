@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backends import StateStoreId, StateStoreProviderId
-from coordinator_actor.exceptions import UnknownHostError
+from coordinator_actor.exceptions import ReplacedHostError, UnknownHostError
 from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.handlers.instance_registry import InstanceRegistry
 from coordinator_actor.messages import HostInfo
@@ -203,3 +204,40 @@ def test_an_instance_costs_no_more_because_others_have_many() -> None:
     assert hashed == 0
     assert instances.locations([Counted(StateStoreId("/ck", "op", 0), "run8")]) == ["executor_hostA_e1"]
     assert hashed == 1
+
+
+def restarted(times: int, incarnation: str) -> HostInfo:
+    return msgspec.structs.replace(host(1, incarnation), restart=times)
+
+
+def test_an_incarnation_that_was_replaced_stays_replaced_whoever_speaks_last() -> None:
+    """A machine comes back from behind a cut cable, with a process that Ray has replaced meanwhile."""
+    hosts = HostRegistry()
+    hosts.register(restarted(0, "old"), 0.0)
+    hosts.register(restarted(1, "new"), 1.0)
+    with pytest.raises(ReplacedHostError, match=r"old .*restart 0.* was replaced by incarnation new \(restart 1\)"):
+        hosts.register(restarted(0, "old"), 2.0)
+    hosts.require("h1", "new")
+    assert hosts.expire(10.0) == ["h1"]
+    with pytest.raises(ReplacedHostError):  # also when the lease of the newer one is over
+        hosts.register(restarted(0, "old"), 11.0)
+    hosts.register(restarted(1, "new"), 12.0)
+    hosts.register(restarted(2, "newest"), 13.0)
+    hosts.require("h1", "newest")
+
+
+def test_a_coordinator_that_has_forgotten_all_lets_the_newer_incarnation_win() -> None:
+    hosts = HostRegistry()
+    hosts.register(restarted(0, "old"), 0.0)  # it speaks first to a coordinator that was just started
+    hosts.register(restarted(1, "new"), 1.0)
+    assert hosts.renew("h1", "old", 2.0) is None
+    with pytest.raises(ReplacedHostError):
+        hosts.register(restarted(0, "old"), 2.0)
+
+
+def test_the_hosts_on_dead_nodes_are_dropped() -> None:
+    hosts = HostRegistry()
+    for number in (1, 2, 3):
+        hosts.register(host(number, node=f"n{number % 2}"), 0.0)
+    assert [info.host_id for info in hosts.expire_nodes({"n1"})] == ["h1", "h3"]
+    assert hosts.of_session("s") == ["h2"]

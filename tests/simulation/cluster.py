@@ -34,6 +34,7 @@ class Cluster:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
+        self.dead_nodes: set[str] = set()
         self.coordinator: Process | None = None
         self.start_coordinator()
 
@@ -47,7 +48,11 @@ class Cluster:
         queries = QueryThreads()
         # Nothing is called before the constructor has ended.
         coordinator = process.memory["coordinator"] = Coordinator(
-            clock, self.world.disk.open, conf, apart=lambda query, work: queries.submit(query, partial(self._do, work))
+            clock,
+            self.world.disk.open,
+            conf,
+            apart=lambda query, work: queries.submit(query, partial(self._do, work)),
+            dead_nodes=lambda: self.dead_nodes,
         )
         process.memory["dispatcher"] = Dispatcher(coordinator, queries)
         process.on_death.append(lambda: s.at(0.2 + s.random.random() * 3, self._restart))
@@ -103,7 +108,10 @@ class HostSlot:
         self.host_id = f"host-{session.session_id}-{index}"
         self.local_dir = session.world.root / session.session_id / self.host_id
         self.process: Process | None = None
+        self.replaced: list[Process] = []
+        """Those that nobody kills though another one has taken their place: they must end themselves."""
         self._moves = 0
+        self._starts = 0
         self.start()
 
     def start(self) -> None:
@@ -117,30 +125,47 @@ class HostSlot:
         process = self.process = s.process(f"{self.host_id}/{incarnation}")
         process.on_death.append(lambda: s.at(0.3 + s.random.random() * 2, self._restart))
         process.memory["slot"] = self
-        s.spawn(process, lambda: self._run(process, incarnation), "start")
+        restart, self._starts = self._starts, self._starts + 1
+        node = f"node{self._moves} of {self.host_id}"
+        s.spawn(process, lambda: self._run(process, incarnation, node, restart), "start")
 
     def _restart(self) -> None:
-        if self.process is not None and not self.process.is_alive:
+        if self.process is not None and (not self.process.is_alive or not self.process.on_death):
             self.start()
 
     def replace(self) -> None:
-        """Its node is cut off from Ray; the old incarnation goes on for a while, and tasks may reach it."""
+        """Its node is cut off from Ray; the old incarnation goes on, and tasks may reach it.
+
+        The old one is killed some time later, or its cable is put in again. Ray may have declared its node dead, also
+        before there is another incarnation.
+        """
         s, old = self.session.world.scheduler, self.process
         if old is None or not old.is_alive:
             return
         s.log("CUT OFF", old.name)
         old.is_cut_off = True
         old.on_death.clear()
-        s.at(2.0 + s.random.random() * 15, lambda: s.kill(old))
+
+        def put_in_again() -> None:
+            s.log("CABLE of", old.name, "is in again")
+            old.is_cut_off = False
+
+        comes_back = s.random.random() < 0.5
+        s.at(2.0 + s.random.random() * 15, put_in_again if comes_back else lambda: s.kill(old))
+        if comes_back:
+            self.replaced.append(old)
+        if s.random.random() < 0.5:
+            self.session.cluster.dead_nodes.add(f"node{self._moves} of {self.host_id}")
         self._moves += 1
         self.local_dir = self.local_dir.with_name(f"{self.host_id}-moved{self._moves}")
-        self.start()
+        s.at(s.random.choice((0.0, 0.0, 20.0)) * s.random.random(), self._restart)
 
-    def _run(self, process: Process, incarnation: str) -> None:
+    def _run(self, process: Process, incarnation: str, node: str, restart: int) -> None:
         """What ``spark_bridge.host_actor.actor.StateStoreHost`` does when it is made."""
         world = self.session.world
         s = world.scheduler
-        info = HostInfo(self.host_id, incarnation, f"grpc://{process.name}", "node", self.session.session_id)
+        address = f"grpc://{process.name}"
+        info = HostInfo(self.host_id, incarnation, address, node, self.session.session_id, restart=restart)
         conf = StateStoreConf(
             provider=engine.FirstProvider.backend,
             compression="none",
@@ -165,7 +190,15 @@ class HostSlot:
             s.kill(process)
         process.memory["is_ready"] = True
         s.spawn(process, lambda: self._every(process, 1.0, made.maintenance.do_maintenance), "maintenance")
-        self._every(process, HEARTBEAT_SECONDS, made.heartbeat)
+        self._every(process, HEARTBEAT_SECONDS, lambda: self._beat(process, made))
+
+    def _beat(self, process: Process, host: Host) -> None:
+        try:
+            host.heartbeat()
+        finally:
+            if host.replaced is not None:
+                self.session.world.scheduler.log(process.name, "ends itself:", host.replaced)
+                self.session.world.scheduler.kill(process)
 
     def _every(self, process: Process, seconds: float, call: Callable[[], Any]) -> None:
         s = self.session.world.scheduler
@@ -212,7 +245,7 @@ class Session:
     def _died(self) -> None:
         """Ray ends the actors of a driver that is gone; Spark's executors notice as well."""
         s = self.world.scheduler
-        for process in [*self.executors, *(h.process for h in self.hosts)]:
+        for process in [*self.executors, *(p for h in self.hosts for p in (h.process, *h.replaced))]:
             if process is not None:
                 s.at(s.random.random() * 6, lambda process=process: s.kill(process))  # type: ignore[misc]
 

@@ -28,6 +28,7 @@ from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
 from coordinator_actor.durable.fencing import EPOCHS, Epochs
 from coordinator_actor.handlers import batches
+from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.query import recovery
 from coordinator_actor.query.query_state import QueryState
@@ -65,6 +66,16 @@ class PlantedFault:
     max_steps: int | None = STEPS
     test: str | None = None
     prepare: Prepare = as_it_is
+
+
+def last_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
+    register: Callable[..., None] = HostRegistry.register
+
+    def forgetting(self: Any, *args: Any) -> None:
+        self._newest.clear()
+        register(self, *args)
+
+    monkeypatch.setattr(HostRegistry, "register", forgetting)
 
 
 def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +339,13 @@ FAULTS: Sequence[PlantedFault] = (
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
         range(106, 206),
+    ),
+    PlantedFault(
+        "last-speaker",
+        "Of two incarnations of a host, the one that spoke last is the host.",
+        last_speaker,
+        test="tests/coordinator_actor/test_replaced_hosts.py::"
+        "test_a_replaced_host_learns_from_its_heartbeat_that_it_must_end",
     ),
     PlantedFault(
         "lost-orders",

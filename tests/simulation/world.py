@@ -433,6 +433,9 @@ class World:
         for slot in session.hosts:
             assert slot.process is not None
             host = slot.process.memory["host"]
+            for replaced in slot.replaced:
+                if replaced.is_alive:
+                    raise Violation(f"{replaced.name} still runs, though {slot.process.name} has taken its place.")
             if host.held.instances:
                 raise Violation(f"{slot.host_id} still holds {sorted(host.held.instances)} after the query has ended.")
         for stream in self.streams:

@@ -53,9 +53,9 @@ class CompletionWait:
         Nobody tells this host of versions if it has nothing of the run, nor that the run is over.
         """
         newest, now = self._host.completed.newest(run_id), time.monotonic()
-        if newest is not None and now - self._asked_at.get(run_id, 0.0) < ASK_COORDINATOR_SECONDS / 2:
-            return newest
         with self._lock:
+            if newest is not None and now - self._asked_at.get(run_id, 0.0) < ASK_COORDINATOR_SECONDS / 2:
+                return newest
             self._asked_at[run_id] = now
         try:
             return self._host.version_requests.completed_version(run_id, after + 1, _BRIEFLY_SECONDS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,11 @@ class HostWorld:
         backend: str = "file",
         *,
         wait_seconds: float = 20.0,
+        clock: Callable[[], float] = time.monotonic,
         **conf: Any,
     ) -> None:
         self.root = root
+        self.clock = clock
         self.n = n
         self.run = "run1"
         self.version = 0
@@ -76,7 +79,7 @@ class HostWorld:
         conf = StateStoreConf(provider=self.backend, fsync=False, **self.conf)
         info, local = self.world.host(i, incarnation), self.root / f"local{i}{incarnation}"
         port: Any = self.port
-        made = Host(info, port, local, conf=conf, open_storage=self.world.storage)
+        made = Host(info, port, local, conf=conf, open_storage=self.world.storage, clock=self.clock)
         made.register()
         return made
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordinator_actor.messages import HostOrders
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import prepared_versions
 from spark_bridge.queryable.reads.host_reads import HostReads
@@ -99,8 +100,37 @@ def looked(w: HostWorld) -> list[str]:
     return paths
 
 
+class Silence:
+    """The way to a coordinator that nobody reaches."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            raise HostUnavailableError("the cable is cut")
+
+        return call
+
+
+def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make):
+    """Behind a cut cable it hears of nothing, and other hosts own its partitions."""
+    now = [100.0]
+    w = make(clock=lambda: now[0])
+    w.batch(filled(1))
+    paths = looked(w)
+    w.port.c = Silence()
+    assert w.one(3) == (1, 1)
+    assert paths == [], "its lease still runs"
+    now[0] += HostOrders(known=True).lease_seconds
+    assert w.one(3) == (1, 1)
+    assert w.lookup([3]) == (1, [1])
+    assert set(paths) == {"commits/1"}
+    w.world.commit_spark(1)  # with changes that other hosts have taken
+    for read in READS.values():
+        with pytest.raises(HostUnavailableError, match="cable is cut"):
+            read(w)
+
+
 def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
-    w = make()
+    w = make(clock=lambda: 0.0)  # the lease never ends
     w.batch(filled(1))
     paths = looked(w)
     w.lookup(KEYS)
