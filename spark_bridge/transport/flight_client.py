@@ -30,6 +30,7 @@ from spark_bridge.transport.protocol import (
     ScanCommand,
     TaskIdentity,
 )
+from spark_bridge.transport.silent_hosts import calls
 from spark_bridge.transport.tls import TlsConf
 
 UNREACHABLE = (
@@ -39,6 +40,8 @@ UNREACHABLE = (
     flight.FlightInternalError,
 )
 
+CONNECT_MS = 3000
+"""A host has so long to take a connection: the first packet is sent again after 1 s."""
 REFUSED = (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError)
 
 
@@ -59,7 +62,8 @@ def _error_of(error: flight.FlightError) -> Exception:
 class HostClient:
     """Calls to the host at ``address``, each bounded by ``timeout`` seconds. ``grpc+tls://`` needs ``tls``.
 
-    Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer.
+    Every method raises the host's own errors, and ``HostUnavailableError`` when the host does not answer: after some
+    8 s if nobody is there any more who takes connections (``silent_hosts.py``).
     """
 
     def __init__(self, address: str, token: str, timeout: float = 60.0, tls: TlsConf | None = None) -> None:
@@ -67,8 +71,15 @@ class HostClient:
         if tls is None and address.startswith("grpc+tls:"):
             raise TlsError(f"{address} is to be called with TLS, and it is not said which certificates to trust.")
         arguments = {} if tls is None else tls.flight_client_arguments()
-        # Without these options gRPC shares one channel between clients, and its back-off outlives a restarted host.
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 200)]
+        # Without the first two gRPC shares one channel between clients, and its back-off outlives a restarted host. The
+        # third is the time to connect, else 20 s: a machine that is gone does not even refuse a connection.
+        options = [
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.max_reconnect_backoff_ms", 200),
+            ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
+        ]
+        ip, _, port = address.rpartition("//")[2].rpartition(":")
+        self._place = ip.strip("[]"), int(port)
         self._client = flight.FlightClient(address, generic_options=options, **arguments)
         self._options = flight.FlightCallOptions(
             timeout=timeout, headers=[(b"authorization", f"Bearer {token}".encode())]
@@ -76,7 +87,8 @@ class HostClient:
 
     def _action(self, name: str, body: object, answer: Any) -> Any:
         try:
-            results = list(self._client.do_action(flight.Action(name, msgspec.json.encode(body)), self._options))
+            with calls.watched(self._place):
+                results = list(self._client.do_action(flight.Action(name, msgspec.json.encode(body)), self._options))
         except flight.FlightError as error:
             raise _error_of(error) from None
         except pa.ArrowException as error:
@@ -126,12 +138,13 @@ class HostClient:
         """Return the values, and the metadata of their first batch."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
-            writer, reader = self._client.do_exchange(descriptor, self._options)
-            with writer:
-                writer.begin(KEYS_SCHEMA)
-                writer.write_batch(pa.record_batch([keys], schema=KEYS_SCHEMA))
-                writer.done_writing()
-                chunks = list(reader)
+            with calls.watched(self._place):
+                writer, reader = self._client.do_exchange(descriptor, self._options)
+                with writer:
+                    writer.begin(KEYS_SCHEMA)
+                    writer.write_batch(pa.record_batch([keys], schema=KEYS_SCHEMA))
+                    writer.done_writing()
+                    chunks = list(reader)
         except flight.FlightError as error:
             raise _error_of(error) from None
         except pa.ArrowException as error:
@@ -151,21 +164,24 @@ class HostClient:
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         is_stopped = False
         try:
-            writer, reader = self._client.do_exchange(descriptor, self._options)
-            with writer:
-                writer.begin(RANGES_SCHEMA)
-                bounds = [pa.array([r[i] for r in ranges], pa.binary()) for i in range(2)]
-                writer.write_batch(pa.record_batch(bounds, schema=RANGES_SCHEMA))
-                writer.done_writing()
-                try:
-                    for chunk in reader:
-                        if chunk.data is not None and chunk.data.num_rows:
-                            yield chunk.data
-                except GeneratorExit:
-                    # Else closing the writer would read the rest of the answer.
-                    reader.cancel()
-                    is_stopped = True
-                    raise
+            with calls.watched(self._place) as call:
+                writer, reader = self._client.do_exchange(descriptor, self._options)
+                with writer:
+                    writer.begin(RANGES_SCHEMA)
+                    bounds = [pa.array([r[i] for r in ranges], pa.binary()) for i in range(2)]
+                    writer.write_batch(pa.record_batch(bounds, schema=RANGES_SCHEMA))
+                    writer.done_writing()
+                    try:
+                        for chunk in reader:
+                            call.pause()
+                            if chunk.data is not None and chunk.data.num_rows:
+                                yield chunk.data
+                            call.go_on()
+                    except GeneratorExit:
+                        # Else closing the writer would read the rest of the answer.
+                        reader.cancel()
+                        is_stopped = True
+                        raise
         except flight.FlightError as error:
             if is_stopped:
                 return
@@ -177,13 +193,14 @@ class HostClient:
         """Commit a task's changes: column families and batches of ``COMMIT_SCHEMA``, fastest if sorted by key."""
         descriptor = flight.FlightDescriptor.for_command(msgspec.json.encode(command))
         try:
-            writer, reader = self._client.do_put(descriptor, COMMIT_SCHEMA, self._options)
-            with writer:
-                for family, batch in changes:
-                    writer.write_with_metadata(batch, family.encode())
-                writer.write_metadata(END_OF_CHANGES)
-                writer.done_writing()
-                answer = reader.read()
+            with calls.watched(self._place):
+                writer, reader = self._client.do_put(descriptor, COMMIT_SCHEMA, self._options)
+                with writer:
+                    for family, batch in changes:
+                        writer.write_with_metadata(batch, family.encode())
+                    writer.write_metadata(END_OF_CHANGES)
+                    writer.done_writing()
+                    answer = reader.read()
         except flight.FlightError as error:
             # If ``changes`` raised, that is why the host was not told the end of the changes.
             raise _error_of(error) from error.__context__

@@ -1,0 +1,173 @@
+"""A machine that is cut off sends no reset: calls to its host are given up because nobody takes connections there."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from pyarrow import flight
+
+from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.transport import silent_hosts
+from spark_bridge.transport.flight_client import HostClient
+from spark_bridge.transport.silent_hosts import SilentHosts
+from tests.patience import HANG, PATIENCE
+
+
+class Cable:
+    """The way to a server: while ``is_cut``, it passes nothing on, refuses nothing and takes no connection."""
+
+    def __init__(self, port: int) -> None:
+        self.connections = 0
+        self.cut = threading.Event()
+        self._port = port
+        self._open = ExitStack()
+        self._listener = self._open.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        self.port: int = self._listener.getsockname()[1]
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if self.cut.is_set():
+                # The queue of connections that nobody takes is full with this one and the next: the kernel drops more.
+                self._open.enter_context(client)
+                return
+            self.connections += 1
+            server = socket.create_connection(("127.0.0.1", self._port))
+            for pair in ((client, server), (server, client)):
+                self._open.enter_context(pair[0])
+                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if self.cut.is_set():
+                    return
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # closed at the end of the test
+
+    def take_out(self) -> None:
+        """Cut it, and wait until nobody takes connections any more."""
+        self.cut.set()
+        self._open.enter_context(socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE))
+        self._accepting.join(PATIENCE)
+        with pytest.raises(TimeoutError):
+            while True:
+                waiting = socket.create_connection(("127.0.0.1", self.port), timeout=0.3)
+                self._open.enter_context(waiting)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class Server(flight.FlightServerBase):  # type: ignore[misc]
+    """Answers an action when it is let go on; a commit, as long as somebody sends changes."""
+
+    def __init__(self) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self.is_asked = threading.Event()
+        self.may_answer = threading.Event()
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        self.is_asked.set()
+        assert self.may_answer.wait(HANG)
+        return iter([b"{}"])
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        yield made
+        made.may_answer.set()
+
+
+@pytest.fixture
+def cable(server: Server) -> Iterator[Cable]:
+    made = Cable(server.port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("SLOW_SECONDS", 0.1), ("WATCH_SECONDS", 0.05), ("PROBE_SECONDS", 0.3)):
+        monkeypatch.setattr(silent_hosts, name, seconds)
+
+
+def test_a_call_to_a_host_that_is_cut_off_ends_long_before_its_time(
+    server: Server, cable: Cable, quick: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = HostClient(f"grpc://127.0.0.1:{cable.port}", "token", timeout=10 * HANG)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(client.describe)
+        assert server.is_asked.wait(PATIENCE)
+        cable.take_out()
+        with pytest.raises(HostUnavailableError):
+            asked.result(HANG)
+    assert f"Nobody answers at 127.0.0.1:{cable.port}" in caplog.text
+    client.close()
+
+
+def test_a_call_to_a_host_that_takes_long_is_not_given_up(server: Server, cable: Cable, quick: None) -> None:
+    client = HostClient(f"grpc://127.0.0.1:{cable.port}", "token", timeout=10 * HANG)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(client.describe)
+        assert server.is_asked.wait(PATIENCE)
+        deadline = time.monotonic() + HANG
+        while cable.connections < 6:  # its own one, and as many probes
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not asked.done()
+        server.may_answer.set()
+        assert asked.result(HANG) == {}
+    client.close()
+
+
+def test_only_hosts_of_calls_that_wait_for_long_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = SilentHosts()
+    monkeypatch.setattr(hosts, "_run", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        with hosts.watched(("127.0.0.1", listener.getsockname()[1])) as call:
+            hosts.look()
+            call.since -= silent_hosts.SLOW_SECONDS + 1
+            call.pause()
+            hosts.look()
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            call.go_on()
+            call.since -= silent_hosts.SLOW_SECONDS + 1
+            hosts.look()
+            listener.accept()[0].close()
+        hosts.look()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_one_probe_without_an_answer_gives_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[tuple[str, int]] = []
+    monkeypatch.setattr(silent_hosts, "shut_down_connections", given_up.append)
+    hosts = SilentHosts()
+    monkeypatch.setattr(hosts, "_run", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = listener.getsockname()
+    with hosts.watched(place) as call:
+        call.since -= silent_hosts.SLOW_SECONDS + 1
+        hosts.look()
+        assert given_up == []
+        with socket.create_server(place):
+            hosts.look()
+        hosts.look()
+        assert given_up == [], "it has answered in between"
+        hosts.look()
+        assert given_up == [place]
