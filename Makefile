@@ -72,6 +72,10 @@ test-pythons: ## Run the tests without clusters, and the demo, on the other Pyth
 test-fast: $(STAMP) ## Run the tests that need neither Ray nor Spark, nor long (seconds)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not ray and not spark and not long" $(ARGS)
 
+.PHONY: lab
+lab: $(STAMP) ## Four machines on this one, a stream over them, and a prompt to kill, cut off and slow machines; needs root
+	@$(BIN)/python -m tests.lab $(ARGS)
+
 .PHONY: lint format
 lint: $(STAMP) ## Check style (ruff), types (mypy --strict) and layers (import-linter)
 	$(BIN)/ruff check .
