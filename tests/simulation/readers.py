@@ -114,6 +114,16 @@ class QueryClient:
         # What a host has no more, it loads from storage; a calm world is one in which nothing is loaded again.
         return At("version", max(0, seen - r.randint(0, OLDER)), held_only=self._world.is_calm)
 
+    def _is_contested(self, location: OperatorLocation) -> bool:
+        """Return whether an owner was cut off and replaced, and may have lived on.
+
+        Then both incarnations register again and again. Tasks go to the one, and questions to the other, which has not
+        heard of what came since.
+        """
+        processes = self._world.addresses.values()
+        replaced = {process.name.partition("/")[0] for process in processes if process.is_cut_off}
+        return any(owner.host_id in replaced for owner in location.owners)
+
     def _ask(self, stream: Stream, location: OperatorLocation, at: At) -> None:
         run_id, operator, now = location.run_id, location.operator.name, self._world.scheduler.now
         seen, committed = self._seen.get(run_id, 0), stream.committed.get(run_id, 0)
@@ -125,9 +135,7 @@ class QueryClient:
         if at.isolation == "completed":
             if version < seen:
                 raise Violation(f"A client that has seen version {seen} of {run_id} was answered version {version}.")
-            # A host that was replaced and lives on may register again, and has not heard of what came since.
-            is_replaced = any(self._world.addresses[o.query_address].is_cut_off for o in location.owners)
-            if version < committed and was_newest and not is_replaced:
+            if version < committed and was_newest and not self._is_contested(location):
                 raise Violation(f"Spark has committed version {committed} of {run_id}, and {version} was answered.")
             self._seen[run_id] = version
         is_newest = was_newest and run_id == stream.newest_run
