@@ -149,7 +149,7 @@ class BatchGrant(Struct, frozen=True):
 class OpenGrant(Struct, frozen=True):
     """The owner of one partition, and the file that its state at ``version`` ends with; see ``BatchGrant``.
 
-    ``is_prepared``: there is a prepared version above, whose batch Spark may have committed.
+    ``is_begun``: the batch above has begun, so Spark may have committed it, though nobody has said so yet.
     """
 
     owner: HostInfo
@@ -158,7 +158,7 @@ class OpenGrant(Struct, frozen=True):
     registration: QueryRegistration
     epoch: int = 0
     times: BatchTimes | None = None
-    is_prepared: bool = False
+    is_begun: bool = False
 
 
 class Acknowledge(Struct, frozen=True):

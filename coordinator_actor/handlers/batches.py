@@ -83,8 +83,8 @@ class Batches:
         # Without the lock of the run, which may be held over storage. The version first: the chain goes on having it.
         completed = run.versions.completed
         head = run.versions.head(completed, operator, partition)
-        is_prepared = completed + 1 in run.versions.chain
-        return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch, is_prepared=is_prepared)
+        is_begun = run.may_be_committed(completed)
+        return OpenGrant(owner, completed, head, run.registration, run.manifests.epoch, is_begun=is_begun)
 
     def completed(self, run_id: str, host_id: str) -> Completed:
         """See ``CoordinatorPort``."""

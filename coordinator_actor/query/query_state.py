@@ -72,6 +72,7 @@ class QueryState:
         self._times: tuple[int, BatchTimes] | None = None
         self._held_from: int | None = None
         self._held_by_record: int | None = None
+        self._begun_before: int | None = None
         self._announced: Completed | None = None
         self._announced_by_host: dict[str, Completed] = {}
 
@@ -194,6 +195,8 @@ class QueryState:
         following = versions.chain.get(versions.completed + 1)
         if following is not None and following.run_id == self.run_id:
             self.batch.restore_prepared(following)
+        if self.commits.has_begun(versions.completed):
+            self._begun_before = versions.completed
         versions.carry_snapshots()
         self.announce()
         hold = self.manifests.savepoints.hold_of(self.run_id)
@@ -235,6 +238,14 @@ class QueryState:
         if self._times is None or self._times[0] != batch_id:
             self._times = (batch_id, self.commits.times(batch_id))
         return self._times[1]
+
+    def may_be_committed(self, batch_id: int) -> bool:
+        """Return whether Spark may have committed a batch that is not known to be committed: the batch has begun.
+
+        A batch may have begun before this coordinator, which then knows only some of its acknowledgements. Needs no
+        lock.
+        """
+        return batch_id in (self.batch.highest_opened, self._begun_before) or batch_id + 1 in self.versions.chain
 
     def acknowledge(
         self,

@@ -111,8 +111,9 @@ class PartitionReads:
         another host's, and what the coordinator raises.
         """
         grant = self._own_grant(run_id, operator, partition)
-        if grant.is_prepared:
-            # The host may have begun anew since the version was prepared: it must not begin behind Spark.
+        if grant.is_begun:
+            # An earlier incarnation of this host, or another host, may have accepted changes of the batch: this one
+            # must not begin behind Spark.
             self._prepared.accepted(grant.registration, grant.version + 1)
             self._prepared.settle(run_id, LOOK_WAIT_SECONDS)
             grant = self._own_grant(run_id, operator, partition)

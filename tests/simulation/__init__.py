@@ -3,8 +3,9 @@
 Real are ``coordinator_actor.coordinator.Coordinator`` and all beneath it, ``spark_bridge.host.host.Host``,
 ``backends.partition.partition_state.PartitionState`` and ``spark_bridge.task.task_store.TaskStore``. Simulated are
 time, threads and locks, the network between processes (Ray calls and Flight alike), the checkpoint storage, the engine
-below a partition (in memory, and it outlives its process), and Spark's driver, its executors and their tasks. One
-seeded scheduler decides what happens next, so a seed always gives the same run.
+below a partition (in memory, and it outlives its process), and Spark's driver, its executors and their tasks. Query
+clients are the real router and the real reads of hosts, over the simulated network (``readers.py``). One seeded
+scheduler decides what happens next, so a seed always gives the same run.
 
 What goes wrong, in a mixture that the seed chooses: messages come late, out of order, twice or never; hosts are slow to
 register; storage is slow and fails, with or without having done what it was asked; coordinators, hosts, executors and
@@ -16,12 +17,14 @@ worlds a second query runs on the same hosts, and its storage hangs now and then
 which nothing else goes wrong.
 
 What is checked, most of it at the moment it could be broken: a task of batch N reads exactly version N; a query reads
-completed versions only; every manifest is made of durable, undamaged changelogs of one plan of one batch on the version
-below; no manifest counts that was written after a higher epoch was claimed; when Spark has logged a batch, its version
-is durable; no file is removed that a kept version needs; no task of the newest run is too late for a batch that Spark
-has not committed; no task fails by an error that nothing excuses; once all is well, the query goes on within bounded
-time, no task fails, what is not kept is removed, what has ended is unloaded; no batch of the first query is slow
-because the storage of the second one hangs (in a calm world); and every kept version opens from storage alone with
+completed versions only, one version in each answer, none older than what the client has seen or than what Spark had
+committed when the client asked, and of each version what the attempts made that its manifest names; every manifest is
+made of durable, undamaged changelogs of one plan of one batch on the version below; no manifest counts that was written
+after a higher epoch was claimed; when Spark has logged a batch, its version is durable; no file is removed that a kept
+version needs; no task of the newest run is too late for a batch that Spark has not committed; no task fails by an error
+that nothing excuses; once all is well, the query goes on within bounded time, no task fails, what is not kept is
+removed, what has ended is unloaded; no batch of the first query is slow because the storage of the second one hangs,
+and no state of the first one is loaded again (in a calm world); and every kept version opens from storage alone with
 exactly the right content.
 
 ``planted_faults.py`` has deliberate faults of the protocol, by which all this is tried.
@@ -54,6 +57,9 @@ Bugs that it found (how each is mended stands behind it):
   newest manifest again under its own epoch (seed 1255).
 - With its clock turned back by 100 s, a coordinator removed no files and dropped no lost hosts for 100 s. The actor's
   clock never goes back now; here clocks are turned back by up to 5 s all the same (``World._turn_clock``).
+- A host died after it had acknowledged changes of the running batch. Its successor loaded the partition for a query,
+  was told of no prepared version, and so did not look at Spark's log: it answered from the version before, though Spark
+  had committed the batch. Whoever loads a partition for a query while a batch runs looks now (seed 991662605).
 - Coordinator and hosts died with a batch that Spark had committed and no manifest named, and the user restarted with
   another number of partitions: refused. Epochs now say in which layouts a run keeps its operators, and the version is
   put together in those (seed 2244).

@@ -16,9 +16,11 @@ from coordinator_actor.dispatcher import Dispatcher
 from coordinator_actor.messages import HostInfo
 from coordinator_actor.query_threads import QueryThreads
 from spark_bridge.host.host import Host
+from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.simulation import engine
 from tests.simulation import scheduler as scheduling
 from tests.simulation.network import KNOWN_ERRORS, SimulatedPort, UnreachableError
+from tests.simulation.readers import query_address
 from tests.simulation.scheduler import Process, Task
 
 if TYPE_CHECKING:
@@ -164,8 +166,8 @@ class HostSlot:
         """What ``spark_bridge.host_actor.actor.StateStoreHost`` does when it is made."""
         world = self.session.world
         s = world.scheduler
-        address = f"grpc://{process.name}"
-        info = HostInfo(self.host_id, incarnation, address, node, self.session.session_id, restart=restart)
+        session_id, asked_at = self.session.session_id, query_address(process.name)
+        info = HostInfo(self.host_id, incarnation, f"grpc://{process.name}", node, session_id, asked_at, restart)
         conf = StateStoreConf(
             provider=engine.FirstProvider.backend,
             compression="none",
@@ -182,7 +184,8 @@ class HostSlot:
             clock=world.clock_of(process),
         )
         process.memory["host"] = made
-        world.addresses[info.address] = process
+        process.memory["reads"] = HostReads(made)
+        world.addresses[info.address] = world.addresses[info.query_address] = process
         try:
             made.register()
         except KNOWN_ERRORS as error:

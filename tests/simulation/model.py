@@ -121,6 +121,21 @@ class Model:
         if value is not None and value[DIGEST:].decode() not in self.named:
             raise Violation(f"A query read {value!r} for {key!r} of {operator}: no manifest ever named that attempt.")
 
+    def check_answer(
+        self, version: int, operator: str, keys: list[bytes], contents: list[bytes | None], is_newest: bool
+    ) -> None:
+        """A query client reads one completed version, and of it what the attempts made that its manifest names."""
+        for key, content in zip(keys, contents, strict=True):
+            self.check_read(operator, key, content)
+        made = self.chain().get(version)
+        # The versions of a run that has been replaced may have been replaced themselves.
+        if made is None or not is_newest:
+            return
+        expected = [self.plan_of_manifest[made.id].values.get((operator, key)) for key in keys]
+        if (values := [value_in(content) for content in contents]) != expected:
+            raise Violation(f"Version {version} of {operator} was read as {values}, and is {expected}.")
+        self.check_attempts(made.id, operator, keys, contents)
+
     def check_task_read(
         self, plan: Plan, operator: str, keys: list[bytes], contents: list[bytes | None], is_newest: bool
     ) -> None:

@@ -34,7 +34,10 @@ class Faults:
 
 @dataclass
 class Disk:
-    """What is stored, by location and the first part of the path. ``watch`` hears of every change, as it happens."""
+    """What is stored, by location and the first part of the path.
+
+    ``watch`` hears of every change and every read, as it happens.
+    """
 
     faults: Faults
     files: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)
@@ -119,7 +122,12 @@ class SimulatedStorage:
 
     def get(self, path: str) -> bytes:
         """A file's content."""
-        data = self._call("read", path, lambda: self._disk.directory(self.location, path).get(path))
+
+        def read() -> bytes | None:
+            self._disk.watch("read", self.location, path)
+            return self._disk.directory(self.location, path).get(path)
+
+        data = self._call("read", path, read)
         if data is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return data

@@ -23,6 +23,8 @@ class Stream:
     newest_run: str = ""
     num_runs: int = 0
     batches: int = 0
+    committed: dict[str, int] = field(default_factory=dict)
+    """By run, the version of the last batch that Spark has committed."""
 
     @property
     def checkpoint(self) -> str:

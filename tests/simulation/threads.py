@@ -101,6 +101,34 @@ class RLock(Lock):
     __slots__ = ()
 
 
+class Semaphore:
+    """``threading.Semaphore``."""
+
+    def __init__(self, value: int = 1) -> None:
+        self._left = value
+        self._changed = Condition(Lock())
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """As ``threading.Semaphore.acquire``."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._left > 0, timeout if blocking else 0.0):
+                return False
+            self._left -= 1
+            return True
+
+    def release(self) -> None:
+        """As ``threading.Semaphore.release``."""
+        with self._changed:
+            self._left += 1
+            self._changed.notify()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
 class Condition:
     """``threading.Condition``."""
 
@@ -307,6 +335,24 @@ class Future:
         return self._error
 
 
+@dataclasses.dataclass(frozen=True)
+class Waited:
+    """What ``wait`` returns: the futures that have ended, and the others."""
+
+    done: set[Future]
+    not_done: set[Future]
+
+
+def wait(futures: Iterable[Future], timeout: float | None = None) -> Waited:
+    """As ``concurrent.futures.wait``."""
+    s = scheduling.active
+    asked = list(futures)
+    until = None if timeout is None else s.now + timeout
+    for future in asked:
+        future._is_done.wait(None if until is None else max(0.0, until - s.now))
+    return Waited({f for f in asked if f.done()}, {f for f in asked if not f.done()})
+
+
 class Pool:
     """``ThreadPoolExecutor``. Work that somebody waits for at once is done on the spot."""
 
@@ -396,6 +442,7 @@ class _Uuid:
 THREADING = types.SimpleNamespace(
     Lock=Lock,
     RLock=RLock,
+    Semaphore=Semaphore,
     Condition=Condition,
     Event=Event,
     Thread=Thread,
@@ -418,6 +465,8 @@ MODULES = (
     "backends.formats.retention",
     "coordinator_actor.",
     "spark_bridge.host.",
+    "spark_bridge.queryable.reads.",
+    "spark_bridge.queryable.routing.",
     "spark_bridge.task.task_store",
 )
 """The modules under test, and beginnings of their names."""
@@ -454,6 +503,7 @@ def installed(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
         (threading, THREADING),
         (ThreadPoolExecutor, Pool),
         (futures.Future, Future),
+        (futures.wait, wait),
         (real_uuid, _Uuid),
         (time, TIME),
         (random, types.SimpleNamespace(uniform=_uniform)),

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from backends.conf import StateStoreConf
+from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats.file_names import partition_directory, version_in
@@ -29,7 +30,8 @@ from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
 from tests.simulation.driver import KEEP, HostClient, PerProcess, Query, QueryFailedError
 from tests.simulation.model import Model
-from tests.simulation.network import KNOWN_ERRORS, Network, UnreachableError
+from tests.simulation.network import Network
+from tests.simulation.readers import QueryClient
 from tests.simulation.scheduler import Process, Scheduler, Violation
 from tests.simulation.storage import Disk, Faults
 from tests.simulation.stream import Stream
@@ -41,6 +43,8 @@ PATIENCE = 400.0
 """Virtual seconds within which a healthy world must have done ``BATCHES_AFTER`` batches."""
 CALM_BATCH = 0.5
 """Virtual seconds that a batch may take where nothing ails its own query: three times what was seen."""
+SETTLED_BATCHES = 3
+"""In a calm world each partition has been opened by its owner after so many batches."""
 SETTLED_AFTER = 90.0
 """Virtual seconds of health after which no task fails any more."""
 
@@ -110,7 +114,8 @@ class World:
         self.restless = 3.0 if self.is_calm else r.choice((1.0, 3.0, 10.0))
         self.troubled_for = r.choice((20.0, 40.0, 80.0))
         self.parted = 0.15  # the probability that a driver which starts again does so in a second cluster
-        self.schema = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())])).to_json()
+        rows = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.int64())]))
+        self.schema = OperatorSchema.of_rows(rows).to_json()
         self.clock_offset = 1000.0
         self.disk = Disk(self.faults, watch=self._watch)
         self.network = Network(self.faults, self._acknowledged)
@@ -136,7 +141,7 @@ class World:
         s = self.scheduler
         self.clusters.append(Cluster(self, "cluster0"))
         self.start_session()
-        s.spawn(self.outside, self._reads, "query client")
+        s.spawn(self.outside, QueryClient(self).run, "query client")
         s.spawn(self.outside, self._trouble, "trouble")
 
     def start_session(self) -> Session:
@@ -322,44 +327,12 @@ class World:
 
         self.scheduler.at(20.0, again)
 
-    def _reads(self) -> None:
-        """A query client: what it reads must be completed."""
-        s = self.scheduler
-        while True:
-            s.sleep(s.random.random() * 3)
-            session = self.sessions[-1]
-            stream = s.random.choice(self.streams)
-            operator = s.random.choice(stream.model.operators)
-            try:
-                location = session.cluster.port().locate(operator, stream.name)
-                partition = s.random.randrange(location.operator.num_partitions)
-                keys = [k for k in model.KEYS if model.partition_of(k, location.operator.num_partitions) == partition]
-                owner = location.owners[partition]
-                process = self.addresses[owner.address]
-                run_id = location.run_id
-
-                def read(
-                    process: Process = process,
-                    run_id: str = run_id,
-                    operator: str = operator,
-                    partition: int = partition,
-                    keys: list[bytes] = keys,
-                ) -> Any:
-                    return process.memory["host"].reads.get_many(
-                        run_id, operator, partition, None, model.to_array(keys)
-                    )
-
-                values = self.network.call(process, "read", read, 20.0, through_ray=False).to_pylist()
-            except (UnreachableError, *KNOWN_ERRORS) as error:
-                s.log("a query was not answered:", type(error).__name__)
-                continue
-            for key, value in zip(keys, values, strict=True):
-                stream.model.check_read(operator, key, value)
-
     # -- what must hold ------------------------------------------------------------------------
 
     def _watch(self, verb: str, location: str, path: str) -> None:
-        """A file has come or gone; called at that moment."""
+        """A file has come or gone, or is read; called at that moment."""
+        if verb == "read" and self.is_calm and not self._is_over:
+            self._check_calm_read(location, path)
         if verb == "put" and self._ambush is not None and self._ambush[0] in path:
             self.scheduler.at(self.scheduler.random.random() * 0.02, self._ambush[1])
             self._ambush = None
@@ -378,6 +351,15 @@ class World:
             files = self.disk.all_files(stream.state)
             stream.model.check_durable(plan, run_id, files, *stream.layout_of_run[run_id])
             stream.model.spark_commits(plan)
+            stream.committed[run_id] = plan.batch + 1
+
+    def _check_calm_read(self, location: str, path: str) -> None:
+        """Check that hosts which go on holding a query read no state of it: each read is a request that is paid for."""
+        stream = self.streams[0]
+        is_state = location == stream.state and path.endswith((".changelog", ".sst"))
+        # Of a request that fails nobody knows what it has done, so the state is loaded.
+        if is_state and stream.batches >= SETTLED_BATCHES and not self.faults.storage_error:
+            raise Violation(f"{path} of {stream.name} is read behind batch {stream.batches}, though nothing has moved.")
 
     def _acknowledged(self, coordinator: str, messages: Any, answers: Any) -> None:
         """A coordinator answers acknowledgements."""

@@ -58,8 +58,11 @@ class HostReads:
     ) -> None:
         self._host = host
         self._now_ms = now_ms
-        self._reader = VersionedReader(host, VersionCopies(host, wait_seconds=wait_seconds), wait_seconds)
-        self._changes = ChangeFeed(host, wait_seconds)
+        # The clock as it is now, not as it was when the modules were imported: the simulation has one of its own.
+        self._reader = VersionedReader(
+            host, VersionCopies(host, time.monotonic, wait_seconds=wait_seconds), wait_seconds
+        )
+        self._changes = ChangeFeed(host, wait_seconds, time.monotonic)
         self._directory = OperatorDirectory(host)
         self._completion = CompletionWait(host, wait_seconds, self._directory.forget)
         self._plans: BoundedDict[tuple[str, str], OperatorPlan] = BoundedDict(MAX_PLANS)

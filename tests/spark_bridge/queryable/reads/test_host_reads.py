@@ -422,6 +422,31 @@ def test_every_retained_version_can_be_read_from_memory_or_storage(make, backend
         w.scan(exactly(1, held_only=True))
 
 
+def test_a_named_version_is_what_its_manifest_names_and_not_what_this_host_has_made_of_it(make):
+    w = make(hosts=2, n=4)
+    w.batch(filled(1))
+    owners = [o.host_id for o in w.reads[0].locate("op", None).owners]
+    moved = owners.index("h0")
+    key = next(k for k, p in zip(KEYS, partitions_of(KEYS, 4), strict=True) if p == moved)
+    w.write(filled(2))
+    # The task of the partition runs again, at the host that owns the partition by now. The manifest names its changes.
+    run = w.c.registries.runs.by_id[w.run]
+    current = run.assignment.current
+    moves = type(current).of(99, current.generation, current.hosts, dict.fromkeys(run.tasks(), "h1"))
+    run.assignment.change(moves, is_balanced=True)
+    w.hosts[1].grants.forget(w.run)  # as a host that begins anew
+    task = w.task(moved)
+    assert w.hosts[1].open(task).redirect is None
+    w.hosts[1].commit(task, changes_of(filled(3), moved, 4), {})
+    w.complete(tell=False)
+    held = w.instance(moved).state
+    assert [(meta.version, is_accepted) for meta, _, is_accepted in held.pending()] == [(2, True)]
+    assert w.lookup([key], exactly(2)) == (2, [3])
+    assert w.one(key, exactly(2)) == (2, 3)
+    with pytest.raises(StateVersionError, match=f"Version 2 of partition {moved} .*not held here; version 1 is"):
+        w.lookup([key], exactly(2, held_only=True))
+
+
 def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     w = make()
     for value in range(1, 10):

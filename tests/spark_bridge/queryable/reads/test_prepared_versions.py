@@ -15,7 +15,7 @@ from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host import prepared_versions
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.patience import HANG
-from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld
+from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, partitions_of
 from tests.spark_bridge.queryable.memory_reads import eventually
 
 KEYS = range(8)
@@ -81,6 +81,28 @@ def test_a_host_that_begins_anew_does_not_begin_behind_spark(make):
     w.reads[0] = HostReads(anew, wait_seconds=HANG)
     assert w.one(3) == (2, 2)
     assert w.scan() == (2, filled(2))
+
+
+@pytest.mark.parametrize("has_coordinator_restarted", [False, True])
+def test_a_host_that_begins_anew_within_a_batch_does_not_stay_behind_spark(make, has_coordinator_restarted):
+    """Its predecessor had accepted changes, and the host itself accepts none: nobody tells it of the commit."""
+    w = make(hosts=2)
+    w.batch(filled(1))
+    of_predecessor = [owner.host_id for owner in w.reads[0].locate("op", None).owners].index("h0")
+    key = KEYS[partitions_of(KEYS, 2).index(of_predecessor)]
+    w.write(filled(2), partitions=[of_predecessor])
+    w.hosts[0].close()
+    if has_coordinator_restarted:
+        w.port.c = w.c = w.world.coordinator(0)
+        w.hosts[1].heartbeat()
+        w.register(w.run)
+    w.hosts[0] = w.host(0, incarnation="b")
+    w.reads[0] = HostReads(w.hosts[0], wait_seconds=HANG)
+    assert w.one(key) == (1, 1), "loaded before anything else of the batch is known"
+    assert w.reads[0].locate("op", None).owners[1 - of_predecessor].host_id == "h1"
+    w.write(filled(2), partitions=[1 - of_predecessor])
+    w.world.commit_spark(w.version)
+    assert w.one(key) == (2, 2)
 
 
 def test_a_version_that_spark_has_not_committed_is_not_seen(make):

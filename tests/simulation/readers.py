@@ -1,0 +1,132 @@
+"""A query client: the real router and the real reads of hosts, over the simulated network.
+
+The client looks at each answer as its user would. ``model.py`` says what an answer may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from coordinator_actor.messages import OperatorLocation
+from spark_bridge.exceptions import ConnectionClosedError
+from spark_bridge.queryable.protocol.byte_arrays import pack_bytes, unpack_bytes
+from spark_bridge.queryable.protocol.messages import At, LookupReply, LookupRequest
+from spark_bridge.queryable.routing.router import StateRouter
+from tests.simulation import model
+from tests.simulation.network import KNOWN_ERRORS, UnreachableError
+from tests.simulation.scheduler import Task, Violation
+from tests.simulation.stream import Stream
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+ANSWER_SECONDS = 20.0
+"""A client waits so long for an answer."""
+EXACT = 0.3
+"""How often a client asks for one of the last versions, and not for the last completed one."""
+OLDER = 3
+"""So many versions before the last one that it has seen a client asks for at most."""
+
+
+def query_address(process_name: str) -> str:
+    """Return where the host that runs in this process answers query clients."""
+    return f"kv://{process_name}"
+
+
+class _Exchange:
+    """A request that is under way: a task of the client's process waits for the answer."""
+
+    def __init__(self, world: World, address: str, task: Task) -> None:
+        self.address = address
+        self._world = world
+        self._task = task
+        task.on_end = lambda task: None
+
+    def finish(self) -> tuple[LookupReply, bytes]:
+        """See ``KvExchange``."""
+        self._world.scheduler.join(self._task)
+        if isinstance(self._task.error, UnreachableError):
+            raise ConnectionClosedError(f"{self.address}: {self._task.error}") from self._task.error
+        if self._task.error is not None:
+            raise self._task.error
+        answer: tuple[LookupReply, bytes] = self._task.result
+        return answer
+
+    def abandon(self) -> None:
+        """See ``KvExchange``. The answer is thrown away when it comes."""
+
+
+class SimulatedConnections:
+    """``spark_bridge.queryable.protocol.connections.KvConnections`` for look-ups, over the simulated network."""
+
+    timeout = ANSWER_SECONDS
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def begin(self, address: str, header: LookupRequest, body: bytes, deadline: float) -> _Exchange:
+        """See ``KvConnections``."""
+        world = self._world
+        process = world.addresses[address]
+
+        def answer() -> tuple[LookupReply, bytes]:
+            version, values = process.memory["reads"].lookup(header, unpack_bytes(body))
+            return LookupReply(version), pack_bytes(values)
+
+        def ask() -> Any:
+            seconds = max(0.0, deadline - world.scheduler.now)
+            return world.network.call(process, "lookup", answer, seconds, through_ray=False)
+
+        return _Exchange(world, address, world.scheduler.spawn(world.outside, ask, "look-up"))
+
+
+class QueryClient:
+    """Asks for all keys of some operator again and again. ``seen`` is the newest version that it saw of each run."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        clock: Callable[[], float] = lambda: world.scheduler.now  # noqa: E731
+        connections: Any = SimulatedConnections(world)
+        self._router = StateRouter(connections, clock=clock, sleep=world.scheduler.sleep)
+        self._seen: dict[str, int] = {}
+
+    def run(self) -> None:
+        """Ask until the world ends."""
+        s = self._world.scheduler
+        while True:
+            s.sleep(s.random.random() * 3)
+            stream = s.random.choice(self._world.streams)
+            operator = s.random.choice(stream.model.operators)
+            try:
+                location = self._world.sessions[-1].cluster.port().locate(operator, stream.name)
+                self._ask(stream, location, self._version(location.run_id))
+            except (UnreachableError, *KNOWN_ERRORS) as error:
+                s.log("a query was not answered:", type(error).__name__, str(error))
+
+    def _version(self, run_id: str) -> At:
+        r = self._world.scheduler.random
+        seen = self._seen.get(run_id, 0)
+        if not seen or r.random() >= EXACT:
+            return At()
+        # What a host has no more, it loads from storage; a calm world is one in which nothing is loaded again.
+        return At("version", max(0, seen - r.randint(0, OLDER)), held_only=self._world.is_calm)
+
+    def _ask(self, stream: Stream, location: OperatorLocation, at: At) -> None:
+        run_id, operator, now = location.run_id, location.operator.name, self._world.scheduler.now
+        seen, committed = self._seen.get(run_id, 0), stream.committed.get(run_id, 0)
+        was_newest = run_id == stream.newest_run
+        keys = pa.array(model.KEYS, pa.binary())
+        version, values = self._router.lookup(location, "default", keys, at, now + ANSWER_SECONDS)
+        if at.isolation == "version" and version != at.version:
+            raise Violation(f"Version {at.version} of {run_id} was asked for, and version {version} answered.")
+        if at.isolation == "completed":
+            if version < seen:
+                raise Violation(f"A client that has seen version {seen} of {run_id} was answered version {version}.")
+            if version < committed and was_newest:
+                raise Violation(f"Spark has committed version {committed} of {run_id}, and {version} was answered.")
+            self._seen[run_id] = version
+        is_newest = was_newest and run_id == stream.newest_run
+        stream.model.check_answer(version, operator, list(model.KEYS), values.to_pylist(), is_newest)
