@@ -14,7 +14,6 @@ from backends.exceptions import (
     LoadEndedError,
     LocalStateDamagedError,
     MissingFileError,
-    StateStoreError,
     StorageError,
     StoreClosedError,
 )
@@ -25,6 +24,7 @@ from coordinator_actor.messages import Completed, OpenGrant
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
+from spark_bridge.host.file_lease import FileLease
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import Instance, InstanceKey, spec_of
@@ -38,8 +38,6 @@ KEPT_SECONDS = 600.0
 """What a load has left that did not come through is removed if no other goes on with it for so long."""
 READ_SECONDS = 10.0
 """So long a read waits for a task's load of the same partition: its thread is needed for reads of other queries."""
-RENEW_SECONDS = 300.0
-"""The coordinator is told so often that a load goes on: it believes that for 900 s, and lets no file of it go."""
 
 
 class PartitionLoading:
@@ -228,19 +226,8 @@ class PartitionLoading:
         run_id = grant.registration.run_id
         _, operator, partition = key
         what = f"version {grant.version} of operator {operator!r}, partition {partition} (run {run_id})"
-        renewed = self._clock()
-
-        def renew() -> None:
-            nonlocal renewed
-            if self._clock() - renewed < RENEW_SECONDS:
-                return
-            renewed = self._clock()
-            try:
-                self._registration.coordinator.lineage(run_id, operator, partition, grant.version)
-            except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-                log.warning("The coordinator was not told that %s is still being loaded: %s", what, error)
-
-        watch = LoadWatch(what, is_abandoned=is_abandoned, on_step=renew, clock=self._clock)
+        lease = self._lease(run_id, operator, partition, grant.version)
+        watch = LoadWatch(what, is_abandoned=is_abandoned, on_step=lease.renew, clock=self._clock)
         with self._held.lock:
             self._watches[key] = (grant, watch)
         try:
@@ -248,6 +235,11 @@ class PartitionLoading:
         finally:
             with self._held.lock:
                 del self._watches[key]
+
+    def _lease(self, run_id: str, operator: str, partition: int, version: int) -> FileLease:
+        """Return the lease of a load of this host's own partition. It ends with the first changes to the partition."""
+        use = self._registration.info.host_id
+        return FileLease(self._registration, run_id, operator, partition, version, use=use, clock=self._clock)
 
     def _end_older_load(self, key: InstanceKey, grant: OpenGrant) -> None:
         """Have a load for an older run end: the run of the grant needs the partition."""
@@ -288,7 +280,7 @@ class PartitionLoading:
             return False
         lineage = Lineage(0)
         if grant.head is not None:
-            lineage = self._registration.coordinator.lineage(*instance.run_key, grant.version)
+            lineage = self._lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
         state.load(lineage, watch)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
