@@ -92,7 +92,7 @@ class CoordinatorPort:
         """Make a host known, or known again, with all it holds: runs, and acknowledgements of running batches.
 
         The host is known at once. Its report is taken up within a second, or, where the storage of a query hangs, when
-        that goes on.
+        that goes on. What cannot be taken up, for a query's storage fails, a heartbeat asks for again.
         """
 
     @message(Group.LEASES)

@@ -86,7 +86,7 @@ class Host:
         self.completed = CompletedVersions()
         self.held = HeldPartitions(self.completed)
         self.files = PartitionFiles(local_dir, info.incarnation, conf, open_storage)
-        registration = self.registration = HostRegistration(info, coordinator, self.held)
+        registration = self.registration = HostRegistration(info, coordinator, self.held, clock)
         self.version_requests = VersionRequests(registration, self.held, self.completed)
         self.grants = Grants(registration, self.completed, clock)
         self.loading = PartitionLoading(

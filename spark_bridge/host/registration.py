@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,14 +18,30 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+REGISTER_SECONDS = 1.0
+"""For readers, of which there may be any number, the host registers again at most once in so many seconds."""
+_UNKNOWN = (UnknownRunError, UnknownHostError, StaleOwnerError)
+
 
 class HostRegistration:
-    """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run."""
+    """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run.
 
-    def __init__(self, info: HostInfo, coordinator: CoordinatorPort, held: HeldPartitions) -> None:
+    Thread-safe. ``_lock`` guards when the host has registered for a reader last, by ``clock``.
+    """
+
+    def __init__(
+        self,
+        info: HostInfo,
+        coordinator: CoordinatorPort,
+        held: HeldPartitions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.info = info
         self.coordinator = coordinator
         self._held = held
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._registered_for_reader = -math.inf
         self._registering: threading.Thread | None = None
 
     def register(self) -> None:
@@ -50,13 +68,32 @@ class HostRegistration:
         """Call the coordinator; if it does not know this host or run (it was restarted), register and call again."""
         try:
             return call()
-        except (UnknownRunError, UnknownHostError, StaleOwnerError):
+        except _UNKNOWN:
             self.register()
             return call()
 
     def call_about(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run. Only of a run that this host holds can it tell the coordinator anew."""
-        return self.call(call) if run_id in self._held.registrations else call()
+        """Call the coordinator about a run, for a reader. Only of a run that this host holds can it tell anew.
+
+        The host registers again at most once in ``REGISTER_SECONDS``: a coordinator that was just started may not know
+        an owner yet, however often it is told of the run. Raises what the coordinator says then, for the reader to ask
+        again.
+        """
+        try:
+            return call()
+        except _UNKNOWN:
+            if run_id not in self._held.registrations or not self._is_register_due():
+                raise
+        self.register()
+        return call()
+
+    def _is_register_due(self) -> bool:
+        with self._lock:
+            now = self._clock()
+            if now - self._registered_for_reader < REGISTER_SECONDS:
+                return False
+            self._registered_for_reader = now
+            return True
 
     def owns(self, owner: HostInfo) -> bool:
         """Return whether ``owner`` is this very incarnation of this host."""
