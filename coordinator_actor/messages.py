@@ -297,7 +297,8 @@ class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 
     ``savepoints`` come again until the partitions are acknowledged. A savepoint that is not ``pending`` (checkpoint ids
-    by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens.
+    by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens. For ``lease`` seconds
+    from the heartbeat on, no partition of the host is given to another host where no batch begins.
     """
 
     known: bool
@@ -306,6 +307,7 @@ class HostOrders(Struct, frozen=True):
     savepoints: tuple[SavepointOrder, ...] = ()
     pending: dict[str, list[int]] = field(default_factory=dict)
     revoked_tokens: tuple[str, ...] = ()
+    lease: float = 0.0
 
 
 class RunningOperator(Struct, frozen=True):

@@ -143,6 +143,7 @@ class Hosts:
             savepoints=savepoints,
             pending={run_id: ids for run_id, ids in pending.items() if ids},
             revoked_tokens=self._tokens.revoked(),
+            lease=self._timeout,
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:

@@ -128,6 +128,7 @@ class Host:
         ``PartitionMismatchError`` if the task opens the partition a second time, and what loading and the coordinator
         raise.
         """
+        asked = self._clock()
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
             return OpenReply(grant.owner.address, grant.version)
@@ -139,7 +140,7 @@ class Host:
         self.counters.add("opens")
         with self.held.lock:
             if instance.invocations_of != task.batch_id:
-                instance.invocations, instance.invocations_of = {}, task.batch_id
+                instance.invocations, instance.invocations_of, instance.opened_at = {}, task.batch_id, asked
             earlier = instance.invocations.setdefault(task.attempt, task.invocation)
         if earlier != task.invocation:
             raise PartitionMismatchError(
@@ -164,7 +165,9 @@ class Host:
 
     def heartbeat(self) -> None:
         """Renew the lease and carry out what the coordinator answers. Waits for the storage of no query."""
+        sent = self._clock()
         orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, self.held.versions())
+        self.registration.renewed(sent, orders.lease, is_known=orders.known)
         # Answers may overtake each other, and a token that is revoked stays revoked.
         self._revoked_tokens = self._revoked_tokens.union(orders.revoked_tokens)
         self._revoked_until = self._clock() + REVOKED_SECONDS

@@ -42,11 +42,29 @@ class HostRegistration:
         self._clock = clock
         self._lock = threading.Lock()
         self._registered_for_reader = -math.inf
+        self._registered_at = -math.inf
+        self._leased_until = -math.inf
         self._registering: threading.Thread | None = None
 
     def register(self) -> None:
         """Make this host known to the coordinator, reporting all that the host holds."""
-        self.coordinator.register_host(self.info, self._held.report())
+        self._registered_at = self._clock()
+        try:
+            self.coordinator.register_host(self.info, self._held.report())
+        finally:
+            self._registered_at = self._clock()
+
+    def renewed(self, sent: float, lease: float, *, is_known: bool) -> None:
+        """Take note of the answer to the heartbeat that was sent at ``sent``."""
+        self._leased_until = sent + lease if is_known else -math.inf
+
+    def is_surely_known_since(self, moment: float) -> bool:
+        """Return whether the coordinator has known this host from ``moment`` until now.
+
+        If so, the host has all partitions that it was granted since for a batch that goes on. False if that is not
+        sure.
+        """
+        return self._registered_at < moment and self._clock() < self._leased_until
 
     def register_apart(self) -> None:
         """Register in a thread of its own, and wait 1 s for it.

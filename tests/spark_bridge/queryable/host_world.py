@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -65,6 +66,7 @@ class HostWorld:
         self.version = 0
         self.backend = backend
         self.conf = conf
+        self.ahead = 0.0
         self.world = World(root)
         self.c = self.world.coordinator(0)
         self.port = Port(self.c)
@@ -76,9 +78,13 @@ class HostWorld:
         conf = StateStoreConf(provider=self.backend, fsync=False, **self.conf)
         info, local = self.world.host(i, incarnation), self.root / f"local{i}{incarnation}"
         port: Any = self.port
-        made = Host(info, port, local, conf=conf, open_storage=self.world.storage)
+        made = Host(info, port, local, conf=conf, open_storage=self.world.storage, clock=self.clock)
         made.register()
         return made
+
+    def clock(self) -> float:
+        """The time of hosts: that of the machine, and what a test lets pass."""
+        return time.monotonic() + self.ahead
 
     def register(self, run: str, **changes: Any) -> None:
         spec = OperatorSpec("op", self.n, OperatorSchema.of_rows(STATE).to_json(), self.backend)
