@@ -51,6 +51,10 @@ class LocalStateDamagedError(StateStoreError):
     """The working copy on local disk failed. The durable files are elsewhere; the message says what to remove."""
 
 
+class LocalDiskFullError(LocalStateDamagedError):
+    """The local disk has no room for the working copy; the message names the disk, and what to do."""
+
+
 class LoadEndedError(StateStoreError):
     """A load was ended before it was through: nobody waits for it any more, or its run is over. Load again."""
 

@@ -298,11 +298,10 @@ class SavepointStatus(Struct, frozen=True):
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 
-    The lease runs for ``lease_seconds`` from the heartbeat on. A host that gets no answer for so long may have been
-    replaced.
-
     ``savepoints`` come again until the partitions are acknowledged. A savepoint that is not ``pending`` (checkpoint ids
-    by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens.
+    by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens. The
+    lease runs for ``lease_seconds`` from the heartbeat on: no partition of the host is given to another host meanwhile
+    where no batch begins, unless its node is dead. A host without an answer for so long may have been replaced.
     """
 
     known: bool

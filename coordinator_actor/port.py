@@ -92,7 +92,7 @@ class CoordinatorPort:
         """Make a host known, or known again, with all it holds: runs, and acknowledgements of running batches.
 
         The host is known at once. Its report is taken up within a second, or, where the storage of a query hangs, when
-        that goes on.
+        that goes on. What cannot be taken up, for a query's storage fails, a heartbeat asks for again.
         """
 
     @message(Group.LEASES)
@@ -186,11 +186,24 @@ class CoordinatorPort:
         """
 
     @message(Group.QUERIES)
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+    def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         """Return the files that lead to a version of a partition. They stay while the partition is loaded.
 
-        Raises ``VersionNotFoundError`` for a version that is no longer kept.
+        That is for ``BUSY_SECONDS``, or for longer if ``renew_files`` says so, or until the load is over. ``use`` names
+        the load: the owner's has the host id, and ends with the first changes; any other one ends with
+        ``release_files``. Raises ``VersionNotFoundError`` for a version that is no longer kept.
         """
+
+    @message(Group.QUERIES)
+    def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:
+        """Report that a load goes on: its files stay, also if their version is no longer kept otherwise.
+
+        False if the coordinator does not know of the load (any more); then ask for the lineage again.
+        """
+
+    @message(Group.QUERIES)
+    def release_files(self, run_id: str, operator: str, partition: int, use: str) -> None:
+        """Report that a load is over."""
 
     @message(Group.QUERIES)
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:

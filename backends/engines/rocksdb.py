@@ -38,6 +38,7 @@ from backends import fault_points
 from backends.conf import StateStoreConf
 from backends.decoders import json_decoder
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, is_strictly_sorted, to_bytes_list
+from backends.engines.full_disk import disk_full, is_full_disk
 from backends.engines.key_hashes import KeyHashes, hash_keys
 from backends.engines.row_cache import CacheBudget, RowCache
 from backends.exceptions import ConcurrentCommitError, LocalStateDamagedError, StateStoreError, StoreClosedError
@@ -195,6 +196,8 @@ class LocalRocksDB:
                     f"{self._path} is open in another provider, in this process or another: one writer at a time. "
                     "Close it, or give each provider its own local_dir."
                 ) from error
+            if is_full_disk(error):
+                raise disk_full(self._path, error) from error
             raise LocalStateDamagedError(f"{self._path} cannot be opened: {error}") from error
         self._write_options = WriteOptions()
         self._write_options.disable_wal = True
@@ -326,7 +329,10 @@ class LocalRocksDB:
                 cache.clear()
 
     def _write(self, batches: list[WriteBatch], state: LocalState) -> None:
-        """Write all batches, and ``state`` with the last one. If a write fails midway, nothing can be read any more."""
+        """Write all batches, and ``state`` with the last one.
+
+        If a write fails midway, or for want of room, nothing can be read any more.
+        """
         unfinished = LocalState.unfinished(state.head)
         # No variable for the handle: a handle keeps the database open, and the frames of an error live as long as it.
         if len(batches) > 1:
@@ -338,7 +344,9 @@ class LocalRocksDB:
                     fault_points.reached("apply:batch")
                 self._db.write(batch, self._write_options)
             except BaseException as error:
-                if i or not isinstance(error, Exception):  # an interrupt may come after the first batch was written
+                # An interrupt may come after the first batch was written. A database that has found the disk full takes
+                # no more writes, though there is room again, before it is opened anew.
+                if i or not isinstance(error, Exception) or is_full_disk(error):
                     self.state, self._damage = unfinished, str(self._failure("write", error))
                     self._forget_rows()
                 raise
@@ -443,6 +451,8 @@ class LocalRocksDB:
     def _failure(self, verb: str, error: BaseException) -> StateStoreError:
         if self._closed:
             return StoreClosedError(f"{self._path} was closed while it was used.")
+        if is_full_disk(error):
+            return disk_full(self._path, error)
         return LocalStateDamagedError(
             f"RocksDB could not {verb} in {self._path}: {error}. If its disk is healthy and has room, "
             "remove the directory: the state is loaded anew from the checkpoint location."

@@ -15,7 +15,7 @@ from dataclasses import replace
 from backends import fault_points
 from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
-from backends.exceptions import DamagedFileError, LocalStateDamagedError, MissingFileError
+from backends.exceptions import DamagedFileError, LocalDiskFullError, LocalStateDamagedError, MissingFileError
 from backends.formats import snapshot
 from backends.formats.changelog import read_changelog
 from backends.formats.local_state import LocalState
@@ -62,6 +62,8 @@ class Loading:
                 self._replay(rest)
                 self._context.scratch.drop_kept()
                 return
+            except LocalDiskFullError:
+                raise  # another way needs room, too
             except (MissingFileError, DamagedFileError, LocalStateDamagedError) as error:
                 first_error = first_error or error
                 log.warning(
@@ -123,6 +125,8 @@ class Loading:
             name = context.storage.full_location(ref.file.path)
             try:
                 self._engine.restore(directory)
+            except LocalDiskFullError:
+                raise
             except (DamagedFileError, LocalStateDamagedError) as error:
                 raise DamagedFileError(f"The files of {name} cannot be opened: {error}") from error
             if self._engine.state != descriptor.state:

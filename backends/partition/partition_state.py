@@ -24,6 +24,7 @@ from backends.encoding.merged_scan import merged_scan
 from backends.encoding.sorted_pairs import SortedPairs, as_binary, is_strictly_sorted
 from backends.engines.backend import backend_of
 from backends.engines.engine import StateEngine
+from backends.engines.full_disk import writing_to
 from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_name
@@ -135,7 +136,7 @@ class PartitionState:
         no way leads to the version, the error of the first one is raised (``MissingFileError``, ``DamagedFileError``),
         and the state is at some version of the lineage. The same holds for ``StorageError`` and ``LoadEndedError``: the
         next load goes on from what this one has fetched and applied. Reads wait meanwhile. Pending changes that do not
-        follow from the loaded version are dropped.
+        follow from the loaded version are dropped. Raises ``LocalDiskFullError`` if there is no room.
         """
         started = time.perf_counter()
         versions = self._versions
@@ -148,7 +149,8 @@ class PartitionState:
             versions.begin_loading()
             loading = Loading(self._context, versions.version, versions.head, watch)
             try:
-                loading.run(lineage)
+                with writing_to(self._local.engine):
+                    loading.run(lineage)
             finally:
                 versions.end_loading(loading.version, loading.head)
                 self._recent_reads.forget_others(loading.head)

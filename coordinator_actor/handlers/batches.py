@@ -30,6 +30,7 @@ from coordinator_actor.messages import (
     SnapshotUploaded,
 )
 from coordinator_actor.query.current_assignment import Assignment
+from coordinator_actor.query.files_in_use import UPLOAD
 from coordinator_actor.query.query_state import QueryState
 
 
@@ -95,7 +96,7 @@ class Batches:
             raise UnknownRunError(f"Run {run_id} is being registered; ask again.")
         return announced
 
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
+    def lineage(self, run_id: str, operator: str, partition: int, version: int, use: str = "") -> Lineage:
         """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         with run.lock:
@@ -113,8 +114,21 @@ class Batches:
                 )
             found = versions.lineage(operator, partition, version)
             is_rescaling = found.rescaled is not None
-            run.files_in_use.begin((operator, partition), self._registries.clock(), is_rescaling=is_rescaling)
+            run.files_in_use.begin((operator, partition), use, self._registries.clock(), is_rescaling=is_rescaling)
             return found
+
+    def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:
+        """See ``CoordinatorPort``."""
+        run = self._runs.awaited(run_id)
+        with run.lock:
+            return run.files_in_use.renew((operator, partition), use, self._registries.clock())
+
+    def release_files(self, run_id: str, operator: str, partition: int, use: str) -> None:
+        """See ``CoordinatorPort``."""
+        run = self._runs.find(run_id)
+        if run is not None:
+            with run.lock:
+                run.files_in_use.end((operator, partition), use)
 
     def snapshot_uploaded(self, message: SnapshotUploaded) -> bool:
         """See ``CoordinatorPort``."""
@@ -124,7 +138,7 @@ class Batches:
             run.require_current()
             run.require_partition(*task)
             self._require_host(message.host_id, message.incarnation)
-            run.files_in_use.uploaded(task)
+            run.files_in_use.end(task, UPLOAD)
             assignment = run.assignment.current
             owner = None if assignment is None else assignment.find(*task)
             if owner is None or owner.host_id != message.host_id:
@@ -230,7 +244,7 @@ def _checked(run: QueryState, message: Acknowledge, assignment: Assignment) -> A
             f"Changes of {task[0]}/{task[1]} apply to {message.base}, but version {message.version - 1} ends with "
             f"{base}."
         )
-    run.files_in_use.acknowledged(task)
+    run.files_in_use.end(task, message.host_id)  # the owner has loaded the partition
     prepared = versions.chain.get(message.version)
     if prepared is None or prepared.run_id != run.run_id:
         return None

@@ -15,7 +15,7 @@ from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.exceptions import CoordinatorError, ReplacedHostError
+from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
 from coordinator_actor.handlers.owners import assigned
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
@@ -70,26 +70,32 @@ class Hosts:
         begun = []
         for registration in sorted(report.registrations, key=lambda r: r.run_id not in self._runs.by_id):
             if not self._runs.is_over(registration.run_id):
-                begun.append(self._begin_to_take_up(registration, report, info))
+                begun += self._begin_to_take_up(registration, report, info)
+        # What cannot be taken up is that query's own trouble: the host is known all the same.
         deadline = time.monotonic() + TAKE_UP_SECONDS
-        errors = []
         for future in begun:
             with suppress(TimeoutError, FutureTimeoutError):  # it is taken up when the storage goes on
-                errors.append(future.exception(timeout=max(0.0, deadline - time.monotonic())))
-        for error in errors:
-            if error is not None:
-                raise error
+                future.exception(timeout=max(0.0, deadline - time.monotonic()))
 
-    def _begin_to_take_up(self, registration: QueryRegistration, report: HostReport, info: HostInfo) -> Future[Any]:
-        """Begin to take up the report of a host about a run, in threads that no message about the run waits for."""
+    def _begin_to_take_up(
+        self, registration: QueryRegistration, report: HostReport, info: HostInfo
+    ) -> list[Future[Any]]:
+        """Begin to take up the report of a host about a run, in threads that no message about the run waits for.
+
+        Return the one future, or none if as many reports as may wait already wait.
+        """
         run_id = registration.run_id
         self._runs.expect(run_id)
         try:
-            return self._apart(f"the reports of run {run_id}", partial(self._take_up, registration, report, info))
-        except BaseException:
+            future = self._apart(f"the reports of run {run_id}", partial(self._take_up, registration, report, info))
+        except BaseException as error:
             self._runs.expect_no_more(run_id)
             self._ask_again(info)
-            raise
+            if not isinstance(error, QueryBusyError):
+                raise
+            log.warning("The report of host %s about run %s is asked for again: %s", info.host_id, run_id, error)
+            return []
+        return [future]
 
     def _take_up(self, registration: QueryRegistration, report: HostReport, info: HostInfo) -> None:
         try:
@@ -101,6 +107,8 @@ class Hosts:
                 with run.lock:
                     _take_report(run, report)
         except BaseException:
+            run_id = registration.run_id
+            log.warning("The report of host %s about run %s is asked for again", info.host_id, run_id, exc_info=True)
             self._ask_again(info)
             raise
         finally:

@@ -80,6 +80,8 @@ class Queries:
         run = QueryState(registration, manifests, commits, self._registries.clock, lag)
         # No host holds anything of a run that nobody has claimed the state for.
         run.assignment.awaits_reports = was_known
+        if was_known:
+            run.files_in_use.await_renewals(self._registries.clock())
         run.load(completed)
         refusal = refusal_of(run)
         if refusal is not None:

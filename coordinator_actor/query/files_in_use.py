@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from backends.formats.manifest_chain import Layout
 from coordinator_actor.checkpoints.tasks import TaskKey
 
 BUSY_SECONDS = 900.0
 """How long a load or an upload is believed to go on if nothing more is heard of it."""
+RENEW_SECONDS = 300.0
+"""A load says so often that it goes on: two of these messages may be lost."""
+UPLOAD = "upload"
+"""The use of files by the upload of a snapshot; a load by the owner of a partition has the owner's host id."""
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What one load or upload uses, and until when, by the coordinator's clock. ``is_rescaling``: an earlier layout."""
+
+    until: float
+    is_rescaling: bool
 
 
 class FilesInUse:
-    """The partitions that are being loaded or uploaded. The lock of the run guards everything here.
+    """What is being loaded or uploaded. The lock of the run guards everything here.
 
-    Times are in seconds, by the coordinator's clock.
+    A partition may be loaded several times at once: by its owner, for a savepoint, for readers of older versions. Each
+    is a use of its own, named by whoever loads, and ends no other one. Times are in seconds, by the coordinator's
+    clock. There are as many entries as loads in ``BUSY_SECONDS``; those that are over go when retention looks.
     """
 
     def __init__(self) -> None:
-        self._busy: dict[TaskKey, float] = {}
-        self._rescaling: dict[TaskKey, float] = {}
+        self._uses: dict[tuple[TaskKey, str], _Use] = {}
+        self._all_until = -math.inf
 
-    def begin(self, task: TaskKey, now: float, *, is_rescaling: bool) -> None:
+    def await_renewals(self, now: float) -> None:
+        """Take all files for being used: loads that an earlier coordinator knew of have yet to say that they go on."""
+        self._all_until = now + BUSY_SECONDS
+
+    def begin(self, task: TaskKey, use: str, now: float, *, is_rescaling: bool) -> None:
         """Take note that a host loads a partition; ``is_rescaling``: from the files of an earlier layout."""
-        self._busy[task] = now + BUSY_SECONDS
-        if is_rescaling:
-            self._rescaling[task] = now + BUSY_SECONDS
+        self._uses[task, use] = _Use(now + BUSY_SECONDS, is_rescaling)
 
-    def uploaded(self, task: TaskKey) -> None:
-        """Take note that a host has uploaded a snapshot of a partition."""
-        self._busy.pop(task, None)
+    def renew(self, task: TaskKey, use: str, now: float) -> bool:
+        """Take note that a load goes on. Return False if it is not known, or was given up: then files may be gone."""
+        known = self._uses.get((task, use))
+        if known is None or known.until <= now:
+            return False
+        self._uses[task, use] = _Use(now + BUSY_SECONDS, known.is_rescaling)
+        return True
 
-    def acknowledged(self, task: TaskKey) -> None:
-        """Take note that a host has changed a partition: the partition is loaded, and rescaled if need be."""
-        self._busy.pop(task, None)
-        self._rescaling.pop(task, None)
+    def end(self, task: TaskKey, use: str) -> None:
+        """Take note that a load or an upload is over."""
+        self._uses.pop((task, use), None)
 
     def directories(self, layouts: Mapping[str, Layout], now: float) -> tuple[str, ...]:
         """Return the directories in which nothing may be removed now."""
-        if any(until > now for until in self._rescaling.values()):
+        self._uses = {key: use for key, use in self._uses.items() if use.until > now}
+        if now < self._all_until or any(use.is_rescaling for use in self._uses.values()):
             # New partitions are being made from the files of the old ones, whichever these are.
             return ("operators/",)
-        return tuple(f"{layouts[o].directory(p)}/" for (o, p), until in self._busy.items() if until > now)
+        return tuple({f"{layouts[o].directory(p)}/" for (o, p), _ in self._uses})

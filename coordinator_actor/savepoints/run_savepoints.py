@@ -66,7 +66,8 @@ class RunSavepoints:
     """The savepoints of one run.
 
     The lock of the run guards everything here. It must be held in every call but ``pending``, ``exported`` and
-    ``shutdown``. ``requests`` are the future paths, by request id.
+    ``shutdown``. ``requests`` are the future paths, by request id; as others read them without that lock, they are only
+    ever replaced as a whole.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class RunSavepoints:
         self._in_background = in_background
         self._clock = clock
         self._held: dict[int, _Savepoint] = {}
-        self.requests: dict[str, Future[str]] = {}
+        self.requests: Mapping[str, Future[str]] = {}
         self._stopping: Future[str] | None = None
         self._stopping_id: int | None = None
         self.coordinator = SavepointCoordinator(
@@ -120,7 +121,7 @@ class RunSavepoints:
         if stop:
             run.hold(version)
         future = self.coordinator.trigger_savepoint(properties={"version": version, "base": base, "stop": stop})
-        self.requests[request_id] = future
+        self.requests = {**self.requests, request_id: future}
         if stop:
             self._stopping = future
         self.settle()

@@ -27,6 +27,7 @@ from coordinator_actor.messages import (
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.exceptions import PartitionMismatchError
 from spark_bridge.host.completed_versions import CompletedVersions
+from spark_bridge.host.copy_loading import CopyLoading
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
@@ -57,9 +58,10 @@ class Host:
 
     The parts, each with its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
     ``task_commits``, ``reads``, ``completed``, ``prepared`` and ``version_requests`` (which versions are completed),
-    ``maintenance`` and ``exports`` (savepoints). Locks are taken in the order: the loading lock of a partition
-    (``PartitionLoading``), its commit lock (``Instance``), the lock of the tables (``HeldPartitions``), and last the
-    locks that ``Grants``, ``VersionRequests``, ``CompletedVersions`` and ``Counters`` hold for their own tables.
+    ``maintenance``, ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage). Locks are taken
+    in the order: the loading lock of a partition (``PartitionLoading``), its commit lock (``Instance``), the lock of
+    the tables (``HeldPartitions``), and last the locks that ``Grants``, ``VersionRequests``, ``CompletedVersions`` and
+    ``Counters`` hold for their own tables.
     """
 
     def __init__(
@@ -106,7 +108,8 @@ class Host:
         self.maintenance = Maintenance(
             registration, self.held, self.loading, self.version_requests, self.counters, conf
         )
-        self.savepoint_partitions = SavepointPartitions(registration, self.held, self.files)
+        self.copy_loading = CopyLoading(registration, self.files, clock)
+        self.savepoint_partitions = SavepointPartitions(self.held, self.files, self.copy_loading)
         self.exports = SavepointExports(
             info,
             self.savepoint_partitions.held,
@@ -125,6 +128,7 @@ class Host:
         ``PartitionMismatchError`` if the task opens the partition a second time, and what loading and the coordinator
         raise.
         """
+        asked = self._clock()
         grant = self.grants.for_task(task)
         if not self.registration.owns(grant.owner):
             return OpenReply(grant.owner.address, grant.version)
@@ -136,7 +140,7 @@ class Host:
         self.counters.add("opens")
         with self.held.lock:
             if instance.invocations_of != task.batch_id:
-                instance.invocations, instance.invocations_of = {}, task.batch_id
+                instance.invocations, instance.invocations_of, instance.opened_at = {}, task.batch_id, asked
             earlier = instance.invocations.setdefault(task.attempt, task.invocation)
         if earlier != task.invocation:
             raise PartitionMismatchError(
@@ -206,7 +210,7 @@ class Host:
             **self.counters.read(),
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
             "instances": described,
-            "loading": self.loading.loads_under_way(),
+            "loading": self.loading.loads_under_way() + self.copy_loading.loads_under_way(),
         }
 
     def close(self) -> None:

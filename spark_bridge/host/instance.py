@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -33,9 +34,8 @@ class Instance:
 
     ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards
     changes of ``acknowledged``, which reports copy without it. The lock of ``HeldPartitions`` guards ``invocations``,
-    ``invocations_of`` and ``commits``. Whoever loads the partition writes ``epoch``. Loading and the upload of a
-    snapshot
-    write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
+    ``invocations_of``, ``opened_at`` and ``commits``. Whoever loads the partition writes ``epoch``. Loading and the
+    upload of a snapshot write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
     """
 
     registration: QueryRegistration
@@ -48,6 +48,8 @@ class Instance:
     invocations: dict[str, str] = field(default_factory=dict)
     """By task attempt, which invocation opened the partition, in batch ``invocations_of``."""
     invocations_of: int = -1
+    opened_at: float = -math.inf
+    """When the first task of that batch has asked for the partition, by the host's clock."""
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
     """By version, the accepted commits that are not completed yet: a coordinator that starts anew must hear of them."""
     commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
 from coordinator_actor.messages import SnapshotUploaded
+from coordinator_actor.query.files_in_use import UPLOAD
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import Instance, InstanceKey
@@ -94,7 +95,7 @@ class Maintenance:
         registration, coordinator = self._registration, self._registration.coordinator
         run_id, operator, partition = instance.run_key
         try:
-            lineage = coordinator.lineage(run_id, operator, partition, instance.state.version)
+            lineage = coordinator.lineage(run_id, operator, partition, instance.state.version, UPLOAD)
             earlier = lineage.snapshots[-1] if lineage.snapshots else None
             made = instance.state.snapshot(earlier)
             message = SnapshotUploaded(

@@ -8,6 +8,7 @@ from dataclasses import replace as with_changes
 from pathlib import Path
 
 from backends.conf import StateStoreConf
+from backends.engines.full_disk import writing_to
 from backends.exceptions import ConcurrentCommitError
 from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState, open_partition
@@ -49,11 +50,12 @@ class PartitionFiles:
         local = runs / registration.run_id / directory
         storage = self.open_storage(registration.state_location, registration.storage_options)
         conf = with_changes(self._conf, provider=spec.backend)
-        try:
-            return open_partition(local, storage, directory, conf)
-        except ConcurrentCommitError:
-            # That incarnation is not quite dead.
-            return open_partition(local.with_name(f"{local.name}-{self._incarnation}"), storage, directory, conf)
+        with writing_to(local):
+            try:
+                return open_partition(local, storage, directory, conf)
+            except ConcurrentCommitError:
+                # That incarnation is not quite dead.
+                return open_partition(local.with_name(f"{local.name}-{self._incarnation}"), storage, directory, conf)
 
     def open_copy(self, registration: QueryRegistration, directory: str, backend: str, local: Path) -> PartitionState:
         """Open an empty state in ``local``, into which versions of the partition in ``directory`` can be loaded.

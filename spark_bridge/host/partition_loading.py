@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from backends.exceptions import (
     DamagedFileError,
     LineageMismatchError,
     LoadEndedError,
+    LocalDiskFullError,
     LocalStateDamagedError,
     MissingFileError,
-    StateStoreError,
     StorageError,
     StoreClosedError,
 )
@@ -25,6 +26,7 @@ from coordinator_actor.messages import Completed, OpenGrant
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
+from spark_bridge.host.file_lease import FileLease
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import Instance, InstanceKey, spec_of
@@ -34,12 +36,12 @@ from spark_bridge.host.version_requests import VersionRequests
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 KEPT_SECONDS = 600.0
 """What a load has left that did not come through is removed if no other goes on with it for so long."""
 READ_SECONDS = 10.0
 """So long a read waits for a task's load of the same partition: its thread is needed for reads of other queries."""
-RENEW_SECONDS = 300.0
-"""The coordinator is told so often that a load goes on: it believes that for 900 s, and lets no file of it go."""
 
 
 class PartitionLoading:
@@ -48,7 +50,8 @@ class PartitionLoading:
     A partition's loading lock is held by the thread that loads or unloads the partition. Locks are taken in this order:
     the loading lock, the instance's ``commit_lock``, the lock of ``HeldPartitions``, which guards the tables here as
     well; the loads under way are also looked at without it. A load that does not come through leaves the partition as
-    far as it has come: it is not held, and the next load of the same run goes on with it.
+    far as it has come: it is not held, and the next load of the same run goes on with it. If the disk is full, what
+    other loads have left goes first, and then what this one has loaded.
     """
 
     def __init__(
@@ -156,7 +159,8 @@ class PartitionLoading:
             with self._held.lock:
                 others = [*self._held.instances.values(), *self._kept.values()]
                 runs = {*(i.registration.run_id for i in others), *self._loading_runs.values()}
-            state = self._files.open_own(registration, spec_of(registration, operator), partition, runs)
+            spec = spec_of(registration, operator)
+            state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs))
             instance = Instance(registration, operator, partition, state)
         elif grant.version < instance.state.version:
             if for_read:
@@ -166,8 +170,7 @@ class PartitionLoading:
             )
         instance.epoch = grant.epoch
         try:
-            with instance.commit_lock:
-                is_there = self._advance(instance, grant, watch, is_right=instance is not kept)
+            is_there = self._advanced(instance, grant, watch, is_right=instance is not kept)
         except BaseException as error:
             self._held.remove(instance)
             if _leaves_files_right(error) and (watch is None or not watch.is_over):
@@ -184,6 +187,28 @@ class PartitionLoading:
             self._keep(instance)
         return None
 
+    def _advanced(self, instance: Instance, grant: OpenGrant, watch: LoadWatch | None, *, is_right: bool) -> bool:
+        is_first = True
+
+        def advance() -> bool:
+            nonlocal is_first
+            is_untouched, is_first = is_right and is_first, False
+            with instance.commit_lock:
+                return self._advance(instance, grant, watch, is_right=is_untouched)
+
+        return self._with_room(advance)
+
+    def _with_room(self, work: Callable[[], T]) -> T:
+        """Do some work; if the disk is full, drop what other loads have left there, and do the work again."""
+        while True:
+            try:
+                return work()
+            except LocalDiskFullError as error:
+                dropped = self._drop(lambda kept: True)
+                if not dropped:
+                    raise
+                log.warning("What %d loads that broke off have left is removed: %s", dropped, error)
+
     def _keep(self, instance: Instance) -> None:
         """Keep a partition that is loaded in part for the next load of it. Its loading lock is held."""
         instance.kept_since = self._clock()
@@ -193,12 +218,16 @@ class PartitionLoading:
     def drop_kept(self, run_id: str | None = None) -> None:
         """Remove what was loaded in part, of a run that is over, or if nobody has gone on with it for long."""
         now = self._clock()
+        if run_id is None:
+            self._drop(lambda kept: now - kept.kept_since > KEPT_SECONDS)
+        else:
+            self._drop(lambda kept: kept.registration.run_id == run_id)
+
+    def _drop(self, is_meant: Callable[[Instance], bool]) -> int:
+        """Remove what was loaded in part, where nobody goes on with it. Return of how many partitions."""
         with self._held.lock:
-            gone = [
-                i
-                for i in self._kept.values()
-                if (now - i.kept_since > KEPT_SECONDS if run_id is None else i.registration.run_id == run_id)
-            ]
+            gone = [i for i in self._kept.values() if is_meant(i)]
+        dropped = 0
         for instance in gone:
             lock = self.lock_of(instance.key)
             if not lock.acquire(blocking=False):
@@ -210,8 +239,10 @@ class PartitionLoading:
                         del self._kept[instance.key]
                 if is_kept:
                     _destroy(instance)
+                    dropped += 1
             finally:
                 lock.release()
+        return dropped
 
     def progress(self, key: InstanceKey) -> LoadProgress:
         """Return how far the load of a partition has come that is under way; nothing if none is."""
@@ -228,19 +259,8 @@ class PartitionLoading:
         run_id = grant.registration.run_id
         _, operator, partition = key
         what = f"version {grant.version} of operator {operator!r}, partition {partition} (run {run_id})"
-        renewed = self._clock()
-
-        def renew() -> None:
-            nonlocal renewed
-            if self._clock() - renewed < RENEW_SECONDS:
-                return
-            renewed = self._clock()
-            try:
-                self._registration.coordinator.lineage(run_id, operator, partition, grant.version)
-            except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
-                log.warning("The coordinator was not told that %s is still being loaded: %s", what, error)
-
-        watch = LoadWatch(what, is_abandoned=is_abandoned, on_step=renew, clock=self._clock)
+        lease = self._lease(run_id, operator, partition, grant.version)
+        watch = LoadWatch(what, is_abandoned=is_abandoned, on_step=lease.renew, clock=self._clock)
         with self._held.lock:
             self._watches[key] = (grant, watch)
         try:
@@ -248,6 +268,11 @@ class PartitionLoading:
         finally:
             with self._held.lock:
                 del self._watches[key]
+
+    def _lease(self, run_id: str, operator: str, partition: int, version: int) -> FileLease:
+        """Return the lease of a load of this host's own partition. It ends with the first changes to the partition."""
+        use = self._registration.info.host_id
+        return FileLease(self._registration, run_id, operator, partition, version, use=use, clock=self._clock)
 
     def _end_older_load(self, key: InstanceKey, grant: OpenGrant) -> None:
         """Have a load for an older run end: the run of the grant needs the partition."""
@@ -288,7 +313,7 @@ class PartitionLoading:
             return False
         lineage = Lineage(0)
         if grant.head is not None:
-            lineage = self._registration.coordinator.lineage(*instance.run_key, grant.version)
+            lineage = self._lease(*instance.run_key, grant.version).lineage()
         started = time.perf_counter()
         state.load(lineage, watch)
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)

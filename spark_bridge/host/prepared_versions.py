@@ -17,6 +17,7 @@ from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import CoordinatorError, HostUnavailableError
 from coordinator_actor.messages import QueryRegistration
 from spark_bridge.host.completed_versions import CompletedVersions
+from spark_bridge.host.grants import GRANT_SECONDS
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.registration import HostRegistration
 
@@ -146,8 +147,7 @@ class PreparedVersions:
     def _take_commit(self, prepared: _Prepared) -> None:
         """Have the version completed if Spark has committed its batch."""
         of, version = prepared.registration, prepared.version
-        # A task that opened a partition here may have committed to another host since, if the lease is over.
-        if self._registration.is_leased and self._is_being_prepared(of.run_id, version):
+        if self._is_being_prepared(of.run_id, version):
             return
         storage = self._open_storage(of.checkpoint_location, of.storage_options)
         if not SparkCommits(storage).has(version - 1):
@@ -161,11 +161,16 @@ class PreparedVersions:
     def _is_being_prepared(self, run_id: str, version: int) -> bool:
         """Return whether a task of the version's batch has opened a partition here, and its changes are still to come.
 
-        Spark cannot have committed the batch then, and storage need not be asked while a long batch runs.
+        Spark cannot have committed the batch then, and storage need not be asked while a long batch runs. But if the
+        host may have been given up since, as its lease has run out or it has registered again, another host may have
+        made the changes: then this one cannot tell.
         """
         with self._held.lock:
             return any(
-                i.invocations_of == version - 1 and version not in i.acknowledged and i.state.version < version
+                i.invocations_of == version - 1
+                and version not in i.acknowledged
+                and i.state.version < version
+                and self._registration.is_surely_known_since(i.opened_at - GRANT_SECONDS)
                 for i in self._held.of_run(run_id)
             )
 

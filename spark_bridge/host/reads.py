@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from backends.encoding.keys import KeyRange
 from backends.exceptions import StoreClosedError, VersionNotFoundError
-from backends.formats.manifest import Lineage
 from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.messages import Completed, OpenGrant
 from spark_bridge.exceptions import NotOwnerError, not_open
@@ -130,13 +129,6 @@ class PartitionReads:
                 f"at {grant.owner.address}, not to {self._registration.info.host_id}; locate it again."
             )
         return grant
-
-    def lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        """Return the files that lead to a retained version of a partition, for a copy of it."""
-        registration = self._registration
-        return registration.call_about(
-            run_id, lambda: registration.coordinator.lineage(run_id, operator, partition, version)
-        )
 
     def partitions(self, run_id: str, operator: str) -> list[dict[str, int]]:
         """Return the partitions of an operator that are loaded here, ascending, with their versions and sizes."""

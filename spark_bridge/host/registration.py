@@ -17,11 +17,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+REGISTER_SECONDS = 1.0
+"""For readers, of which there may be any number, the host registers again at most once in so many seconds."""
+_UNKNOWN = (UnknownRunError, UnknownHostError, StaleOwnerError)
+
 
 class HostRegistration:
     """Registers the host at the coordinator, and again whenever the coordinator does not know the host or a run.
 
-    ``clock`` is monotonic, in seconds. ``replaced`` says why this incarnation of the host must end itself, or is None.
+    Thread-safe. ``_lock`` guards when the host has registered for a reader last, by ``clock``, in monotonic seconds.
+    ``replaced`` says why this incarnation of the host must end itself, or is None.
     """
 
     def __init__(
@@ -32,6 +37,9 @@ class HostRegistration:
         self.replaced: str | None = None
         self._held = held
         self._clock = clock
+        self._lock = threading.Lock()
+        self._registered_for_reader = -math.inf
+        self._registered_at = -math.inf
         self._lease_seconds = HostOrders(known=True).lease_seconds
         self._leased_until = -math.inf
         self._registering: threading.Thread | None = None
@@ -41,25 +49,23 @@ class HostRegistration:
 
         Raises ``ReplacedHostError`` if another incarnation has taken the place of this one.
         """
-        sent = self._clock()
+        sent = self._registered_at = self._clock()
         try:
             self.coordinator.register_host(self.info, self._held.report())
+            self._leased_until = sent + self._lease_seconds
         except ReplacedHostError as error:
             self.replaced = str(error)
             raise
-        self._runs_from(sent)
+        finally:
+            self._registered_at = self._clock()
 
     def renew(self) -> HostOrders:
         """Send a heartbeat with what the host holds, and return the answer: the lease runs on from the sending."""
         sent = self._clock()
         orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, self._held.versions())
         self._lease_seconds = orders.lease_seconds
-        if orders.known:
-            self._runs_from(sent)
+        self._leased_until = sent + orders.lease_seconds if orders.known else -math.inf
         return orders
-
-    def _runs_from(self, sent: float) -> None:
-        self._leased_until = max(self._leased_until, sent + self._lease_seconds)
 
     @property
     def is_leased(self) -> bool:
@@ -68,6 +74,14 @@ class HostRegistration:
         The lease ends here no later than at the coordinator, which counts from the arrival of the heartbeat.
         """
         return self._clock() < self._leased_until
+
+    def is_surely_known_since(self, moment: float) -> bool:
+        """Return whether the coordinator has known this host from ``moment`` until now.
+
+        If so, the host has all partitions that it was granted since for a batch that goes on. False if that is not
+        sure.
+        """
+        return self._registered_at < moment and self.is_leased
 
     def register_apart(self) -> None:
         """Register in a thread of its own, and wait 1 s for it.
@@ -89,13 +103,32 @@ class HostRegistration:
         """Call the coordinator; if it does not know this host or run (it was restarted), register and call again."""
         try:
             return call()
-        except (UnknownRunError, UnknownHostError, StaleOwnerError):
+        except _UNKNOWN:
             self.register()
             return call()
 
     def call_about(self, run_id: str, call: Callable[[], T]) -> T:
-        """Call the coordinator about a run. Only of a run that this host holds can it tell the coordinator anew."""
-        return self.call(call) if run_id in self._held.registrations else call()
+        """Call the coordinator about a run, for a reader. Only of a run that this host holds can it tell anew.
+
+        The host registers again at most once in ``REGISTER_SECONDS``: a coordinator that was just started may not know
+        an owner yet, however often it is told of the run. Raises what the coordinator says then, for the reader to ask
+        again.
+        """
+        try:
+            return call()
+        except _UNKNOWN:
+            if run_id not in self._held.registrations or not self._is_register_due():
+                raise
+        self.register()
+        return call()
+
+    def _is_register_due(self) -> bool:
+        with self._lock:
+            now = self._clock()
+            if now - self._registered_for_reader < REGISTER_SECONDS:
+                return False
+            self._registered_for_reader = now
+            return True
 
     def owns(self, owner: HostInfo) -> bool:
         """Return whether ``owner`` is this very incarnation of this host."""

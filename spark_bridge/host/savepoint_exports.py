@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from backends.encoding.key_groups import partition_range
 from backends.encoding.schema import StateSchema
-from backends.exceptions import StoreClosedError
+from backends.exceptions import LoadEndedError, StoreClosedError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.messages import ExportedFile, HostInfo, SavepointExported, SavepointOrder
 from coordinator_actor.savepoints.export import export_partition
@@ -45,15 +45,16 @@ class SavepointExports:
     """The exports of one host: those that are under way and those that are done.
 
     ``held(order, operator, partition)`` opens a partition at the order's version as the host holds it, and returns None
-    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, and returns also the
-    function that removes it afterwards. ``_lock`` guards the table of exports; one thread exports.
+    if the host does not hold it. ``read_back`` opens a partition that the host does not hold, as long as a function
+    does not say that the export is given up, and returns also the function that removes it afterwards. ``_lock`` guards
+    the table of exports; one thread exports.
     """
 
     def __init__(
         self,
         info: HostInfo,
         held: Callable[[SavepointOrder, str, int], Scans | None],
-        read_back: Callable[[SavepointOrder, str, int], tuple[Scans, Callable[[], None]]],
+        read_back: Callable[[SavepointOrder, str, int, Callable[[], bool]], tuple[Scans, Callable[[], None]]],
         send: Callable[[SavepointExported], None],
         open_storage: Callable[[SavepointOrder], CheckpointStorage],
         scratch: Path,
@@ -103,7 +104,7 @@ class SavepointExports:
         )
         try:
             files = self._files(order, operator, partition, pinned)
-        except StoreClosedError:
+        except (StoreClosedError, LoadEndedError):
             # The partition was unloaded, and its new owner is told to export it; or the savepoint was given up.
             log.info("Partition %d of %s was not exported", partition, operator)
             with self._lock:
@@ -136,7 +137,7 @@ class SavepointExports:
         scans = pinned if pinned is not None else self._held(order, operator, partition)
         close: Callable[[], None] = _nothing
         if scans is None:
-            scans, close = self._read_back(order, operator, partition)
+            scans, close = self._read_back(order, operator, partition, lambda: self._is_given_up(key))
         try:
             return {
                 variable: export_partition(

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterable
 
 from backends.exceptions import StoreClosedError, VersionNotFoundError
-from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import SavepointOrder
 from coordinator_actor.savepoints.run_savepoints import variables_of
+from spark_bridge.host.copy_loading import CopyLoading
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import spec_of
 from spark_bridge.host.partition_files import PartitionFiles
-from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.savepoint_exports import Scans
 
 log = logging.getLogger(__name__)
@@ -23,10 +21,10 @@ log = logging.getLogger(__name__)
 class SavepointPartitions:
     """Opens partitions for ``SavepointExports``."""
 
-    def __init__(self, registration: HostRegistration, held: HeldPartitions, files: PartitionFiles) -> None:
-        self._registration = registration
+    def __init__(self, held: HeldPartitions, files: PartitionFiles, copies: CopyLoading) -> None:
         self._held = held
         self._files = files
+        self._copies = copies
 
     def held(self, order: SavepointOrder, operator: str, partition: int) -> Scans | None:
         """Return a partition at the savepoint's version, as it is held here; None if it is not held, or no longer."""
@@ -41,16 +39,17 @@ class SavepointPartitions:
             log.debug("Version %d of %s is not held", order.version, instance)
             return None
 
-    def read_back(self, order: SavepointOrder, operator: str, partition: int) -> tuple[Scans, Callable[[], None]]:
-        """Return a copy of a partition from storage at the savepoint's version, and what removes the copy."""
+    def read_back(
+        self, order: SavepointOrder, operator: str, partition: int, is_given_up: Callable[[], bool]
+    ) -> tuple[Scans, Callable[[], None]]:
+        """Return a copy of a partition from storage at the savepoint's version, and what removes the copy.
+
+        Raises ``LoadEndedError`` if the export ``is_given_up`` meanwhile.
+        """
         spec = spec_of(order.registration, operator)
-        lineage = self._registration.coordinator.lineage(order.run_id, operator, partition, order.version)
-        local = self._files.savepoints / uuid.uuid4().hex
-        copy = self._files.open_copy(
-            order.registration, partition_directory(spec.name, spec.num_partitions, partition), spec.backend, local
-        )
+        below = self._files.savepoints
+        copy = self._copies.load(order.registration, spec, partition, order.version, below, is_abandoned=is_given_up)
         try:
-            copy.load(lineage)
             return _scans(copy, variables_of(spec.schema)), copy.destroy
         except BaseException:
             copy.destroy()

@@ -141,7 +141,11 @@ def test_a_coordinator_that_starts_while_a_storage_hangs_takes_up_the_other_quer
 
 
 def test_a_report_that_cannot_be_taken_up_is_asked_for_again(
-    world: World, storage: HangingStorage, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    world: World,
+    storage: HangingStorage,
+    cluster: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The version is prepared by the reports, and its manifest cannot be written."""
     monkeypatch.setattr(host_messages, "TAKE_UP_SECONDS", PATIENCE)
@@ -159,8 +163,9 @@ def test_a_report_that_cannot_be_taken_up_is_asked_for_again(
             raise OSError("disk full")
 
     world.put_hook = full
-    with pytest.raises(OSError, match="disk full"):
-        again.register_host(world.host(0), report)
+    again.register_host(world.host(0), report)
+    assert "about run healthy is asked for again" in caplog.text and "disk full" in caplog.text
+    assert again.coordinator.counts()[0] == 1, "the host is known"
     assert again.heartbeat_host("h0", "a", {"healthy": 0}).known is False
     world.put_hook = None
     again.register_host(world.host(0), report)
@@ -168,6 +173,21 @@ def test_a_report_that_cannot_be_taken_up_is_asked_for_again(
     world.commit_spark(0, "healthy")
     assert again.batch_committed("healthy", 0) is True
     assert [m["version"] for m in world.manifests_of("healthy")] == [1]
+
+
+def test_a_query_with_too_many_reports_keeps_no_host_from_registering(
+    world: World, storage: HangingStorage, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = Cluster(world, storage)
+    report = HostReport((query(world, "hanging"), query(world, "healthy")), held={"healthy": {"op": [3]}})
+    with storage.hangs(location(world)):
+        again.register_host(world.host(0), report)
+        storage.wait_for_call()
+        monkeypatch.setattr(again.queries, "_threads", 1)
+        monkeypatch.setattr(again.queries, "_most_waiting", 0)
+        again.register_host(world.host(1), report)
+        assert again.heartbeat_host("h1", "a", {"hanging": 0, "healthy": 0}).known is False, "it is asked for again"
+        assert again.coordinator.counts()[0] == 2 and again.locate("op", "healthy").owners
 
 
 def test_leases_and_maintenance_wait_for_no_savepoint_that_cannot_be_given_up(

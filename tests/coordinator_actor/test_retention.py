@@ -17,7 +17,7 @@ from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import SnapshotUploaded
-from coordinator_actor.query.files_in_use import BUSY_SECONDS
+from coordinator_actor.query.files_in_use import BUSY_SECONDS, UPLOAD
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 
@@ -55,7 +55,7 @@ def upload(
 ) -> SnapshotRef:
     """What a host does: a snapshot of the completed version, which shares a file with the one before it."""
     version = run_of(c, run).versions.completed
-    lineage = c.lineage(run, "op", partition, version)
+    lineage = c.lineage(run, "op", partition, version, UPLOAD)
     storage = world.storage(str(world.root / "ck/statestore"), {})
     directory = f"operators/op/2/{partition}/default"
     reused = lineage.snapshots[-1] if lineage.snapshots else None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from backends.exceptions import MissingFileError, VersionNotFoundError
-from backends.formats.file_names import partition_directory
-from backends.formats.manifest import Lineage
+from backends.exceptions import LoadEndedError, VersionNotFoundError
 from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError, StateVersionError, TooManyRequestsError
@@ -51,7 +48,7 @@ class VersionCopies:
     """Holds copies for their readers. Thread-safe; the lock guards the copies and their numbers of users.
 
     A reader waits only for the loading of the partitions that it reads itself, and for ``wait_seconds`` at most. A load
-    goes on then, for later readers. ``COPY_LOADS_AT_ONCE`` loads go on together.
+    goes on then, for later readers. ``COPY_LOADS_AT_ONCE`` loads go on together, and end when their run does.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float] = time.monotonic, *, wait_seconds: float) -> None:
@@ -89,10 +86,11 @@ class VersionCopies:
                 self._loads.submit(self._load, loaded, copies, registration, spec, partition, version)
         try:
             if not wait([loaded], self._wait).done:
+                progress = self._host.copy_loading.progress((registration.run_id, spec.name, partition, version))
                 raise HostUnavailableError(
                     f"Version {version} of partition {partition} of operator {spec.name!r} (run "
-                    f"{registration.run_id}) is being "
-                    "loaded from storage, which takes longer; ask again in a moment."
+                    f"{registration.run_id}) is being loaded from storage, which takes longer: {progress}. Ask again "
+                    "in a moment."
                 )
             yield loaded.result()
         finally:
@@ -138,15 +136,7 @@ class VersionCopies:
         version: int,
     ) -> None:
         try:
-            directory = partition_directory(spec.name, spec.num_partitions, partition)
-            local = self._host.files.copies / uuid.uuid4().hex
-            state = self._host.files.open_copy(registration, directory, spec.backend, local)
-            try:
-                self._fill(state, registration.run_id, spec.name, partition, version)
-            except BaseException:
-                state.destroy()
-                raise
-            loaded.set_result(state)
+            loaded.set_result(self._filled(copies, registration, spec, partition, version))
         except BaseException as error:  # noqa: BLE001 - the readers that wait are told
             with self._lock:
                 del copies.partitions[partition]  # the next reader tries again
@@ -154,18 +144,18 @@ class VersionCopies:
         finally:
             self._release(copies)
 
-    def _fill(self, state: PartitionState, run_id: str, operator: str, partition: int, version: int) -> None:
+    def _filled(
+        self, copies: _Copies, registration: QueryRegistration, spec: OperatorSpec, partition: int, version: int
+    ) -> PartitionState:
+        below = self._host.files.copies
         try:
-            state.load(self._lineage(run_id, operator, partition, version))
-        except MissingFileError:
-            self._lineage(run_id, operator, partition, version)  # raises if the version was given up meanwhile
-            raise
-
-    def _lineage(self, run_id: str, operator: str, partition: int, version: int) -> Lineage:
-        try:
-            return self._host.reads.lineage(run_id, operator, partition, version)
+            return self._host.copy_loading.load(
+                registration, spec, partition, version, below, is_abandoned=lambda: copies.dropped
+            )
         except VersionNotFoundError as error:
             raise StateVersionError(str(error)) from error
+        except LoadEndedError as error:
+            raise HostUnavailableError(f"{error} Ask again.") from error
 
     def release_idle(self) -> None:
         """Destroy copies that were not used for a while."""

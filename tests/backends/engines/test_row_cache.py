@@ -557,15 +557,15 @@ def test_nothing_is_held_behind_a_write_that_failed(tmp_path, all_rows):
     assert engine.get_many(binary([b"a"])).to_pylist() == [b"1"]
     db = engine._db
 
-    class Full:
+    class Failing:
         """Has written before it says that it could not."""
 
         def write(self, *given):
             db.write(*given)
-            raise Exception("No space left on device")
+            raise Exception("Input/output error")
 
-    engine._db = Full()
-    with pytest.raises(LocalStateDamagedError, match="No space left"):
+    engine._db = Failing()
+    with pytest.raises(LocalStateDamagedError, match="Input/output error"):
         write(engine, {b"a": b"2"})
     engine._db = db
     assert engine.get_many(binary([b"a"])).to_pylist() == [b"2"]

@@ -140,6 +140,16 @@ def test_the_same_request_begins_nothing_twice(stream):
     assert s.status("another") == SavepointStatus(known=False)
 
 
+def test_a_request_may_come_while_those_before_it_are_looked_at(stream):
+    """A run that ends looks at its requests, and so does everybody who asks for a status, without the run's lock."""
+    s = stream()
+    s.trigger("r1")
+    looking = iter(s.c.registries.runs.savepoints_of("run1").requests.items())
+    s.trigger("r2")
+    assert [request_id for request_id, _ in looking] == ["r1"]
+    assert s.status("r2").known
+
+
 def test_without_a_path_it_lies_beside_the_state_and_is_left_alone(stream):
     s = stream(min_versions_to_retain=1, maintenance_interval=1.0)
     s.c.trigger_savepoint("r1", "q")

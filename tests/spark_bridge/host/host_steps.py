@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -38,10 +39,19 @@ class Port:
         return call
 
 
-def make_host(world: World, c: Coordinator, i: int, tmp: Path, inc: str = "a", **conf: Any) -> Any:
+def make_host(
+    world: World,
+    c: Coordinator,
+    i: int,
+    tmp: Path,
+    inc: str = "a",
+    clock: Callable[[], float] = time.monotonic,
+    **conf: Any,
+) -> Any:
     given = StateStoreConf(provider="file", fsync=False, **conf)
     port: Any = Port(c)
-    host: Any = Host(world.host(i, inc), port, tmp / f"local{i}{inc}", conf=given, open_storage=world.storage)
+    local = tmp / f"local{i}{inc}"
+    host: Any = Host(world.host(i, inc), port, local, conf=given, open_storage=world.storage, clock=clock)
     host.port = port
     host.register()
     return host

@@ -86,7 +86,7 @@ class Exporting:
         self.pinned.append(partition)
         return {"default": when_let()}
 
-    def _read_back(self, order: SavepointOrder, operator: str, partition: int) -> Any:
+    def _read_back(self, order: SavepointOrder, operator: str, partition: int, is_given_up: Any) -> Any:
         with self.changed:
             self.scanned.append((order.run_id, order.checkpoint_id, partition))
         self.at_gate.set()
@@ -251,7 +251,7 @@ def test_two_queries_may_have_the_same_checkpoint_id(host):
 def test_a_partition_that_is_unloaded_is_not_declined_and_is_exported_when_it_is_ordered_again(host, when, monkeypatch):
     batches = list(rows(0))
 
-    def cut_off(order: SavepointOrder, operator: str, partition: int) -> Any:
+    def cut_off(order: SavepointOrder, operator: str, partition: int, is_given_up: Any) -> Any:
         if when == "before the scan":
             raise StoreClosedError("unloaded")
 

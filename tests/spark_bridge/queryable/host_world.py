@@ -68,6 +68,7 @@ class HostWorld:
         self.version = 0
         self.backend = backend
         self.conf = conf
+        self.ahead = 0.0
         self.world = World(root)
         self.c = self.world.coordinator(0)
         self.port = Port(self.c)
@@ -82,6 +83,10 @@ class HostWorld:
         made = Host(info, port, local, conf=conf, open_storage=self.world.storage, clock=self.clock)
         made.register()
         return made
+
+    def clock(self) -> float:
+        """The time of hosts: that of the machine, and what a test lets pass."""
+        return time.monotonic() + self.ahead
 
     def register(self, run: str, **changes: Any) -> None:
         spec = OperatorSpec("op", self.n, OperatorSchema.of_rows(STATE).to_json(), self.backend)

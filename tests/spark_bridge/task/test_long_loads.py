@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.partition.load_watch import LoadProgress
-from backends.storage.checkpoint_storage import CheckpointStorage
-from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.partition_loading import KEPT_SECONDS
@@ -25,44 +23,12 @@ from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.task import task_store as task_client
 from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.task_store import TaskStore
-from tests.coordinator_actor.coordinator_world import World
-from tests.patience import HANG, PATIENCE
+from tests.patience import PATIENCE
+from tests.spark_bridge.host.gated_world import GatedWorld
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
 
 VERSIONS = 8
 TIMEOUT = 60.0
-
-
-class GatedWorld(World):
-    """Changelogs of partition 0 can be read when they are let through, one by one; ``read`` counts them."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
-        self.is_gated = False
-        self.gate = threading.Semaphore(0)
-        self.arrived = threading.Semaphore(0)
-        self.fails = False
-        self.read: Counter[str] = Counter()
-
-    def storage(self, location: str, options: Mapping[str, str]) -> CheckpointStorage:
-        storage = super().storage(location, options)
-        read = storage.read
-
-        def gated(ref: FileRef) -> bytes:
-            if self.is_gated and "/2/0/" in ref.path and ref.path.endswith(".changelog"):
-                self.arrived.release()
-                assert self.gate.acquire(timeout=HANG)
-                if self.fails:
-                    raise StorageError(f"{ref.path}: throttled")
-                self.read[ref.path] += 1
-            return read(ref)
-
-        storage.read = gated  # type: ignore[method-assign]
-        return storage
-
-    def open_gate(self) -> None:
-        self.is_gated = False
-        self.gate.release(10 * VERSIONS)
 
 
 class Clock:

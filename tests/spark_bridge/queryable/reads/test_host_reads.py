@@ -454,7 +454,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
     copies = w.reads[0]._reader._copies
     loaded: list[int] = []
     begun, go_on = threading.Event(), threading.Event()
-    fill = copies._fill
+    fill = copies._filled
 
     def filled_late(*args: Any) -> Any:
         loaded.append(args[-1])
@@ -462,7 +462,7 @@ def test_copies_of_old_versions_are_shared_and_let_go(make, monkeypatch):
         assert go_on.wait(HANG)
         return fill(*args)
 
-    monkeypatch.setattr(copies, "_fill", filled_late)
+    monkeypatch.setattr(copies, "_filled", filled_late)
     threads = [threading.Thread(target=lambda: w.lookup(KEYS, exactly(2))) for _ in range(6)]
     for thread in threads:
         thread.start()

@@ -140,8 +140,8 @@ def test_describing_a_host_that_loads_waits_for_nothing(world: HostWorld) -> Non
 
 def test_old_versions_are_loaded_in_the_background(world: HostWorld) -> None:
     copies = world.reads[0]._reader._copies
-    over, fill, filled = threading.Event(), copies._fill, list[Any]()
-    copies._fill = lambda *a: (over.wait(HANG), filled.append(a[-2:]), fill(*a))
+    over, fill, filled = threading.Event(), copies._filled, list[Any]()
+    copies._filled = lambda *a: (over.wait(HANG), filled.append(a[-2:]), fill(*a))[-1]
     lookup = LookupRequest(world.run, "op", At("version", 1))
     copies._wait = 0.1
     for _ in range(2):

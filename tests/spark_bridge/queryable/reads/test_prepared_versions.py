@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from coordinator_actor.messages import HostOrders
-from spark_bridge.exceptions import HostUnavailableError
+from spark_bridge.exceptions import HostUnavailableError, NotOwnerError
 from spark_bridge.host import prepared_versions
+from spark_bridge.host.grants import GRANT_SECONDS
 from spark_bridge.queryable.reads.host_reads import HostReads
 from tests.patience import HANG
-from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, partitions_of
+from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of
 from tests.spark_bridge.queryable.memory_reads import eventually
 
 KEYS = range(8)
@@ -157,20 +158,47 @@ def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
     paths = looked(w)
     w.lookup(KEYS)
     assert paths == [], "nothing is prepared"
+    w.ahead += GRANT_SECONDS  # since the host has registered
     w.write(filled(2), partitions=[0])
     owner = w.hosts[0]
     assert owner.open(w.task(1)).redirect is None
     w.lookup(KEYS)
     assert paths == [], "a task of the batch is under way here"
+    owner.register()
+    w.lookup(KEYS)
+    assert paths == ["commits/1"], "another host may have been given the partition"
     w.write(filled(2), partitions=[1])
     w.lookup(KEYS)
-    assert paths == ["commits/1"]
+    assert paths == ["commits/1"] * 2
     w.complete(tell=False)
     w.lookup(KEYS)
     del paths[:]
     w.lookup(KEYS)
     w.one(3)
     assert paths == [], "the version is known to be completed"
+
+
+def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
+    """A task of the batch has opened a partition at it, and another host has made the changes."""
+    w = make(hosts=2, n=4)
+    w.batch(filled(1))
+    lost, other = w.hosts
+    here, late = [p for p in range(4) if w.instance(p) is not None]
+    w.ahead += GRANT_SECONDS
+    w.write(filled(2), partitions=[p for p in range(4) if p != late])
+    assert lost.open(w.task(late)).redirect is None
+    for _ in range(2):  # only the other one is heard of
+        w.ahead += 6
+        w.world.now += 6
+        other.heartbeat()
+        w.c.expire()
+    task = w.task(late)
+    assert other.open(task).redirect is None
+    other.commit(task, changes_of(filled(2), late, 4), {})
+    w.world.commit_spark(w.version)
+    key = next(k for k, p in zip(KEYS, partitions_of(KEYS, 4), strict=True) if p == here)
+    with pytest.raises(NotOwnerError, match="locate it again"):
+        w.one(key)
 
 
 def test_one_look_serves_all_who_wait_for_it(make):

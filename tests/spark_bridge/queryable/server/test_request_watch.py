@@ -253,14 +253,14 @@ def test_who_waits_for_an_old_version_holds_up_no_lookup(world, monkeypatch):
     for n in range(8):
         world.batch({1: n})
     loading, go_on = threading.Event(), threading.Event()
-    fill = version_copies.VersionCopies._fill
+    fill = version_copies.VersionCopies._filled
 
-    def slowly(*args: Any) -> None:
+    def slowly(*args: Any) -> Any:
         loading.set()
         assert go_on.wait(HANG)
-        fill(*args)
+        return fill(*args)
 
-    monkeypatch.setattr(version_copies.VersionCopies, "_fill", slowly)
+    monkeypatch.setattr(version_copies.VersionCopies, "_filled", slowly)
     old, now = LookupRequest(world.run, "op", At("version", 1)), LookupRequest(world.run, "op")
     for body in (pack_bytes(stored([1])), pack_bytes(stored([1, 2]))):
         loading.clear()

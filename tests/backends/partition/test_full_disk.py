@@ -1,0 +1,95 @@
+"""A disk that is really full: a small file system in memory, which takes the right to mount."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from backends.conf import StateStoreConf
+from backends.exceptions import LocalDiskFullError
+from backends.formats.manifest import ChangelogRef, Lineage
+from backends.partition.partition_state import open_partition
+from backends.storage.checkpoint_storage import CheckpointStorage
+from tests.backends.partition.partition_steps import commit
+
+MIB = 1 << 20
+ROOM = 24
+DIRECTORY = "operators/op/1/0/default"
+CONF = StateStoreConf(fsync=False, compression="none", rocksdb_compression="none")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}m", "tmpfs", str(directory)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system takes a right that this user has not got")
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> CheckpointStorage:
+    return CheckpointStorage.open(str(tmp_path / "durable"), fsync=False)
+
+
+def written(storage: CheckpointStorage, local: Path) -> Lineage:
+    """Eight versions of 1 MiB each, and a snapshot of the last one."""
+    random = Random(18)  # not to be compressed
+    state = open_partition(local, storage, DIRECTORY, CONF)
+    chain: list[ChangelogRef] = []
+    for version in range(1, 9):
+        pairs = {b"%d-%d" % (version, i): random.randbytes(MIB // 10) for i in range(10)}
+        chain.append(ChangelogRef(*commit(state, pairs)))
+    snapshot = state.snapshot(None)
+    state.destroy()
+    return Lineage(8, tuple(chain), (snapshot,))
+
+
+def test_a_load_that_finds_the_disk_full_says_so_and_goes_on_when_there_is_room(
+    small: Path, tmp_path: Path, storage: CheckpointStorage
+) -> None:
+    lineage = written(storage, tmp_path / "large")
+    filler = small / "filler"
+    filler.write_bytes(bytes((ROOM - 4) * MIB))
+    state = open_partition(small / "local", storage, DIRECTORY, CONF)
+    with pytest.raises(LocalDiskFullError, match=rf"The disk of {small}/local.* of {ROOM}.0 MiB are free"):
+        state.load(lineage)
+    filler.unlink()
+    state.load(lineage)
+    assert (state.version, sum(b.num_rows for b in state.scan())) == (8, 80)
+    state.destroy()
+
+
+class FullDatabase:
+    """A database that has found the disk full: RocksDB refuses all writes then, until it is opened anew."""
+
+    def __init__(self, db: Any) -> None:
+        self._db = db
+
+    def write(self, *args: Any) -> None:
+        raise Exception("IO error: No space left on device: While appending to file: 000015.sst")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
+
+
+def test_a_database_that_has_found_the_disk_full_is_opened_anew_by_the_next_load(
+    tmp_path: Path, storage: CheckpointStorage
+) -> None:
+    chain = written(storage, tmp_path / "a").changelogs
+    state = open_partition(tmp_path / "b", storage, DIRECTORY, CONF)
+    state.load(Lineage(4, chain[:4]))
+    engine: Any = state._engine
+    engine._db = FullDatabase(engine._db)
+    with pytest.raises(LocalDiskFullError, match="Make room there"):
+        state.load(Lineage(8, chain))
+    state.load(Lineage(8, chain))
+    assert (state.version, sum(b.num_rows for b in state.scan())) == (8, 80)
+    state.destroy()
