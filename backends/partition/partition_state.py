@@ -28,7 +28,7 @@ from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_name
 from backends.formats.manifest import Lineage, SnapshotRef
-from backends.host_memory import SCANS, STAGED, host_memory
+from backends.host_memory import CHANGELOGS, SCANS, STAGED, host_memory
 from backends.ids import DEFAULT_FAMILY
 from backends.metrics import StateStoreMetrics
 from backends.partition import background
@@ -205,7 +205,10 @@ class PartitionState:
         before = background.submit(self._before_images.when_staged, meta, changes)
         path = f"{self._directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
         fault_points.reached("commit:changelog")
-        ref = self._storage.put_new(path, write_changelog(changes, meta, self._conf.compression))
+        changelog = write_changelog(changes, meta, self._conf.compression)
+        written = self._memory.note(CHANGELOGS, len(changelog))
+        ref = self._storage.put_new(path, changelog)
+        del changelog, written
         fault_points.reached("commit:durable")
         with self._versions.changed:
             self._versions.pending.stage(Delta(meta, ref, changes, before, apply, claim))
