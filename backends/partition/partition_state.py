@@ -389,6 +389,16 @@ class PartitionState:
         )
         return ref
 
+    def write_out(self) -> None:
+        """Have the engine write what only its memory holds to its local files, so that others can use that memory.
+
+        Raises ``StoreClosedError``.
+        """
+        # A capture writes all column families at one moment, and nothing has to be kept of it.
+        with self._local.scratch.directory() as captured, self._mutation:
+            self._versions.check_open()
+            self._engine.capture(captured)
+
     def metrics(self, version: int | None = None, *, head: str | None = None) -> StateStoreMetrics:
         """Return the figures of this partition: times in ms are those of the last call of each kind.
 

@@ -104,7 +104,7 @@ class Host:
             registration, self.held, self.loading, self.grants, self.completed, self.prepared, self.counters
         )
         self.maintenance = Maintenance(
-            registration, self.held, self.loading, self.version_requests, self.counters, conf
+            registration, self.held, self.loading, self.version_requests, self.counters, self.memory, conf
         )
         self.savepoint_partitions = SavepointPartitions(registration, self.held, self.files)
         self.exports = SavepointExports(

@@ -58,6 +58,10 @@ class Instance:
     """The version of the newest snapshot in storage."""
     rescaled_at: int | None = None
     """The version at which the partition was made from files of another layout; None once it has a snapshot."""
+    seen_version: int = -1
+    """The version at the last maintenance, which alone writes this and ``written_out``; -1 before the first one."""
+    written_out: int = -1
+    """The version at which the engine has written its memory to files for others' sake."""
     key_windows: KeyWindows | None = None
     kept_since: float = 0.0
     """When a load of it ended that did not come through, by the host's clock. The lock of its loading guards it."""
