@@ -4,8 +4,10 @@ What is held is counted as long as it lives: who holds something keeps a ``Claim
 the bytes off. So what a reader or a scan still keeps alive counts too. Kinds of memory, and what happens when they do
 not fit:
 
-- needed: changes of running batches, and scans. Everything else makes room for them. What does not fit even then is
-  refused.
+- needed: changes of running batches, scans, and what each open database takes for itself. Everything else makes room
+  for them. A commit or a scan that does not fit even then is refused.
+- passing: requests that are being received, and changelogs that are being written. Everything that can be spared makes
+  room for them. They are over soon, so they are not refused, and nothing is refused for them.
 - spared: before-images and last reads, a quarter of the budget at most. They never push anything else out; the oldest
   of the process go first.
 - caches: the row cache has its share as long as nothing needs it. RocksDB's block cache and write buffers keep theirs.
@@ -22,8 +24,10 @@ from weakref import ref
 from backends.conf import StateStoreConf
 from backends.exceptions import HostMemoryError
 
-STAGED, DELTAS, SCANS = "staged_commits", "deltas", "scans"
-NEEDED = (STAGED, DELTAS, SCANS)
+STAGED, DELTAS, SCANS, DATABASES = "staged_commits", "deltas", "scans", "open_databases"
+NEEDED = (STAGED, DELTAS, SCANS, DATABASES)
+REQUESTS, CHANGELOGS = "requests", "changelogs"
+PASSING = (REQUESTS, CHANGELOGS)
 BEFORE_IMAGES, LAST_READS = "before_images", "last_reads"
 SPARED = (BEFORE_IMAGES, LAST_READS)
 ROW_CACHE, BLOCK_CACHE, WRITE_BUFFERS = "row_cache", "block_cache", "write_buffers"
@@ -76,7 +80,7 @@ class HostMemory:
         self.limit = conf.host_memory
         self.row_cache_bytes = conf.row_cache_bytes
         self._working = conf.host_memory - conf.block_cache_bytes - conf.write_buffer_bytes
-        self._held = dict.fromkeys((*NEEDED, *SPARED), 0)
+        self._held = dict.fromkeys((*NEEDED, *PASSING, *SPARED), 0)
         self._gone: deque[tuple[str, int, int]] = deque()
         self._droppable: OrderedDict[int, ref[Claim]] = OrderedDict()
         self._number = 0
@@ -114,16 +118,21 @@ class HostMemory:
             self._settle()
             needed = sum(self._held[k] for k in NEEDED)
             if needed + nbytes > self._working:
-                raise HostMemoryError(
-                    f"{what} needs {nbytes:,} bytes, and {max(0, self._working - needed):,} of host_memory="
-                    f"{self.limit:,} are free: {needed:,} are held by other commits and scans, "
-                    f"{self.limit - self._working:,} are RocksDB's block cache and write buffers. Set "
-                    "StateStoreConf(host_memory=...) higher, have more hosts or partitions, or smaller batches "
-                    "(maxFilesPerTrigger, maxOffsetsPerTrigger)."
-                )
+                raise HostMemoryError(self._refusal(what, nbytes, needed))
             claim = self._new(kind, nbytes, None)
         self._make_room()
         return claim
+
+    def _refusal(self, what: str, nbytes: int, needed: int) -> str:
+        databases = self._held[DATABASES]
+        return (
+            f"{what} needs {nbytes:,} bytes, and {max(0, self._working - needed):,} of host_memory={self.limit:,} are "
+            f"free: {needed - databases:,} are held by other commits and scans, {databases:,} by the open RocksDB "
+            f"databases, {self.limit - self._working:,} are RocksDB's block cache and write buffers. Set "
+            "StateStoreConf(host_memory=...) higher, or have more hosts, with at least as many partitions. Smaller "
+            "batches (maxFilesPerTrigger, maxOffsetsPerTrigger) help from the next batch on: a batch that Spark has "
+            "begun is run again with the same rows, also after a restart."
+        )
 
     def note(self, kind: str, nbytes: int) -> Claim:
         """Count bytes that are held already, and cannot be refused any more; others make room for them."""
@@ -141,8 +150,7 @@ class HostMemory:
         """
         with _lock:
             self._settle()
-            needed = sum(self._held[k] for k in NEEDED)
-            if nbytes > self._spared_room(needed):
+            if nbytes > self._spared_room():
                 return None
             claim = self._new(kind, nbytes, drop)
             self._droppable[claim.number] = ref(claim)
@@ -176,9 +184,10 @@ class HostMemory:
             self._held[kind] -= nbytes
             self._droppable.pop(number, None)
 
-    def _spared_room(self, needed: int) -> int:
-        """Return how many bytes may be spared: what is needed pushes them out before it pushes rows out."""
-        return max(0, min(self.limit // 4, self._working - self.row_cache_bytes - needed))
+    def _spared_room(self) -> int:
+        """Return how many bytes may be spared: what is needed or passing pushes them out before it pushes rows out."""
+        others = sum(self._held[k] for k in (*NEEDED, *PASSING))
+        return max(0, min(self.limit // 4, self._working - self.row_cache_bytes - others))
 
     def _make_room(self) -> None:
         """Drop what is spared, the oldest first, and then rows, until everything fits.
@@ -187,8 +196,7 @@ class HostMemory:
         """
         with _lock:
             self._settle()
-            needed = sum(self._held[k] for k in NEEDED)
-            over = sum(self._held[k] for k in SPARED) - self._spared_room(needed)
+            over = sum(self._held[k] for k in SPARED) - self._spared_room()
         while over > 0:
             with _lock:
                 found = self._droppable.popitem(last=False)[1]() if self._droppable else None

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import pyarrow as pa
@@ -42,12 +44,29 @@ SPARED_BYTES = 16
 _NOTHING: CachedRows = VaryingRows(0, 0, 0)
 
 
+class _Share:
+    """The bytes that a cache has, until it lets go of this share, or until nobody refers to the cache any more."""
+
+    __slots__ = ("__weakref__", "_gone", "cache", "nbytes", "number")
+
+    def __init__(self, cache: RowCache, gone: deque[tuple[int, int]], number: int, nbytes: int) -> None:
+        self.cache = weakref.ref(cache)
+        self._gone = gone
+        self.number = number
+        self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        # Any allocation may end a share, also one that is made with the budget's lock: so this takes none.
+        self._gone.append((self.number, self.nbytes))
+
+
 class CacheBudget:
     """The memory that all caches of a process may have together, ``limit`` bytes, or less while ``room()`` is less.
 
     A cache may have what the others leave, and its equal share in any case: if need be, the caches that have more than
-    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory. The time to give memory
-    grows with the number of caches, one per partition and column family: some microseconds each.
+    theirs are emptied. While a cache moves to new arrays, its old arrays still take memory. The budget keeps a total,
+    and the caches in a heap by size: so the time to give memory grows with the logarithm of the number of caches, one
+    per partition and column family, and with the number of those that are emptied.
 
     ``_lock`` guards the giving of memory. A cache is emptied without the lock: any allocation, also one made here, may
     release a scan that is no longer referred to, and with it the copy that the scan has read, and the cache of that
@@ -58,61 +77,83 @@ class CacheBudget:
         self._limit = limit
         self._room = room
         self._lock = threading.Lock()
-        self._caches: weakref.WeakSet[RowCache] = weakref.WeakSet()
+        self._used = 0
+        self._shares: dict[int, weakref.ref[_Share]] = {}
+        self._largest: list[tuple[int, int]] = []
+        """A heap of the shares, each as its negative size and its number; some of them are gone."""
+        self._gone: deque[tuple[int, int]] = deque()
+        self._number = 0
 
     @property
     def limit(self) -> int:
         """The bytes that all caches may have now."""
         return self._limit if self._room is None else min(self._limit, self._room())
 
-    def shrink(self) -> None:
-        """Empty caches, the largest first, until all have no more than they may."""
-        with self._lock:
-            used = self._used()
-            self._empty(used, self.limit)
-
-    def _empty(self, used: dict[RowCache, int], limit: int) -> None:
-        while used and sum(used.values()) > limit:
-            largest = max(used, key=used.__getitem__)
-            # Its writer may be about to change these rows, which does no harm: nobody reads them any more.
-            largest.rows = _NOTHING
-            del used[largest]
-
     @property
     def used(self) -> int:
         """The bytes that all caches have now."""
         with self._lock:
-            return sum(self._used().values())
+            self._settle()
+            return self._used
 
-    def _used(self) -> dict[RowCache, int]:
-        """Return the bytes of each cache that has any."""
-        held = [(cache, cache.rows) for cache in self._caches]
-        return {cache: rows.nbytes for cache, rows in held if rows is not _NOTHING}
+    def shrink(self) -> None:
+        """Empty caches, the largest first, until all have no more than they may."""
+        with self._lock:
+            self._empty(self.limit)
 
     def allowance(self, cache: RowCache) -> int:
         """Return the most bytes that ``cache`` may have now."""
         with self._lock:
-            used = self._used()
-            used.pop(cache, None)
-            return self._allowed(used, self.limit)
-
-    @staticmethod
-    def _allowed(others: dict[RowCache, int], limit: int) -> int:
-        return max(limit - sum(others.values()), limit // (len(others) + 1))
+            return self._allowed(cache.share)
 
     def give(self, cache: RowCache, rows: CachedRows) -> bool:
         """Give ``cache`` these rows in place of its own. False if there is no room: the cache has none then."""
-        cache.rows = _NOTHING
+        cache.rows, cache.share = _NOTHING, None
         if rows is _NOTHING:
             return True
         with self._lock:
-            used, limit = self._used(), self.limit
-            if rows.nbytes > self._allowed(used, limit):
+            nbytes = rows.nbytes
+            if nbytes > self._allowed(None):
                 return False
-            self._empty(used, limit - rows.nbytes)
-            self._caches.add(cache)
-            cache.rows = rows
+            self._empty(self.limit - nbytes)
+            self._number += 1
+            share = _Share(cache, self._gone, self._number, nbytes)
+            self._shares[share.number] = weakref.ref(share)
+            self._used += nbytes
+            heappush(self._largest, (-nbytes, share.number))
+            cache.rows, cache.share = rows, share
             return True
+
+    def _allowed(self, own: _Share | None) -> int:
+        """Return the most bytes that the cache with this share may have."""
+        self._settle()
+        limit, used, others = self.limit, self._used, len(self._shares)
+        if own is not None:
+            used, others = used - own.nbytes, others - 1
+        return max(limit - used, limit // (others + 1))
+
+    def _empty(self, limit: int) -> None:
+        self._settle()
+        while self._largest and self._used > limit:
+            number = heappop(self._largest)[1]
+            found = self._shares.get(number)
+            share = None if found is None else found()
+            cache = None if share is None else share.cache()
+            if cache is not None and cache.share is share:
+                # Its writer may be about to change these rows, which does no harm: nobody reads them any more.
+                cache.rows, cache.share = _NOTHING, None
+            found = share = cache = None  # or the share would live on
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take off what caches have let go of."""
+        while self._gone:
+            number, nbytes = self._gone.popleft()
+            if self._shares.pop(number, None) is not None:
+                self._used -= nbytes
+        if len(self._largest) > 2 * len(self._shares) + 16:
+            self._largest = [entry for entry in self._largest if entry[1] in self._shares]
+            heapify(self._largest)
 
 
 class RowCache:
@@ -125,6 +166,8 @@ class RowCache:
     def __init__(self, budget: CacheBudget) -> None:
         self._budget = budget
         self.rows = _NOTHING
+        self.share: _Share | None = None
+        """What the budget counts for the rows; only the budget sets both."""
         self._epoch = 0
         self._lock = threading.Lock()
 

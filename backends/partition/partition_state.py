@@ -29,7 +29,7 @@ from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_name
 from backends.formats.manifest import Lineage, SnapshotRef
-from backends.host_memory import SCANS, STAGED, host_memory
+from backends.host_memory import CHANGELOGS, SCANS, STAGED, host_memory
 from backends.ids import DEFAULT_FAMILY
 from backends.metrics import StateStoreMetrics
 from backends.partition import background
@@ -207,7 +207,10 @@ class PartitionState:
         before = background.submit(self._before_images.when_staged, meta, changes)
         path = f"{self._directory}/{changelog_name(meta.version, uuid.uuid4().hex)}"
         fault_points.reached("commit:changelog")
-        ref = self._storage.put_new(path, write_changelog(changes, meta, self._conf.compression))
+        changelog = write_changelog(changes, meta, self._conf.compression)
+        written = self._memory.note(CHANGELOGS, len(changelog))
+        ref = self._storage.put_new(path, changelog)
+        del changelog, written
         fault_points.reached("commit:durable")
         with self._versions.changed:
             self._versions.pending.stage(Delta(meta, ref, changes, before, apply, claim))
@@ -387,6 +390,16 @@ class PartitionState:
             self._storage.full_location(ref.file.path),
         )
         return ref
+
+    def write_out(self) -> None:
+        """Have the engine write what only its memory holds to its local files, so that others can use that memory.
+
+        Raises ``StoreClosedError``.
+        """
+        # A capture writes all column families at one moment, and nothing has to be kept of it.
+        with self._local.scratch.directory() as captured, self._mutation:
+            self._versions.check_open()
+            self._engine.capture(captured)
 
     def metrics(self, version: int | None = None, *, head: str | None = None) -> StateStoreMetrics:
         """Return the figures of this partition: times in ms are those of the last call of each kind.

@@ -33,9 +33,10 @@ class Instance:
     """One loaded partition.
 
     ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards
-    changes of ``acknowledged``, which reports copy without it. The lock of ``HeldPartitions`` guards ``invocations``,
-    ``invocations_of``, ``opened_at`` and ``commits``. Whoever loads the partition writes ``epoch``. Loading and the
-    upload of a snapshot write ``snapshot_version`` and ``rescaled_at``, each as a whole and without a lock.
+    changes of ``acknowledged``, which reports copy without it, and of ``keys_at``, which is replaced as a whole. The
+    lock of ``HeldPartitions`` guards ``invocations``, ``invocations_of``, ``opened_at`` and ``commits``. Whoever loads
+    the partition writes ``epoch``. Loading and the upload of a snapshot write ``snapshot_version`` and ``rescaled_at``,
+    each as a whole and without a lock.
     """
 
     registration: QueryRegistration
@@ -54,10 +55,16 @@ class Instance:
     """By version, the accepted commits that are not completed yet: a coordinator that starts anew must hear of them."""
     commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)
     """By version, milliseconds by step and the operator's figures, of the last ``REMEMBERED_COMMITS`` commits."""
+    keys_at: dict[int, int | None] = field(default_factory=dict)
+    """By version, the number of keys, None if they are not counted, of the last ``REMEMBERED_COMMITS`` versions."""
     snapshot_version: int = 0
     """The version of the newest snapshot in storage."""
     rescaled_at: int | None = None
     """The version at which the partition was made from files of another layout; None once it has a snapshot."""
+    seen_version: int = -1
+    """The version at the last maintenance, which alone writes this and ``written_out``; -1 before the first one."""
+    written_out: int = -1
+    """The version at which the engine has written its memory to files for others' sake."""
     key_windows: KeyWindows | None = None
     kept_since: float = 0.0
     """When a load of it ended that did not come through, by the host's clock. The lock of its loading guards it."""
@@ -90,7 +97,7 @@ class Instance:
 
     def describe(self) -> dict[str, object]:
         """Return version, size and last commits, as JSON types. Raises ``StoreClosedError`` as ``size`` does."""
-        commits = self.commits
+        commits, keys_at = self.commits, self.keys_at
         return {
             "query_id": self.registration.query_id,
             "run_id": self.registration.run_id,
@@ -99,7 +106,7 @@ class Instance:
             "version": self.state.version,
             **self.size(),
             "last_commit": {"version": max(commits), **commits[max(commits)][0]} if commits else {},
-            "commits": {v: {"ms": ms, **to_builtins(f)} for v, (ms, f) in commits.items()},
+            "commits": {v: {"ms": ms, "keys": keys_at.get(v), **to_builtins(f)} for v, (ms, f) in commits.items()},
         }
 
 

@@ -1,4 +1,9 @@
-"""The maintenance of a host: unload partitions that are another host's by now, and upload snapshots that are due."""
+"""The maintenance of a host: unload partitions that are another host's by now, upload snapshots that are due, and have
+idle partitions give up write buffers.
+
+RocksDB's write buffers are shared. While they are full, whoever writes writes files, and not who holds most. So without
+this, a busy query beside idle ones that hold the buffers would write small files in each batch.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
+from backends.host_memory import WRITE_BUFFERS, HostMemory
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import UPLOAD
 from spark_bridge.host.counters import Counters
@@ -30,6 +36,7 @@ class Maintenance:
         loading: PartitionLoading,
         version_requests: VersionRequests,
         counters: Counters,
+        memory: HostMemory,
         conf: StateStoreConf,
     ) -> None:
         self._registration = registration
@@ -37,6 +44,8 @@ class Maintenance:
         self._loading = loading
         self._version_requests = version_requests
         self._counters = counters
+        self._memory = memory
+        self._write_buffer_bytes = conf.write_buffer_bytes
         self._deltas_per_snapshot = conf.deltas_per_snapshot
         self._hooks: list[Callable[[], None]] = []
         self._uploads = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
@@ -47,7 +56,11 @@ class Maintenance:
         self._hooks.append(work)
 
     def do_maintenance(self) -> list[Future[None]]:
-        """Unload partitions that are another's by now, and begin the uploads that are due; return those uploads."""
+        """Unload partitions that are another's by now, and begin the work that is due; return what was begun.
+
+        That are uploads of snapshots, and, while the write buffers are more than half full, the writing of files by
+        partitions to which nothing was committed since the last maintenance.
+        """
         log.debug("Doing maintenance")
         for work in self._hooks:
             work()
@@ -55,6 +68,7 @@ class Maintenance:
         self._loading.drop_kept()
         self._unload_others()
         begun = []
+        is_crowded = 2 * self._memory.held().get(WRITE_BUFFERS, 0) > self._write_buffer_bytes
         with self._held.lock:
             for key, instance in self._held.instances.items():
                 running = self._uploading.get(key)
@@ -64,13 +78,25 @@ class Maintenance:
                     is_due = version > instance.rescaled_at
                 else:
                     is_due = version - instance.snapshot_version >= self._deltas_per_snapshot
+                is_idle, instance.seen_version = version == instance.seen_version, version
                 # A snapshot would wait for a load in a thread that other partitions need.
                 if is_due and not instance.state.is_loading and (running is None or running.done()):
                     self._uploading[key] = self._uploads.submit(self.upload_snapshot, instance)
                     begun.append(self._uploading[key])
+                elif is_crowded and is_idle and instance.written_out != version and not instance.state.is_loading:
+                    begun.append(self._uploads.submit(self._write_out, instance, version))
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:
                 del self._uploading[key]
         return begun
+
+    def _write_out(self, instance: Instance, version: int) -> None:
+        try:
+            instance.state.write_out()
+            instance.written_out = version
+        except StoreClosedError:
+            log.debug("%s was unloaded before it gave up its write buffers", instance)
+        except Exception:  # as with snapshots
+            log.warning("%s did not write its files, and keeps its write buffers", instance, exc_info=True)
 
     def _unload_others(self) -> None:
         # A partition that is being opened now, the coordinator has just assigned; the next maintenance looks at it.

@@ -29,7 +29,7 @@ from spark_bridge.host.counters import Counters
 from spark_bridge.host.file_lease import FileLease
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.held_partitions import HeldPartitions
-from spark_bridge.host.instance import Instance, InstanceKey, spec_of
+from spark_bridge.host.instance import REMEMBERED_COMMITS, Instance, InstanceKey, spec_of
 from spark_bridge.host.partition_files import PartitionFiles
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.version_requests import VersionRequests
@@ -420,6 +420,8 @@ def _complete(instance: Instance, version: int, head: str) -> bool:
         return False
     for done in [v for v in instance.acknowledged if v <= version]:
         del instance.acknowledged[done]
+    earlier = {v: keys for v, keys in instance.keys_at.items() if version - REMEMBERED_COMMITS < v < version}
+    instance.keys_at = {**earlier, version: instance.state.num_keys(version)}
     return True
 
 

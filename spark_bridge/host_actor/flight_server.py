@@ -17,17 +17,16 @@ from pyarrow import flight
 
 from backends.decoders import json_decoder
 from backends.encoding.keys import KeyRange
-from backends.encoding.sorted_pairs import PAIRS_SCHEMA, SortedPairs, to_bytes_list
+from backends.encoding.sorted_pairs import PAIRS_SCHEMA, to_bytes_list
 from backends.exceptions import StateStoreError
-from backends.formats.changelog import Changes
-from backends.ids import DEFAULT_FAMILY, check_name
+from backends.host_memory import REQUESTS
 from coordinator_actor.access_tokens import is_read_only
 from coordinator_actor.exceptions import CoordinatorError
-from spark_bridge.exceptions import RequestError, SparkBridgeError, StateTooLargeError
+from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.host.host import Host
+from spark_bridge.host_actor.received_changes import received_changes
 from spark_bridge.transport.protocol import (
     COMMIT_SCHEMA,
-    END_OF_CHANGES,
     KEYS_SCHEMA,
     RANGES_SCHEMA,
     VALUES_SCHEMA,
@@ -133,6 +132,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                 if chunk.data is None:
                     continue
                 check_schema(chunk.data.schema, KEYS_SCHEMA)
+                held = host.memory.note(REQUESTS, chunk.data.nbytes)
                 opened = None
                 if isinstance(command, OpenAndGetCommand):
                     # Only when the keys have come: a client that is refused must not be still sending them.
@@ -153,6 +153,7 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
                     command.column_family,
                 )
                 batch = pa.record_batch([values], schema=VALUES_SCHEMA)
+                del chunk, held
                 if opened is None:
                     writer.write_batch(batch)
                 else:
@@ -163,23 +164,9 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         with translated_errors():
             command = decoded(descriptor.command, CommitCommand)
             check_schema(reader.schema, COMMIT_SCHEMA)
-            received: dict[str, list[pa.RecordBatch]] = {DEFAULT_FAMILY: []}
-            is_complete = False
-            for chunk in reader:
-                metadata = None if chunk.app_metadata is None else chunk.app_metadata.to_pybytes()
-                is_complete = chunk.data is None and metadata == END_OF_CHANGES
-                if chunk.data is not None:
-                    family = DEFAULT_FAMILY if metadata is None else metadata.decode(errors="replace")
-                    received.setdefault(check_name("a column family", family), []).append(chunk.data)
-            if not is_complete:
-                # Flight ends the stream of a client that was killed in the same way as a complete stream.
-                task = command.task
-                raise RequestError(
-                    f"The changes of partition {task.partition} of operator {task.operator!r} (attempt {task.attempt}) "
-                    "broke off; nothing is committed."
-                )
-            changes = Changes({family: changes_of(batches) for family, batches in received.items()})
-            answer = self._host().commit(command.task, changes, command.timings, command.figures)
+            host = self._host()
+            changes = received_changes(reader, command.task, host.memory)
+            answer = host.commit(command.task, changes, command.timings, command.figures)
             writer.write(pa.py_buffer(ENCODE(answer)))
 
 
@@ -196,29 +183,6 @@ def key_ranges(batch: pa.RecordBatch) -> list[KeyRange]:
     check_schema(batch.schema, RANGES_SCHEMA)
     starts, ends = (to_bytes_list(batch.column(i)) for i in range(2))
     return list(zip(starts, ends, strict=True))  # type: ignore[arg-type]
-
-
-def changes_of(batches: list[pa.RecordBatch]) -> SortedPairs:
-    """Return the changes of one column family from its batches, in the order in which they came.
-
-    Of a key that came several times the last change counts. Raises ``StateTooLargeError`` for more than 2 GiB,
-    ``RequestError`` for null keys.
-    """
-    if not batches:
-        return SortedPairs.empty()
-    if len(batches) == 1:
-        keys, values = batches[0].columns
-    else:
-        try:
-            keys, values = (pa.concat_arrays([b.column(i) for b in batches]) for i in range(2))
-        except pa.ArrowInvalid as error:
-            raise StateTooLargeError(
-                f"The changes of one partition and batch have more than 2 GiB in one column family ({error}): use more "
-                "partitions (num_partitions=), or smaller batches."
-            ) from error
-    if keys.null_count:
-        raise RequestError(f"{keys.null_count} of {len(keys)} changed keys are null.")
-    return SortedPairs.last_wins(keys, values)
 
 
 def check_schema(given: pa.Schema, expected: pa.Schema) -> None:

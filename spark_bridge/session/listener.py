@@ -33,7 +33,7 @@ from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
-from spark_bridge.session.operator_progress import has_listeners, progress_of, tell_listeners
+from spark_bridge.session.operator_progress import has_listeners, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
 from spark_bridge.session.settings import (
     MIN_BATCHES_CONF,
@@ -211,10 +211,12 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         with self._lock:
             known = run_id in self._registrations
         if known and not self._stopping.is_set():
+            batch_id = int(event.progress.batchId)
             try:
-                self._cluster.batch_committed(run_id, int(event.progress.batchId))
+                self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
-                    tell_listeners(run_id, progress_of(self._cluster, run_id, int(event.progress.batchId)))
+                    # Spark tells of a batch when it comes to it: others may have been committed since.
+                    tell_listeners(run_id, progress_of_batch(self._cluster, run_id, batch_id))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The first task of the next batch completes the version all the same.
                 log.warning("Batch %s of run %s was not reported: %s", event.progress.batchId, run_id, error)

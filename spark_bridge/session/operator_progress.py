@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from json import dumps
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,8 +35,9 @@ class StateOperatorProgress:
     (``numDroppedDuplicateRows``, ``numRegisteredTimers``, ``numValuesRemovedDueToTTLExpiry`` and others), and the
     milliseconds of each step under names of ours.
     ``num_rows_total`` counts the pairs of all column families after the batch; ``memory_used_bytes`` is the memory that
-    the hosts use for them. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts the
-    partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since.
+    the hosts use for them now. ``commit_time_ms`` is the sum over the partitions. ``num_state_store_instances`` counts
+    the partitions that have reported the batch: fewer than ``num_shuffle_partitions`` if a host was lost since, or if
+    the figures are asked for more than three batches later. Of the others ``num_rows_total`` has the pairs of now.
     """
 
     operator_name: str
@@ -67,7 +68,7 @@ def _camel_case(name: str) -> str:
 
 
 class StateOperatorListener(Protocol):
-    """Hears of every batch that Spark has committed, as Spark's ``onQueryProgress`` does."""
+    """Hears of every batch that Spark has committed, once and in order, as Spark's ``onQueryProgress`` does."""
 
     def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
         """Take the progress of each operator in a batch that is committed. An error that is raised here is logged."""
@@ -113,17 +114,30 @@ def state_operator_progress(query: StreamingQuery) -> list[StateOperatorProgress
     Raises ``HostUnavailableError`` if the hosts do not report that batch within ``WAIT_SECONDS``.
     """
     last = query.lastProgress
-    return progress_of(current_cluster(), str(query.runId), -1 if last is None else int(last["batchId"]))
+    return newest_progress(current_cluster(), str(query.runId), -1 if last is None else int(last["batchId"]))
 
 
-def progress_of(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[StateOperatorProgress]:
+def newest_progress(cluster: StateCluster, run_id: str, batch_id: int = -1) -> list[StateOperatorProgress]:
     """Return the progress of a run's operators in batch ``batch_id`` or later; see ``state_operator_progress``."""
+    return _progress(cluster, run_id, lambda completed: max(completed, batch_id + 1))
+
+
+def progress_of_batch(cluster: StateCluster, run_id: str, batch_id: int) -> list[StateOperatorProgress]:
+    """Return the progress of a run's operators in a batch that Spark has committed, however many have followed.
+
+    Raises as ``state_operator_progress``.
+    """
+    return _progress(cluster, run_id, lambda _: batch_id + 1)
+
+
+def _progress(cluster: StateCluster, run_id: str, wanted: Callable[[int], int]) -> list[StateOperatorProgress]:
+    """Return the progress in the batch that made the wanted version, which may depend on the completed one."""
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         run = next((q for q in cluster.coordinator.describe()["queries"] if q["run_id"] == run_id), None)
-        if run is None or run["completed_version"] == batch_id + 1 == 0:
+        version = 0 if run is None else wanted(run["completed_version"])
+        if run is None or not version:
             return []
-        version = max(run["completed_version"], batch_id + 1)
         held = [i for host in cluster.describe_hosts() for i in host["instances"] if i["run_id"] == run_id]
         # Hosts hear of a completed version a moment later.
         if all(i["version"] >= version for i in held):
@@ -139,6 +153,7 @@ def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[
     ordered = sorted((i for i in instances if i["operator"] == operator), key=lambda i: version in i["commits"])
     own = list({i["partition"]: i for i in ordered}.values())
     told = [i["commits"][version] for i in own if version in i["commits"]]
+    then = [i["commits"].get(version, {}).get("keys") for i in own]
     custom: dict[str, float] = {}
     for commit in told:
         for name, value in (*commit["custom"].items(), *commit["ms"].items()):
@@ -150,7 +165,7 @@ def _sum(operator: str, version: int, num_partitions: int, instances: list[dict[
     return StateOperatorProgress(
         operator_name=operator,
         batch_id=version - 1,
-        num_rows_total=sum(i["keys"] for i in own),
+        num_rows_total=sum(i["keys"] if keys is None else keys for i, keys in zip(own, then, strict=True)),
         num_rows_updated=total("num_rows_updated"),
         num_rows_removed=total("num_rows_removed"),
         num_rows_dropped_by_watermark=total("num_rows_dropped_by_watermark"),

@@ -25,7 +25,7 @@ from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
 from spark_bridge.stateful.ddl import struct_of
 from spark_bridge.stateful.deleted_state import make_deleted
-from spark_bridge.stateful.handle import EVENT_TIME, PROCESSING_TIME, TIME_MODES, StatefulProcessorHandle
+from spark_bridge.stateful.handle import EVENT_TIME, NONE, PROCESSING_TIME, TIME_MODES, StatefulProcessorHandle
 from spark_bridge.stateful.list_state import ListState
 from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.processor_state import ProcessorState
@@ -107,7 +107,7 @@ class ProcessorTester:
         self._state = ProcessorState(processor, _KEYS, self._time_mode, None)
         processor.init(self._state.handle)
         self._schema = OperatorSchema(self._state.declare(), tuple(_KEYS.names))
-        self.handle = TesterHandle(self._begin, self._selected, self._forget)
+        self.handle = TesterHandle(self._begin, self._timers, self._declared, self._forget)
         initial = initialStateRow if initialStateRow is not None else initialStatePandas
         for key, state in initial or ():
             with self._batch(key) as columns:
@@ -226,11 +226,15 @@ class ProcessorTester:
     @contextmanager
     def _variable(self, kind: type[State], name: str, key: Any) -> Iterator[State]:
         """Give a state variable with the key as the current key, in a micro-batch of its own."""
+        state = self._declared(kind, name)
+        with self._batch(key):
+            yield state
+
+    def _declared(self, kind: type[State], name: str) -> State:
         state = self._state.states.get(name)
         if not isinstance(state, kind):
             raise _unknown(f"{_KINDS[kind]} state", name, self._state)
-        with self._batch(key):
-            yield state
+        return state
 
     @contextmanager
     def _batch(self, key: Any) -> Iterator[tuple[Any, ...]]:
@@ -277,7 +281,12 @@ class ProcessorTester:
             self._state.finish()
             store.commit(OperatorFigures())
 
-    def _selected(self) -> StatefulProcessorHandle:
+    def _timers(self) -> StatefulProcessorHandle:
+        """Return what has the timers of the current key."""
+        if self._time_mode == NONE:
+            raise TesterValueError(
+                "[UNSUPPORTED_OPERATION] Timers need timeMode='ProcessingTime' or 'EventTime', not 'None'."
+            )
         if self._open is None:
             raise ProcessorTesterError("There is no current key between calls: call handle.setGroupingKey(key) first.")
         return self._state.handle
@@ -304,7 +313,9 @@ class ProcessorTester:
 
 def _unknown(kind: str, name: str, batch: ProcessorState) -> TesterAssertionError:
     known = ", ".join(f"{n!r} ({_KINDS[type(state)]} state)" for n, state in batch.states.items())
-    return TesterAssertionError(f"The processor declares no {kind} {name!r}; it declares {known or 'none'}.")
+    return TesterAssertionError(
+        f"[STATE_NOT_EXISTS] The processor declares no {kind} {name!r}; it declares {known or 'none'}."
+    )
 
 
 def _one_frame(frames: list[Any]) -> pd.DataFrame:

@@ -3,43 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+from pyspark.sql.types import StructType
 
 from spark_bridge.stateful.handle import StatefulProcessorHandle
+from spark_bridge.stateful.list_state import ListState
+from spark_bridge.stateful.map_state import MapState
+from spark_bridge.stateful.value_state import ValueState
+
+State = TypeVar("State", ValueState, ListState, MapState)
+
+
+class Declared(Protocol):
+    """Finds the state variables of a tester's processor."""
+
+    def __call__(self, kind: type[State], name: str, /) -> State:
+        """Return the variable of that kind and name; raise ``ProcessorTesterError`` if there is none."""
 
 
 class TesterHandle:
     """Chooses a key, whose state variables and timers a test may then use; names are those of ``TwsTester.handle``.
 
-    The state variables are the objects that the processor's ``init`` was given. What a test changes by them and here
-    is kept with the tester's next call.
+    The state variables are the objects that the processor's ``init`` was given, whatever schema and TTL a test names.
+    What a test changes by them and here is kept with the tester's next call. Raises ``ProcessorTesterError`` for a
+    variable that ``init`` has not declared, and for timers without a time mode or a current key.
     """
 
     def __init__(
         self,
         select: Callable[[Any], object],
-        selected: Callable[[], StatefulProcessorHandle],
+        timers: Callable[[], StatefulProcessorHandle],
+        declared: Declared,
         forget: Callable[[str], None],
     ) -> None:
         self._select = select
-        self._selected = selected
+        self._timers = timers
+        self._declared = declared
         self._forget = forget
 
     def setGroupingKey(self, key: Any) -> None:
         """Make a key the current one until the tester's next call."""
         self._select(key)
 
+    def getValueState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ValueState:
+        """Return a value that ``init`` has declared."""
+        return self._declared(ValueState, stateName)
+
+    def getListState(self, stateName: str, schema: StructType | str, ttlDurationMs: int | None = None) -> ListState:
+        """Return a list that ``init`` has declared."""
+        return self._declared(ListState, stateName)
+
+    def getMapState(
+        self,
+        stateName: str,
+        userKeySchema: StructType | str,
+        valueSchema: StructType | str,
+        ttlDurationMs: int | None = None,
+    ) -> MapState:
+        """Return a map that ``init`` has declared."""
+        return self._declared(MapState, stateName)
+
     def registerTimer(self, expiryTimestampMs: int) -> None:
         """Set a timer of the current key; see ``StatefulProcessorHandle.registerTimer``."""
-        self._selected().registerTimer(expiryTimestampMs)
+        self._timers().registerTimer(expiryTimestampMs)
 
     def deleteTimer(self, expiryTimestampMs: int) -> None:
         """Delete a timer of the current key, if the key has it."""
-        self._selected().deleteTimer(expiryTimestampMs)
+        self._timers().deleteTimer(expiryTimestampMs)
 
     def listTimers(self) -> Iterator[int]:
         """Yield the timers of the current key, ascending."""
-        return self._selected().listTimers()
+        return self._timers().listTimers()
 
     def deleteIfExists(self, stateName: str) -> None:
         """Delete a state variable with the values of all keys; the processor cannot use it any more."""

@@ -8,7 +8,17 @@ import pytest
 
 from backends import StateStoreConf
 from backends.exceptions import HostMemoryError, InvalidStateStoreArgument
-from backends.host_memory import BEFORE_IMAGES, DELTAS, LAST_READS, SCANS, STAGED, HostMemory
+from backends.host_memory import (
+    BEFORE_IMAGES,
+    CHANGELOGS,
+    DATABASES,
+    DELTAS,
+    LAST_READS,
+    REQUESTS,
+    SCANS,
+    STAGED,
+    HostMemory,
+)
 
 MIB = 1 << 20
 CONF = StateStoreConf(host_memory=64 * MIB)
@@ -144,3 +154,29 @@ def test_whoever_keeps_what_was_dropped_meanwhile_can_tell():
     assert not claim.is_dropped
     memory.spare(BEFORE_IMAGES, 10 * MIB, lambda: None)
     assert claim.is_dropped
+
+
+def test_what_passes_pushes_out_what_can_be_spared_and_refuses_nothing():
+    memory = HostMemory(CONF)
+    rows, kept = Rows(memory), Kept(memory)
+    memory.share_row_caches(rows)
+    kept.keep("a", 10 * MIB)
+    requests = memory.note(REQUESTS, 40 * MIB)
+    changelog = memory.note(CHANGELOGS, 14 * MIB)
+    assert not kept.claims and rows.used == 2 * MIB
+    assert memory.claim(STAGED, 50 * MIB, "A commit").nbytes == 50 * MIB
+    del requests, changelog
+    assert kept.keep("b", 10 * MIB)
+
+
+def test_a_refusal_says_who_has_the_memory_and_what_helps_the_batch():
+    memory = HostMemory(CONF)
+    held = [memory.note(DATABASES, 20 * MIB), memory.claim(STAGED, 30 * MIB, "A commit")]
+    with pytest.raises(
+        HostMemoryError,
+        match=r"^X needs 7,340,032 bytes, and 6,291,456 of host_memory=67,108,864 are free: 31,457,280 are held by "
+        r"other commits and scans, 20,971,520 by the open RocksDB databases, 8,388,608 are RocksDB's block cache and "
+        r"write buffers\. Set StateStoreConf\(host_memory=\.\.\.\) higher, or have more hosts.*run again with the same",
+    ):
+        memory.claim(STAGED, 7 * MIB, "X")
+    del held

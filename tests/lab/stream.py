@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from pyspark.sql import DataFrame
 from pyspark.sql.functions import col
 
 from spark_bridge import aggregate, init_spark, stop_spark
@@ -16,6 +17,12 @@ from spark_bridge import functions as S
 KEYS = 100
 ROWS_PER_SECOND = 1000
 OPERATOR = "totals"
+
+
+def write(rows: DataFrame, batch: int) -> None:
+    """Run the batch, and say so."""
+    rows.write.format("noop").mode("overwrite").save()
+    print(f"batch {batch}", flush=True)
 
 
 def main(address: str, checkpoint: str, executors: int) -> None:
@@ -30,12 +37,7 @@ def main(address: str, checkpoint: str, executors: int) -> None:
         rows = spark.readStream.format("rate").option("rowsPerSecond", ROWS_PER_SECOND).load()
         keyed = rows.select((col("value") % KEYS).alias("k"), col("value").alias("v"))
         totals = aggregate(keyed, by="k", operator=OPERATOR, n=S.count(), sum=S.sum("v"))
-        query = (
-            totals.writeStream.queryName("lab")
-            .foreachBatch(lambda _, batch: print(f"batch {batch}", flush=True))
-            .option("checkpointLocation", checkpoint)
-            .start()
-        )
+        query = totals.writeStream.queryName("lab").foreachBatch(write).option("checkpointLocation", checkpoint).start()
         query.awaitTermination()
     finally:
         stop_spark()

@@ -18,7 +18,7 @@ from backends.ids import DEFAULT_FAMILY
 from coordinator_actor.exceptions import StaleBatchError
 from coordinator_actor.messages import Acknowledged, OperatorFigures, OperatorSpec, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError
-from spark_bridge.host_actor.flight_server import changes_of
+from spark_bridge.host_actor.received_changes import changes_of
 from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.task.task_store import TaskStore
 from spark_bridge.transport.protocol import CommitCommand, GetCommand, OpenReply, TaskIdentity

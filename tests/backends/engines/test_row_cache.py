@@ -299,20 +299,47 @@ def test_a_cache_may_be_emptied_while_another_one_is_given_room(monkeypatch):
     keys = [b"%08d" % i for i in range(500)]
     first.get(keys)
     assert budget.used > 0
-    used, emptied = budget._used, []
+    settle, emptied = budget._settle, []
 
     def collecting():
-        found = used()
+        settle()
         if not emptied:
-            emptied.append(found)
+            emptied.append(first.cache.nbytes)
             first.cache.clear()
-        return found
 
-    monkeypatch.setattr(budget, "_used", collecting)
+    monkeypatch.setattr(budget, "_settle", collecting)
     thread = threading.Thread(target=second.get, args=(keys,), daemon=True)
     thread.start()
     thread.join(PATIENCE)
     assert not thread.is_alive() and emptied and budget.used == second.cache.nbytes
+
+
+def test_the_work_of_a_cache_does_not_grow_with_the_number_of_the_others(monkeypatch):
+    """Whoever asked each cache for its size would do so here."""
+    looks, nbytes = [], EvenRows.nbytes.fget
+    monkeypatch.setattr(EvenRows, "nbytes", property(lambda rows: looks.append(rows) or nbytes(rows)))
+    room = [MIB]
+    budget = CacheBudget(MIB, lambda: room[0])
+    caches = [Below(budget) for _ in range(200)]
+    keys = [b"%08d" % i for i in range(50)]
+    for below in caches:
+        below.pairs = dict.fromkeys(keys, b"value")
+    num_looks = []
+    for _ in range(20):
+        room[0] = MIB
+        for below in caches:
+            looks.clear()
+            below.get(keys)
+            num_looks.append(len(looks))
+        room[0] = 300_000
+        looks.clear()
+        budget.shrink()
+        num_looks.append(len(looks))
+    assert 0 < max(num_looks) <= 5
+    # Caches have been emptied for others, and no trace is left of them.
+    held = [below.cache.nbytes for below in caches if below.cache.rows.count]
+    assert 0 < len(held) < len(caches) and budget.used == sum(held)
+    assert len(budget._shares) == len(held) and len(budget._largest) <= 2 * len(held) + 17
 
 
 def check_while_read(below, keys, rng, steps, value_of, before_step=lambda step: None):

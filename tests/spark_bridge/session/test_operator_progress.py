@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,11 +23,16 @@ pytestmark = pytest.mark.spark
 
 
 class Told:
+    """Notes what it is told, and returns only while ``go_on`` is set."""
+
     def __init__(self) -> None:
         self.batches: list[tuple[str, StateOperatorProgress]] = []
+        self.go_on = threading.Event()
+        self.go_on.set()
 
     def on_state_operator_progress(self, run_id: str, progress: Sequence[StateOperatorProgress]) -> None:
         self.batches += [(run_id, p) for p in progress]
+        assert self.go_on.wait(PATIENCE)
 
 
 def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +60,30 @@ def test_progress_counts_keys_changes_and_partitions(make_stream: Any, monkeypat
     assert second.commit_time_ms > 0 and second.memory_used_bytes > 0
     assert [(run, p.batch_id) for run, p in told.batches] == [(str(query.runId), 0), (str(query.runId), 1)]
     assert told.batches[-1][1].as_dict()["operatorName"] == "totals"
+
+
+def test_a_listener_that_lags_hears_each_batch_once_with_its_own_figures(
+    make_stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_bridge.session.operator_progress.WAIT_SECONDS", PATIENCE)
+    stream = make_stream("k long, v double")
+    told = Told()
+    told.go_on.clear()
+    add_state_operator_listener(told)
+    try:
+        totals = aggregate(stream.read(), by="k", operator="totals", num_partitions=2, n=S.count())
+        query = totals.writeStream.format("noop").option("checkpointLocation", stream.checkpoint).start()
+        # The first batch is being told of while the others are committed, and completed on the hosts.
+        for start in (0, 10, 30):
+            stream.add([(k, 1.0) for k in range(start, 2 * start + 10)])
+            query.processAllAvailable()
+        wait_until(lambda: [p.batch_id for p in state_operator_progress(query)] == [2])
+        assert wait_until(lambda: [p.batch_id for _, p in told.batches]) == [0]
+        told.go_on.set()
+        wait_until(lambda: len(told.batches) == 3)
+        query.stop()
+    finally:
+        told.go_on.set()
+        remove_state_operator_listener(told)
+    figures = [(p.batch_id, p.num_rows_total, p.num_rows_updated, p.num_state_store_instances) for _, p in told.batches]
+    assert figures == [(0, 10, 10, 2), (1, 30, 20, 2), (2, 70, 40, 2)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql.streaming import listener
 
-from spark_bridge.session.operator_progress import StateOperatorProgress, progress_of
+from spark_bridge.session.operator_progress import StateOperatorProgress, newest_progress, progress_of_batch
 
 
 class Cluster:
@@ -33,7 +33,7 @@ def instance(partition: int, keys: int, *versions: int) -> dict[str, Any]:
 
 def test_a_partition_held_twice_counts_once() -> None:
     cluster: Any = Cluster([instance(0, 5, 2, 3)], [instance(1, 7, 3)], [instance(1, 6, 2)])
-    (progress,) = progress_of(cluster, "r", 2)
+    (progress,) = newest_progress(cluster, "r", 2)
     assert (progress.batch_id, progress.num_rows_total, progress.num_rows_updated) == (2, 12, 12)
     assert (progress.num_rows_removed, progress.commit_time_ms, progress.memory_used_bytes) == (2, 6.0, 20)
     assert progress.num_state_store_instances == progress.num_shuffle_partitions == 2
@@ -43,7 +43,20 @@ def test_a_partition_held_twice_counts_once() -> None:
 def test_before_the_first_batch_there_is_nothing_to_tell() -> None:
     cluster: Any = Cluster()
     cluster.describe = lambda: {"queries": []}
-    assert progress_of(cluster, "r") == []
+    assert newest_progress(cluster, "r") == []
+
+
+def test_a_batch_has_its_own_figures_when_others_have_followed() -> None:
+    held = instance(0, 9, 2, 3)
+    held["commits"][2] |= {"keys": 4, "num_rows_updated": 4}
+    held["commits"][3] |= {"keys": 9, "num_rows_updated": 6}
+    cluster: Any = Cluster([held])
+    told = [p for batch in (1, 2) for p in progress_of_batch(cluster, "r", batch)]
+    assert [(p.batch_id, p.num_rows_total, p.num_rows_updated) for p in told] == [(1, 4, 4), (2, 9, 6)]
+    (forgotten,) = progress_of_batch(cluster, "r", 0)
+    assert (forgotten.batch_id, forgotten.num_rows_total, forgotten.num_state_store_instances) == (0, 9, 0)
+    (newest,) = newest_progress(cluster, "r", 1)
+    assert newest.batch_id == 2
 
 
 def test_figures_have_the_names_of_sparks_json() -> None:

@@ -215,6 +215,23 @@ class TestAsPySparkHasIt:
             tester.peekValueState("count", "ann")
         assert tester.peekListState("last", "bob") == [("a",)]
 
+    def test_the_handle_has_the_variables_of_init(self, tester_class: type[ProcessorTester]) -> None:
+        tester = tester_class(Visits())
+        tester.test("ann", rows("a"))
+        tester.handle.setGroupingKey("ann")
+        assert tester.handle.getValueState("count", "n INT").get() == (1,)
+        assert list(tester.handle.getListState("last", "page STRING").get()) == [("a",)]
+        pages = tester.handle.getMapState("pages", "page STRING", "n INT")
+        assert dict(pages.iterator()) == {("a",): (1,)}
+        pages.clear()
+        assert tester.peekMapState("pages", "ann") == {}
+
+    def test_there_are_no_timers_without_a_time_mode(self, tester_class: type[ProcessorTester]) -> None:
+        handle = tester_class(Visits()).handle
+        for call in (lambda: handle.registerTimer(5), lambda: handle.deleteTimer(5), lambda: list(handle.listTimers())):
+            with pytest.raises(PySparkValueError, match="UNSUPPORTED_OPERATION"):
+                call()
+
     def test_errors_are_of_pysparks_classes(self, tester_class: type[ProcessorTester]) -> None:
         tester = tester_class(Visits(), timeMode="ProcessingTime")
         tester.setProcessingTime(5)
@@ -224,7 +241,7 @@ class TestAsPySparkHasIt:
             tester.setWatermark(5)
         with pytest.raises(PySparkValueError, match="ARGUMENT_REQUIRED"):
             tester_class(Visits(), timeMode="EventTime")
-        with pytest.raises(PySparkAssertionError):
+        with pytest.raises(PySparkAssertionError, match="STATE_NOT_EXISTS"):
             tester.deleteState("nothing", "ann")
         with pytest.raises(AssertionError):
             tester.updateValueState("nothing", "ann", (1,))
@@ -282,7 +299,7 @@ def test_a_deleted_variable_is_gone_for_the_processor_too() -> None:
 
 def test_what_is_changed_between_calls_is_kept_with_the_next_call() -> None:
     processor = Visits()
-    tester = ProcessorTester(processor)
+    tester = ProcessorTester(processor, timeMode="ProcessingTime")
     with pytest.raises(ProcessorTesterError, match="setGroupingKey"):
         tester.handle.registerTimer(1)
     tester.handle.setGroupingKey("ann")
@@ -325,6 +342,8 @@ def test_mistakes_say_what_to_do() -> None:
         ProcessorTesterError, match=r"no value state 'pages'; it declares 'count' \(value state\), 'pages' \(map"
     ):
         tester.peekValueState("pages", "ann")
+    with pytest.raises(ProcessorTesterError, match="no list state 'pages'"):
+        tester.handle.getListState("pages", "page STRING")
     with pytest.raises(ProcessorTesterError, match="no state variable 'x'"):
         tester.deleteState("x", "ann")
     with pytest.raises(ProcessorTesterError, match="'Now' is unknown"):

@@ -1,0 +1,118 @@
+"""Two queries in one host: the idle one does not keep the write buffers from the busy one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from backends.conf import StateStoreConf
+from backends.formats.changelog import Changes
+from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.messages import OperatorSpec
+from spark_bridge.host.host import Host
+from tests.coordinator_actor.coordinator_world import SCHEMA, World
+from tests.spark_bridge.host.host_steps import task
+
+MIB = 1 << 20
+ROWS = 20
+PARTITIONS = 4
+
+
+@dataclass
+class Query:
+    """A query of one operator, whose batches write ``ROWS`` pairs to each partition."""
+
+    world: World
+    coordinator: Coordinator
+    host: Host
+    name: str
+    batches: int = 0
+    pairs: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        registration = self.world.registration(
+            self.name,
+            PARTITIONS,
+            query_id=self.name,
+            checkpoint_location=str(self.world.root / self.name),
+            state_location=str(self.world.root / self.name / "statestore"),
+            operators=(OperatorSpec("op", PARTITIONS, SCHEMA),),
+        )
+        assert self.coordinator.register_query(registration).refusal is None
+
+    def run_batch(self, value_bytes: int) -> None:
+        """Run a batch, and have the host complete the one before it."""
+        offsets = self.world.root / self.name / "offsets" / str(self.batches)
+        offsets.parent.mkdir(parents=True, exist_ok=True)
+        offsets.write_text("v1\n{}\n{}")
+        for p in range(PARTITIONS):
+            given = task(self.batches, p, self.name)
+            assert self.host.open(given).is_open
+            keys = [b"%06d-%03d" % (self.batches, row) for row in range(ROWS)]
+            written = {key: os.urandom(value_bytes) for key in keys}
+            self.host.commit(given, Changes.of(pa.array(keys), pa.array(list(written.values()))), {})
+            self.pairs.setdefault(p, {}).update(written)
+        self.world.commit_spark(self.batches, self.name)
+        self.batches += 1
+
+    def instances(self) -> list[Any]:
+        return [i for i in self.host.held.all() if i.registration.run_id == self.name]
+
+    def files(self) -> set[Path]:
+        return {p for i in self.instances() for p in i.state._engine._path.glob("*.sst")}
+
+    def check(self) -> None:
+        for instance in self.instances():
+            pairs = {k: v for k, v in self.pairs[instance.partition].items() if int(k[:6]) < instance.state.version}
+            assert instance.state.get_many(pa.array(list(pairs)), remember=False).to_pylist() == list(pairs.values())
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[tuple[World, Coordinator, Host]]:
+    w = World(tmp_path)
+    c = w.coordinator(0)
+    conf = StateStoreConf(
+        fsync=False, host_memory=69 * MIB, rocksdb_write_buffer_bytes=MIB, deltas_per_snapshot=1_000_000
+    )
+    host = Host(w.host(0), c, tmp_path / "local", conf=conf, open_storage=w.storage)
+    host.register()
+    yield w, c, host
+    host.close()
+
+
+def test_an_idle_query_gives_its_write_buffers_to_a_busy_one(host: tuple[World, Coordinator, Host]) -> None:
+    idle, busy = Query(*host, "idle"), Query(*host, "busy")
+    for _ in range(4):
+        idle.run_batch(2_000)
+    host[2].open(task(idle.batches, 0, "idle"))
+    busy.run_batch(10)
+    busy.run_batch(10)
+    used = host[2].memory.held
+    assert not idle.files() | busy.files()
+    assert MIB // 2 < used()["write_buffers"] < MIB * 7 // 8
+    for _ in range(2):
+        for begun in host[2].maintenance.do_maintenance():
+            begun.result()
+        busy.run_batch(10)
+    assert idle.files() and not busy.files()
+    assert used()["write_buffers"] < MIB // 2
+    # As much as there was no room for beside the idle query.
+    for _ in range(8):
+        busy.run_batch(400)
+    assert not busy.files()
+    busy.run_batch(3_000)
+    # The busy partitions are not idle, and the idle ones have no more to give.
+    for _ in range(2):
+        busy.run_batch(2_000)
+        assert used()["write_buffers"] > MIB // 2
+        assert host[2].maintenance.do_maintenance() == []
+    idle.run_batch(10)
+    host[2].open(task(idle.batches, 0, "idle"))
+    for query in (idle, busy):
+        query.check()
