@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,9 @@ class HostWorld:
         backend: str = "file",
         *,
         wait_seconds: float = 20.0,
-        clock: Callable[[], float] = time.monotonic,
         **conf: Any,
     ) -> None:
         self.root = root
-        self.clock = clock
         self.n = n
         self.run = "run1"
         self.version = 0

@@ -135,14 +135,13 @@ class Silence:
 
 def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make):
     """Behind a cut cable it hears of nothing, and other hosts own its partitions."""
-    now = [100.0]
-    w = make(clock=lambda: now[0])
+    w = make()
     w.batch(filled(1))
     paths = looked(w)
     w.port.c = Silence()
     assert w.one(3) == (1, 1)
     assert paths == [], "its lease still runs"
-    now[0] += HostOrders(known=True).lease_seconds
+    w.ahead += HostOrders(known=True).lease_seconds
     assert w.one(3) == (1, 1)
     assert w.lookup([3]) == (1, [1])
     assert set(paths) == {"commits/1"}
@@ -153,7 +152,7 @@ def test_a_host_without_a_lease_answers_until_spark_has_gone_on_without_it(make)
 
 
 def test_storage_is_looked_at_only_while_a_commit_may_be_missing(make):
-    w = make(clock=lambda: 0.0)  # the lease never ends
+    w = make()
     w.batch(filled(1))
     paths = looked(w)
     w.lookup(KEYS)
