@@ -45,17 +45,17 @@ if TYPE_CHECKING:
         state_table,
     )
     from spark_bridge.stateful.arrow_processor import ArrowBatch, ArrowResult, ArrowStatefulProcessor
-    from spark_bridge.stateful.handle import StatefulProcessorHandle
-    from spark_bridge.stateful.list_state import ListState
-    from spark_bridge.stateful.map_state import MapState
     from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
-    from spark_bridge.stateful.tester import ProcessorTester
+    from spark_bridge.stateful.testing.tester import ProcessorTester
     from spark_bridge.stateful.transform_with_state import (
         transform_with_state,
         transform_with_state_in_arrow,
         transform_with_state_in_pandas,
     )
-    from spark_bridge.stateful.value_state import ValueState
+    from spark_bridge.stateful.variables.handle import StatefulProcessorHandle
+    from spark_bridge.stateful.variables.list_state import ListState
+    from spark_bridge.stateful.variables.map_state import MapState
+    from spark_bridge.stateful.variables.value_state import ValueState
     from spark_bridge.transport.tls import TlsConf
 
 __all__ = [
@@ -118,9 +118,9 @@ _HOMES = {
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
     "KvStateClientProxy": "spark_bridge.queryable.server.client_proxy",
     "KvStateServer": "spark_bridge.queryable.server.server",
-    "ListState": "spark_bridge.stateful.list_state",
-    "MapState": "spark_bridge.stateful.map_state",
-    "ProcessorTester": "spark_bridge.stateful.tester",
+    "ListState": "spark_bridge.stateful.variables.list_state",
+    "MapState": "spark_bridge.stateful.variables.map_state",
+    "ProcessorTester": "spark_bridge.stateful.testing.tester",
     "QueryableStateClient": "spark_bridge.queryable.client.client",
     "StateChange": "spark_bridge.queryable.client.watch",
     "RequestLimits": "spark_bridge.queryable.server.request_limits",
@@ -130,10 +130,10 @@ _HOMES = {
     "StateStoreHost": "spark_bridge.host_actor.actor",
     "StateWatch": "spark_bridge.queryable.client.watch",
     "StatefulProcessor": "spark_bridge.stateful.stateful_processor",
-    "StatefulProcessorHandle": "spark_bridge.stateful.handle",
+    "StatefulProcessorHandle": "spark_bridge.stateful.variables.handle",
     "TimerValues": "spark_bridge.stateful.stateful_processor",
     "TlsConf": "spark_bridge.transport.tls",
-    "ValueState": "spark_bridge.stateful.value_state",
+    "ValueState": "spark_bridge.stateful.variables.value_state",
     "add_state_operator_listener": "spark_bridge.session.operator_progress",
     "aggregate": "spark_bridge.operators.aggregate.operator",
     "attach": "spark_bridge.session.lifecycle",

@@ -18,8 +18,8 @@ from pyspark.sql.types import StructType
 from backends.exceptions import StateStoreError
 from spark_bridge.exceptions import StateDeclarationError
 from spark_bridge.operators.spark_types import spark_struct
-from spark_bridge.stateful.handle import StatefulProcessorHandle
 from spark_bridge.stateful.stateful_processor import TimerValues
+from spark_bridge.stateful.variables.handle import StatefulProcessorHandle
 
 Columns: TypeAlias = pa.Table | pa.RecordBatch
 """Columns of rows; they go by name."""

@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from spark_bridge.stateful.pyspark_classes import PySparkExpiredTimerInfo, PySparkTimerValues
+from spark_bridge.stateful.variables.pyspark_classes import PySparkExpiredTimerInfo, PySparkTimerValues
 
 if TYPE_CHECKING:
-    from spark_bridge.stateful.handle import StatefulProcessorHandle
+    from spark_bridge.stateful.variables.handle import StatefulProcessorHandle
 
 
 class TimerValues(PySparkTimerValues):

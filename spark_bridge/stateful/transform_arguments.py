@@ -15,9 +15,9 @@ from spark_bridge.operators.declared_operators import check_operator_name
 from spark_bridge.operators.key_columns import check_keys
 from spark_bridge.operators.spark_types import arrow_type
 from spark_bridge.operators.watermark_columns import event_time_of
-from spark_bridge.stateful.ddl import struct_of
-from spark_bridge.stateful.handle import EVENT_TIME, TIME_MODES
-from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.stateful.tasks.task_input import TaskInput
+from spark_bridge.stateful.values.ddl import struct_of
+from spark_bridge.stateful.variables.handle import EVENT_TIME, TIME_MODES
 from spark_bridge.task.watermark import WATERMARK_METADATA, EventTime
 
 OUTPUT_MODES = ("update", "append")

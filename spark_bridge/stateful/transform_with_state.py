@@ -23,12 +23,12 @@ from spark_bridge.operators.partitioning import routed
 from spark_bridge.operators.spark_types import arrow_type
 from spark_bridge.operators.ticks import with_ticks
 from spark_bridge.stateful.arrow_processor import ArrowStatefulProcessor
-from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
-from spark_bridge.stateful.handle import NONE
-from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic
-from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.stateful.tasks.arrow_task import ArrowLogic, Declaring
+from spark_bridge.stateful.tasks.process_task import InitialStateLogic, Mode, ProcessLogic
+from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.tasks.task_input import TaskInput
 from spark_bridge.stateful.transform_arguments import TransformArguments, checked_arguments
+from spark_bridge.stateful.variables.handle import NONE
 from spark_bridge.task.state_task import Logic, StateTask
 
 KIND = "transform_with_state"

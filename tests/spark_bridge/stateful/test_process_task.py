@@ -21,7 +21,6 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes
 from spark_bridge.exceptions import StateDeclarationError, StatefulProcessorError
 from spark_bridge.operators.conf import NO_LIMIT
-from spark_bridge.stateful import process_task
 from spark_bridge.stateful.arrow_processor import (
     ArrowBatch,
     ArrowResult,
@@ -29,12 +28,13 @@ from spark_bridge.stateful.arrow_processor import (
     ArrowStatefulProcessorHandle,
     arrow_processor,
 )
-from spark_bridge.stateful.arrow_task import ArrowLogic, Declaring
-from spark_bridge.stateful.ddl import struct_of
-from spark_bridge.stateful.process_task import InitialStateLogic, Mode, ProcessLogic, frozen
-from spark_bridge.stateful.processor_state import ProcessorState
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
-from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.stateful.tasks import process_task
+from spark_bridge.stateful.tasks.arrow_task import ArrowLogic, Declaring
+from spark_bridge.stateful.tasks.process_task import InitialStateLogic, Mode, ProcessLogic, frozen
+from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.tasks.task_input import TaskInput
+from spark_bridge.stateful.values.ddl import struct_of
 from spark_bridge.task.external_sort import Limits
 from spark_bridge.task.state_task import Logic
 from spark_bridge.task.watermark import EventTime

@@ -23,8 +23,8 @@ from backends.encoding.operator_schema import OperatorSchema, StateVariable, evo
 from backends.ids import check_name
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.queryable.client.state_views import state_view
-from spark_bridge.stateful import ttl as expiry
-from spark_bridge.stateful.processor_state import ProcessorState
+from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.variables import ttl as expiry
 from spark_bridge.task.local_state import LocalStateAccess
 from tests.effort import effort
 from tests.spark_bridge.host.local_partition import KEY_GROUPS, LocalPartition, encoded, run_step, steps

@@ -11,14 +11,14 @@ import pyarrow as pa
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import InvalidOperatorError, StateDeclarationError
 from spark_bridge.state_format.layouts import timers_variable
-from spark_bridge.stateful.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle
-from spark_bridge.stateful.list_state import ListState
-from spark_bridge.stateful.map_state import MapState
 from spark_bridge.stateful.stateful_processor import TimerValues
-from spark_bridge.stateful.step import CLOSED, StateFigures, Step
-from spark_bridge.stateful.timers import Timers
-from spark_bridge.stateful.ttl import stage_expired
-from spark_bridge.stateful.value_state import ValueState
+from spark_bridge.stateful.variables.handle import EVENT_TIME, NONE, TIME_MODES, StatefulProcessorHandle
+from spark_bridge.stateful.variables.list_state import ListState
+from spark_bridge.stateful.variables.map_state import MapState
+from spark_bridge.stateful.variables.step import CLOSED, StateFigures, Step
+from spark_bridge.stateful.variables.timers import Timers
+from spark_bridge.stateful.variables.ttl import stage_expired
+from spark_bridge.stateful.variables.value_state import ValueState
 from spark_bridge.task.state_access import StateAccess
 
 

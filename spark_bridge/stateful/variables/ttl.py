@@ -32,8 +32,8 @@ from spark_bridge.state_format.layouts import (
     VALUE,
 )
 from spark_bridge.state_format.stored_keys import group_range, prefix_range
-from spark_bridge.stateful.ranges import offsets_of, rows_of
-from spark_bridge.stateful.step import INT64_MAX, Step
+from spark_bridge.stateful.values.ranges import offsets_of, rows_of
+from spark_bridge.stateful.variables.step import INT64_MAX, Step
 
 SWEPT_ROWS = 20_000
 """Rows that a sweep looks at in a batch, at most, or one of each column family."""

@@ -12,7 +12,7 @@ from pyspark.sql import Row
 from pyspark.sql import types as T
 
 from spark_bridge.exceptions import IllegalStateValueError
-from spark_bridge.stateful.row_values import RowCodec, row_class
+from spark_bridge.stateful.values.row_values import RowCodec, row_class
 
 _EXACT: dict[type[T.DataType], type] = {
     T.BooleanType: bool,

@@ -19,7 +19,7 @@ from pyspark.sql import Row
 
 from backends.encoding.columns import Mask, is_list_like, list_array, null_mask, struct_array
 from backends.encoding.spark_types import to_spark_type
-from spark_bridge.stateful.local_time import Micros, from_local
+from spark_bridge.stateful.values.local_time import Micros, from_local
 
 Value = Any
 """A value of a column, as PySpark gives it."""

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from backends.encoding.columns import is_list_like, list_array, list_parts, null_mask, struct_array
-from spark_bridge.stateful.row_values import RowCodec
-from spark_bridge.stateful.value_arrays import to_array
+from spark_bridge.stateful.values.row_values import RowCodec
+from spark_bridge.stateful.values.value_arrays import to_array
 
 Values: TypeAlias = "np.ndarray[Any, Any] | pd.api.extensions.ExtensionArray"
 """A column's values, as pandas keeps them."""

@@ -19,12 +19,12 @@ from pyspark.sql.types import StructType
 from backends.encoding.keys import decode_keys
 from coordinator_actor.messages import OperatorFigures
 from spark_bridge.operators.conf import NO_LIMIT
-from spark_bridge.stateful.pandas_values import PandasCodec, rows_of
-from spark_bridge.stateful.processor_output import OutputFrames, OutputRows, OutputSink
-from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
-from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.stateful.tasks.processor_output import OutputFrames, OutputRows, OutputSink
+from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.tasks.task_input import TaskInput
+from spark_bridge.stateful.values.pandas_values import PandasCodec, rows_of
+from spark_bridge.stateful.values.row_values import RowCodec
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
 from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess

@@ -7,10 +7,10 @@ from typing import Any, Protocol, TypeVar
 
 from pyspark.sql.types import StructType
 
-from spark_bridge.stateful.handle import StatefulProcessorHandle
-from spark_bridge.stateful.list_state import ListState
-from spark_bridge.stateful.map_state import MapState
-from spark_bridge.stateful.value_state import ValueState
+from spark_bridge.stateful.variables.handle import StatefulProcessorHandle
+from spark_bridge.stateful.variables.list_state import ListState
+from spark_bridge.stateful.variables.map_state import MapState
+from spark_bridge.stateful.variables.value_state import ValueState
 
 State = TypeVar("State", ValueState, ListState, MapState)
 

@@ -8,13 +8,13 @@ from itertools import chain
 from pyspark.sql import Row
 
 from backends.encoding.operator_schema import StateVariable
-from spark_bridge.stateful.declaration import Declaration
-from spark_bridge.stateful.map_keys import hash_function, sort_key
-from spark_bridge.stateful.pyspark_classes import PySparkMapState
-from spark_bridge.stateful.row_values import row_class
-from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.stored_maps import KeyMap, StoredMaps, Values
-from spark_bridge.stateful.ttl import Ttl
+from spark_bridge.stateful.values.map_keys import hash_function, sort_key
+from spark_bridge.stateful.values.row_values import row_class
+from spark_bridge.stateful.variables.declaration import Declaration
+from spark_bridge.stateful.variables.pyspark_classes import PySparkMapState
+from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.stored_maps import KeyMap, StoredMaps, Values
+from spark_bridge.stateful.variables.ttl import Ttl
 
 _MISSES_BEFORE_LOADING = 16
 """Look-ups of single entries of a large map, after which all its entries are loaded."""

@@ -16,9 +16,9 @@ from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StructType
 
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.stateful.pandas_values import Columns, PandasCodec
-from spark_bridge.stateful.row_values import RowCodec
-from spark_bridge.stateful.value_arrays import shown
+from spark_bridge.stateful.values.pandas_values import Columns, PandasCodec
+from spark_bridge.stateful.values.row_values import RowCodec
+from spark_bridge.stateful.values.value_arrays import shown
 from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.watermark import EventTime
 

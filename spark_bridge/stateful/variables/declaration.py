@@ -23,7 +23,7 @@ from spark_bridge.state_format.layouts import (
     value_families,
     with_ttl,
 )
-from spark_bridge.stateful.row_values import RowCodec
+from spark_bridge.stateful.values.row_values import RowCodec
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
-from spark_bridge.stateful.declaration import Declaration
-from spark_bridge.stateful.pyspark_classes import PySparkListState
-from spark_bridge.stateful.state_values import null_value
-from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.stored_lists import ListChange, StoredLists
+from spark_bridge.stateful.values.state_values import null_value
+from spark_bridge.stateful.variables.declaration import Declaration
+from spark_bridge.stateful.variables.pyspark_classes import PySparkListState
+from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.stored_lists import ListChange, StoredLists
 
 
 class ListState(PySparkListState):

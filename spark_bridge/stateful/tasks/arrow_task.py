@@ -12,7 +12,6 @@ from pyspark.sql.types import StructType
 
 from backends.encoding.keys import decode_keys
 from spark_bridge.exceptions import StatefulProcessorError
-from spark_bridge.stateful.arrow_answers import aligned
 from spark_bridge.stateful.arrow_processor import (
     TIMERS_SCHEMA,
     ArrowBatch,
@@ -21,13 +20,14 @@ from spark_bridge.stateful.arrow_processor import (
     ArrowStatefulProcessorHandle,
     Columns,
 )
-from spark_bridge.stateful.arrow_state import StateColumns
-from spark_bridge.stateful.handle import StatefulProcessorHandle
-from spark_bridge.stateful.process_task import figures_of, started
-from spark_bridge.stateful.processor_output import OutputSink
-from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.stateful.row_values import RowCodec
-from spark_bridge.stateful.task_input import TaskInput
+from spark_bridge.stateful.tasks.arrow_answers import aligned
+from spark_bridge.stateful.tasks.arrow_state import StateColumns
+from spark_bridge.stateful.tasks.process_task import figures_of, started
+from spark_bridge.stateful.tasks.processor_output import OutputSink
+from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.tasks.task_input import TaskInput
+from spark_bridge.stateful.values.row_values import RowCodec
+from spark_bridge.stateful.variables.handle import StatefulProcessorHandle
 from spark_bridge.task.external_sort import Limits, RowSorter, RowStep, with_keys
 from spark_bridge.task.output_spool import Spool
 from spark_bridge.task.state_access import StateAccess

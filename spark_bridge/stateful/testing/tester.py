@@ -23,17 +23,23 @@ from backends.encoding.operator_schema import OperatorSchema
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import ProcessorTesterError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
-from spark_bridge.stateful.ddl import struct_of
-from spark_bridge.stateful.deleted_state import make_deleted
-from spark_bridge.stateful.handle import EVENT_TIME, NONE, PROCESSING_TIME, TIME_MODES, StatefulProcessorHandle
-from spark_bridge.stateful.list_state import ListState
-from spark_bridge.stateful.map_state import MapState
-from spark_bridge.stateful.processor_state import ProcessorState
-from spark_bridge.stateful.row_values import RowCodec
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo
-from spark_bridge.stateful.tester_errors import TesterAssertionError, TesterTimeError, TesterValueError
-from spark_bridge.stateful.tester_handle import TesterHandle
-from spark_bridge.stateful.value_state import ValueState
+from spark_bridge.stateful.tasks.processor_state import ProcessorState
+from spark_bridge.stateful.testing.tester_errors import TesterAssertionError, TesterTimeError, TesterValueError
+from spark_bridge.stateful.testing.tester_handle import TesterHandle
+from spark_bridge.stateful.values.ddl import struct_of
+from spark_bridge.stateful.values.row_values import RowCodec
+from spark_bridge.stateful.variables.deleted_state import make_deleted
+from spark_bridge.stateful.variables.handle import (
+    EVENT_TIME,
+    NONE,
+    PROCESSING_TIME,
+    TIME_MODES,
+    StatefulProcessorHandle,
+)
+from spark_bridge.stateful.variables.list_state import ListState
+from spark_bridge.stateful.variables.map_state import MapState
+from spark_bridge.stateful.variables.value_state import ValueState
 from spark_bridge.task.local_state import LocalStateAccess
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from pyspark.sql.types import StructType
 
 from backends.encoding.columns import is_list_like, list_parts, null_mask
 from backends.encoding.spark_types import from_spark_type
-from spark_bridge.stateful.local_time import check_years, to_local
-from spark_bridge.stateful.value_arrays import Value, integers_of, to_array, transposed
+from spark_bridge.stateful.values.local_time import check_years, to_local
+from spark_bridge.stateful.values.value_arrays import Value, integers_of, to_array, transposed
 
 _DAY_MICROS = 86_400_000_000
 

@@ -20,8 +20,7 @@ from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import CHUNKS, family_of
 from spark_bridge.state_format.layouts import ELEMENTS, LENGTH, NUM_CHUNKS, TAIL
 from spark_bridge.state_format.stored_keys import longs_of_key, prefix_range, with_more
-from spark_bridge.stateful.declaration import Declaration
-from spark_bridge.stateful.ranges import (
+from spark_bridge.stateful.values.ranges import (
     LazyLists,
     alive_lists,
     flat_ranges,
@@ -31,9 +30,10 @@ from spark_bridge.stateful.ranges import (
     sizes_of,
     structs,
 )
-from spark_bridge.stateful.state_values import StateValues
-from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.ttl import Ttl
+from spark_bridge.stateful.values.state_values import StateValues
+from spark_bridge.stateful.variables.declaration import Declaration
+from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.ttl import Ttl
 
 TAIL_ELEMENTS = 64
 TAIL_BYTES = 16 << 10

@@ -14,15 +14,23 @@ from backends.encoding.operator_schema import StateVariable
 from backends.exceptions import InvalidStateStoreArgument
 from spark_bridge.exceptions import IllegalStateValueError, StateDeclarationError, TimeModeError
 from spark_bridge.state_format.layouts import LIST, MAP, VALUE
-from spark_bridge.stateful.ddl import struct_of
-from spark_bridge.stateful.declaration import Declaration, check_variable_name
-from spark_bridge.stateful.deleted_state import make_deleted
-from spark_bridge.stateful.list_state import ListState
-from spark_bridge.stateful.map_state import MapState
-from spark_bridge.stateful.pyspark_classes import PySparkStatefulProcessorHandle
-from spark_bridge.stateful.step import CREATED, INITIALIZED, INT64_MAX, PRE_INIT, NoKey, Step, invalid_handle_state
-from spark_bridge.stateful.timers import Timers
-from spark_bridge.stateful.value_state import ValueState
+from spark_bridge.stateful.values.ddl import struct_of
+from spark_bridge.stateful.variables.declaration import Declaration, check_variable_name
+from spark_bridge.stateful.variables.deleted_state import make_deleted
+from spark_bridge.stateful.variables.list_state import ListState
+from spark_bridge.stateful.variables.map_state import MapState
+from spark_bridge.stateful.variables.pyspark_classes import PySparkStatefulProcessorHandle
+from spark_bridge.stateful.variables.step import (
+    CREATED,
+    INITIALIZED,
+    INT64_MAX,
+    PRE_INIT,
+    NoKey,
+    Step,
+    invalid_handle_state,
+)
+from spark_bridge.stateful.variables.timers import Timers
+from spark_bridge.stateful.variables.value_state import ValueState
 
 State = TypeVar("State", ValueState, ListState, MapState)
 

@@ -11,11 +11,11 @@ import pyarrow.compute as pc
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.exceptions import IllegalStateValueError
 from spark_bridge.state_format.families import family_of
-from spark_bridge.stateful.declaration import Declaration
-from spark_bridge.stateful.pyspark_classes import PySparkValueState
-from spark_bridge.stateful.state_values import StateValues
-from spark_bridge.stateful.step import Step
-from spark_bridge.stateful.ttl import Ttl
+from spark_bridge.stateful.values.state_values import StateValues
+from spark_bridge.stateful.variables.declaration import Declaration
+from spark_bridge.stateful.variables.pyspark_classes import PySparkValueState
+from spark_bridge.stateful.variables.step import Step
+from spark_bridge.stateful.variables.ttl import Ttl
 
 _UNREAD: Any = object()
 

@@ -11,10 +11,10 @@ from backends.encoding.schema import StateSchema
 from spark_bridge.exceptions import StatefulProcessorError
 from spark_bridge.state_format.families import family_of
 from spark_bridge.state_format.layouts import TTL_COLUMN
-from spark_bridge.stateful.arrow_answers import aligned, flags_of
 from spark_bridge.stateful.arrow_processor import ArrowResult, Flags
-from spark_bridge.stateful.step import StateFigures
-from spark_bridge.stateful.ttl import alive_at, expiry_at
+from spark_bridge.stateful.tasks.arrow_answers import aligned, flags_of
+from spark_bridge.stateful.variables.step import StateFigures
+from spark_bridge.stateful.variables.ttl import alive_at, expiry_at
 from spark_bridge.task.state_access import StateAccess
 
 

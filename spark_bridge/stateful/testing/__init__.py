@@ -1,0 +1,1 @@
+"""``ProcessorTester``: unit tests of processors without a cluster."""

@@ -1,0 +1,1 @@
+"""State variables and timers of a processor, its handle, and how they stand in the store."""
