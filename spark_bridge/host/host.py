@@ -176,6 +176,8 @@ class Host:
             by_run.setdefault(completed.run_id, []).append(partial(self.loading.complete, completed))
         for run_id in orders.unload_runs:
             by_run.setdefault(run_id, []).append(partial(self.loading.unload_run, run_id))
+        for run_id, renew in (*self.loading.due_leases(), *self.copy_loading.due_leases()):
+            by_run.setdefault(run_id, []).append(renew)
         self._orders.carry_out(by_run)
         if orders.known:
             self.exports.give_up_others(orders.pending)
