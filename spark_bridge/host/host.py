@@ -138,6 +138,9 @@ class Host:
         if isinstance(instance, LoadProgress):
             return OpenReply(None, grant.version, loading=instance)
         self.counters.add("opens")
+        if instance.loaded_at == task.batch_id:
+            # Another host may have accepted changes of the batch before: this task may be a duplicate.
+            self.prepared.accepted(grant.registration, task.batch_id + 1)
         with self.held.lock:
             if instance.invocations_of != task.batch_id:
                 instance.invocations, instance.invocations_of, instance.opened_at = {}, task.batch_id, asked

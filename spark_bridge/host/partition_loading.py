@@ -162,7 +162,7 @@ class PartitionLoading:
                 runs = {*(i.registration.run_id for i in others), *self._loading_runs.values()}
             spec = spec_of(registration, operator)
             state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs))
-            instance = Instance(registration, operator, partition, state)
+            instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         elif grant.version < instance.state.version:
             if for_read:
                 return instance
@@ -327,6 +327,7 @@ class PartitionLoading:
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         if lineage.rescaled is not None and not lineage.snapshots:
             instance.rescaled_at = lineage.rescaled.version
+        instance.loaded_at = grant.version
         self._counters.add("loads")
         milliseconds = (time.perf_counter() - started) * 1e3
         log.info("Loaded version %d of %s in %.0f ms", grant.version, instance, milliseconds)

@@ -200,6 +200,31 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
         w.one(key)
 
 
+def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make):
+    """The first attempt has committed at a host that is lost since, and the second one never commits."""
+    w = make(hosts=2)
+    w.batch(filled(1))
+    lost, other = w.hosts
+    moved = next(p for p in range(2) if w.instance(p) is not None)
+    w.ahead += GRANT_SECONDS
+    w.write(filled(2), partitions=[moved])
+    for _ in range(2):  # only the other one is heard of
+        w.ahead += 6
+        w.world.now += 6
+        other.heartbeat()
+        w.c.expire()
+    w.hosts.remove(lost)
+    w.ahead += GRANT_SECONDS
+    assert other.open(w.task(moved)).redirect is None
+    assert other.held.instance(w.run, "op", moved) is not None
+    key = next(k for k, p in zip(KEYS, partitions_of(KEYS, 2), strict=True) if p == moved)
+    assert w.one(key, i=1) == (1, 1)
+    lost.close()
+    w.write(filled(2), partitions=[1 - moved])
+    w.world.commit_spark(w.version)
+    assert w.one(key, i=1) == (2, 2)
+
+
 def test_one_look_serves_all_who_wait_for_it(make):
     w = make()
     w.batch(filled(1))
