@@ -200,14 +200,17 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
         w.one(key)
 
 
-def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make):
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n, is_first):
     """The first attempt has committed at a host that is lost since, and the second one never commits."""
-    w = make(hosts=2)
-    w.batch(filled(1))
-    lost, other = w.hosts
-    moved = next(p for p in range(2) if w.instance(p) is not None)
+    w = make(hosts=2, n=n)
+    if not is_first:
+        w.batch(filled(1))
+    owners = [owner.host_id for owner in w.reads[0].locate("op", None).owners]
+    lost, other = (w.hosts[int(h)] for h in ("01" if owners[0] == "h0" else "10"))
     w.ahead += GRANT_SECONDS
-    w.write(filled(2), partitions=[moved])
+    w.write(filled(2), partitions=[0])
     for _ in range(2):  # only the other one is heard of
         w.ahead += 6
         w.world.now += 6
@@ -215,14 +218,14 @@ def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make):
         w.c.expire()
     w.hosts.remove(lost)
     w.ahead += GRANT_SECONDS
-    assert other.open(w.task(moved)).redirect is None
-    assert other.held.instance(w.run, "op", moved) is not None
-    key = next(k for k, p in zip(KEYS, partitions_of(KEYS, 2), strict=True) if p == moved)
-    assert w.one(key, i=1) == (1, 1)
-    lost.close()
-    w.write(filled(2), partitions=[1 - moved])
+    assert other.open(w.task(0)).redirect is None
+    assert other.held.instance(w.run, "op", 0) is not None
+    w.write(filled(2), partitions=range(1, n))
     w.world.commit_spark(w.version)
-    assert w.one(key, i=1) == (2, 2)
+    w.reads[0] = HostReads(other, wait_seconds=HANG)
+    key = next(k for k, p in zip(KEYS, partitions_of(KEYS, n), strict=True) if p == 0)
+    assert w.one(key) == (w.version + 1, 2)
+    lost.close()
 
 
 def test_one_look_serves_all_who_wait_for_it(make):
