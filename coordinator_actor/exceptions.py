@@ -80,7 +80,10 @@ class BatchHeldError(CoordinatorError):
 
 
 class QueryBusyError(CoordinatorError):
-    """So many messages about one query wait for their answer that no other is taken: its storage does not answer."""
+    """So many messages about one query wait for their answer that no other is taken: its storage does not answer.
+
+    Tasks and query clients ask again until their time is over.
+    """
 
 
 class UnknownQueryError(CoordinatorError):

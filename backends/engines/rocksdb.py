@@ -69,7 +69,7 @@ FAMILY_BYTES = 72 << 10
 """What an open database takes for itself, and each of its column families, ours included.
 
 RocksDB has no figure for it. Measured is the growth of a process's resident memory from 150 to 450 open databases,
-without write buffers and block cache: 268 KiB with 2 column families, 393 with 4, and 611 with 7 (RocksDB of rocksdict
+without write buffers and block cache: 268 KiB with 2 column families, 397 with 4, and 622 with 7 (RocksDB of rocksdict
 0.3, x86-64, glibc).
 """
 META_FAMILY = "__statestore__"

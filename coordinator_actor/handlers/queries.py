@@ -66,6 +66,7 @@ class Queries:
     def _register(
         self, registration: QueryRegistration, initial: Mapping[str, Mapping[int, PartitionEntry]] | None
     ) -> RegisteredQuery:
+        was_over = self._runs.is_over_for_good(registration.run_id)
         storage = self._open_storage(registration.state_location, registration.storage_options)
         spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
         manifests = ManifestLog(storage, self._coordinator_id)
@@ -100,7 +101,7 @@ class Queries:
         savepoints = RunSavepoints(
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
         )
-        self._runs.add(run, savepoints)
+        self._runs.add(run, savepoints, was_over=was_over)
         log.info(
             "Registered query %s (run %s) at version %d, epoch %d",
             registration.query_id,

@@ -152,10 +152,16 @@ class RunRegistry:
 
     # -- changing ------------------------------------------------------------------------------
 
-    def add(self, run: QueryState, savepoints: RunSavepoints) -> None:
-        """Register a run that has claimed its state. Runs on the same state are replaced, and end."""
+    def add(self, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
+        """Register a run that has claimed its state. Runs on the same state are replaced, and end.
+
+        ``was_over``: the run was over for good when its registration began. Raises ``RetiredRunError`` if the run was
+        stopped since: a host had reported it, and its storage was slower than its driver.
+        """
         run_id, location = run.run_id, run.registration.state_location
         with self._lock:
+            if not was_over and self.is_over_for_good(run_id):
+                raise RetiredRunError(f"Run {run_id} is over ({self._over[run_id]}); it ended while it was registered.")
             replaced = [other for other in self.by_id.values() if other.registration.state_location == location]
             for other in replaced:
                 other.retire(run_id)

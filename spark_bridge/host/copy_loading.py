@@ -35,6 +35,7 @@ class CopyLoading:
         self._clock = clock
         self._lock = threading.Lock()
         self._watches: dict[str, tuple[CopyKey, LoadWatch]] = {}
+        self._leases: dict[str, tuple[str, FileLease]] = {}
 
     def load(
         self,
@@ -59,6 +60,7 @@ class CopyLoading:
         lineage = lease.lineage()
         with self._lock:
             self._watches[use] = (run_id, spec.name, partition, version), watch
+            self._leases[use] = run_id, lease
         try:
             directory = partition_directory(spec.name, spec.num_partitions, partition)
             copy = self._files.open_copy(registration, directory, spec.backend, below / use)
@@ -74,7 +76,7 @@ class CopyLoading:
             return copy
         finally:
             with self._lock:
-                del self._watches[use]
+                del self._watches[use], self._leases[use]
             lease.end()
 
     def progress(self, key: CopyKey) -> LoadProgress:
@@ -82,6 +84,12 @@ class CopyLoading:
         with self._lock:
             watches = [watch for of, watch in self._watches.values() if of == key]
         return watches[0].progress() if watches else LoadProgress()
+
+    def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
+        """Return what renews the leases of loads under way that are due, each with its run: a step may take long."""
+        with self._lock:
+            leases = list(self._leases.values())
+        return [(run_id, lease.renew) for run_id, lease in leases if lease.is_due]
 
     def loads_under_way(self) -> list[str]:
         """Return which copies are being loaded and how far that has come, for people."""

@@ -15,7 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class FileLease:
-    """The lease of one load, of a version of a partition of a run. Used by the thread that loads.
+    """The lease of one load, of a version of a partition of a run.
+
+    Used by the thread that loads. The host's heartbeat has the lease renewed, too, in another thread, since one step of
+    a load may take longer than the lease. At worst both send the same message.
 
     ``use`` tells the load from others of the same partition. A lease that is neither renewed nor ended runs out after
     ``BUSY_SECONDS``, so the death of a host leaves nothing behind. ``clock`` gives seconds.
@@ -49,12 +52,17 @@ class FileLease:
         self._renewed = self._clock()
         return found
 
+    @property
+    def is_due(self) -> bool:
+        """Return whether the lease was not renewed for ``RENEW_SECONDS``."""
+        return self._clock() - self._renewed >= RENEW_SECONDS
+
     def renew(self) -> None:
         """Renew the lease if that is due: one message in ``RENEW_SECONDS``. To be called behind each step of the load.
 
         A failure is logged, since the load may be through before the lease has run out.
         """
-        if self._clock() - self._renewed < RENEW_SECONDS:
+        if not self.is_due:
             return
         self._renewed = self._clock()
         try:

@@ -138,6 +138,9 @@ class Host:
         if isinstance(instance, LoadProgress):
             return OpenReply(None, grant.version, loading=instance)
         self.counters.add("opens")
+        if instance.loaded_at == task.batch_id:
+            # Another host may have accepted changes of the batch before: this task may be a duplicate.
+            self.prepared.accepted(grant.registration, task.batch_id + 1)
         with self.held.lock:
             if instance.invocations_of != task.batch_id:
                 instance.invocations, instance.invocations_of, instance.opened_at = {}, task.batch_id, asked
@@ -176,6 +179,8 @@ class Host:
             by_run.setdefault(completed.run_id, []).append(partial(self.loading.complete, completed))
         for run_id in orders.unload_runs:
             by_run.setdefault(run_id, []).append(partial(self.loading.unload_run, run_id))
+        for run_id, renew in (*self.loading.due_leases(), *self.copy_loading.due_leases()):
+            by_run.setdefault(run_id, []).append(renew)
         self._orders.carry_out(by_run)
         if orders.known:
             self.exports.give_up_others(orders.pending)

@@ -35,8 +35,8 @@ class Instance:
     ``commit_lock`` is held by the thread that commits, completes, loads or destroys ``state``. It also guards
     changes of ``acknowledged``, which reports copy without it, and of ``keys_at``, which is replaced as a whole. The
     lock of ``HeldPartitions`` guards ``invocations``, ``invocations_of``, ``opened_at`` and ``commits``. Whoever loads
-    the partition writes ``epoch``. Loading and the upload of a snapshot write ``snapshot_version`` and ``rescaled_at``,
-    each as a whole and without a lock.
+    the partition writes ``epoch`` and ``loaded_at``. Loading and the upload of a snapshot write ``snapshot_version``
+    and ``rescaled_at``, each as a whole and without a lock.
     """
 
     registration: QueryRegistration
@@ -51,6 +51,8 @@ class Instance:
     invocations_of: int = -1
     opened_at: float = -math.inf
     """When the first task of that batch has asked for the partition, by the host's clock."""
+    loaded_at: int = -1
+    """The version that was loaded last. In the batch that begins with it, another host may have had the partition."""
     acknowledged: dict[int, Acknowledge] = field(default_factory=dict)
     """By version, the accepted commits that are not completed yet: a coordinator that starts anew must hear of them."""
     commits: dict[int, tuple[dict[str, float], OperatorFigures]] = field(default_factory=dict)

@@ -78,6 +78,7 @@ class PartitionLoading:
         # What was loaded in part, and the loads under way with what they are for.
         self._kept: dict[InstanceKey, Instance] = {}
         self._watches: dict[InstanceKey, tuple[OpenGrant, LoadWatch]] = {}
+        self._leases: dict[InstanceKey, FileLease] = {}
 
     # -- loading -------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class PartitionLoading:
                 runs = {*(i.registration.run_id for i in others), *self._loading_runs.values()}
             spec = spec_of(registration, operator)
             state = self._with_room(lambda: self._files.open_own(registration, spec, partition, runs))
-            instance = Instance(registration, operator, partition, state)
+            instance = Instance(registration, operator, partition, state, loaded_at=grant.version)
         elif grant.version < instance.state.version:
             if for_read:
                 return instance
@@ -253,6 +254,12 @@ class PartitionLoading:
         """Return which partitions are being loaded and how far that has come, for people."""
         return [f"{watch.what}: {watch.progress()}" for _, watch in list(self._watches.values())]
 
+    def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
+        """Return what renews the leases of loads under way that are due, each with its run: a step may take long."""
+        with self._held.lock:
+            leases = [(self._watches[key][0].registration.run_id, lease) for key, lease in self._leases.items()]
+        return [(run_id, lease.renew) for run_id, lease in leases if lease.is_due]
+
     @contextmanager
     def _watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:
         """Let the load of a partition be seen, and be ended. Its loading lock is held."""
@@ -263,11 +270,12 @@ class PartitionLoading:
         watch = LoadWatch(what, is_abandoned=is_abandoned, on_step=lease.renew, clock=self._clock)
         with self._held.lock:
             self._watches[key] = (grant, watch)
+            self._leases[key] = lease
         try:
             yield watch
         finally:
             with self._held.lock:
-                del self._watches[key]
+                del self._watches[key], self._leases[key]
 
     def _lease(self, run_id: str, operator: str, partition: int, version: int) -> FileLease:
         """Return the lease of a load of this host's own partition. It ends with the first changes to the partition."""
@@ -319,6 +327,7 @@ class PartitionLoading:
         instance.snapshot_version = max((s.version for s in lineage.snapshots), default=0)
         if lineage.rescaled is not None and not lineage.snapshots:
             instance.rescaled_at = lineage.rescaled.version
+        instance.loaded_at = grant.version
         self._counters.add("loads")
         milliseconds = (time.perf_counter() - started) * 1e3
         log.info("Loaded version %d of %s in %.0f ms", grant.version, instance, milliseconds)

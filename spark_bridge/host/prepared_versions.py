@@ -163,11 +163,13 @@ class PreparedVersions:
 
         Spark cannot have committed the batch then, and storage need not be asked while a long batch runs. But if the
         host may have been given up since, as its lease has run out or it has registered again, another host may have
-        made the changes: then this one cannot tell.
+        made the changes: then this one cannot tell. Nor can it if it has loaded the partition within the batch: another
+        host may have made the changes before, and the task here may be a duplicate.
         """
         with self._held.lock:
             return any(
                 i.invocations_of == version - 1
+                and i.loaded_at != version - 1
                 and version not in i.acknowledged
                 and i.state.version < version
                 and self._registration.is_surely_known_since(i.opened_at - GRANT_SECONDS)

@@ -175,6 +175,35 @@ def test_a_report_that_cannot_be_taken_up_is_asked_for_again(
     assert [m["version"] for m in world.manifests_of("healthy")] == [1]
 
 
+@pytest.mark.parametrize("waits_for", ["a thread", "storage"])
+def test_a_late_report_of_a_stopped_run_changes_nothing(
+    world: World, storage: HangingStorage, cluster: Cluster, monkeypatch: pytest.MonkeyPatch, waits_for: str
+) -> None:
+    """A coordinator that was just started takes up a report when the driver stops the query."""
+    again = Cluster(world, storage)
+    epochs = world.root / "healthy/statestore/epochs"
+    before = sorted(epochs.iterdir())
+    report = HostReport((query(world, "healthy"),), held={"healthy": {"op": [3]}})
+    if waits_for == "a thread":
+        monkeypatch.setattr(again.queries, "_threads", 1)
+        go_on = threading.Event()
+        again.queries.submit("the reports of run healthy", lambda: go_on.wait(HANG))
+        again.register_host(world.host(0), report)
+        assert again.call("deactivate_instances", "healthy") is True
+        go_on.set()
+    else:
+        with storage.hangs(str(world.root / "healthy")):
+            again.register_host(world.host(0), report)
+            storage.wait_for_call()
+            assert again.call("deactivate_instances", "healthy") is True
+    while again.queries.occupied():
+        pass
+    assert again.coordinator.registries.runs.current() == []
+    assert again.heartbeat_host("h0", "a", {"healthy": 0}).unload_runs == ("healthy",)
+    if waits_for == "a thread":
+        assert sorted(epochs.iterdir()) == before, "nobody has claimed the state"
+
+
 def test_a_query_with_too_many_reports_keeps_no_host_from_registering(
     world: World, storage: HangingStorage, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

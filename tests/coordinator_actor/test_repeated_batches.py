@@ -280,10 +280,10 @@ def test_a_version_that_two_runs_complete_has_one_content(world: World, monkeypa
     add = RunRegistry.add
     heads = []
 
-    def late(self: RunRegistry, run: QueryState, savepoints: RunSavepoints) -> None:
+    def late(self: RunRegistry, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
         assert c.batch_committed("run1", 0) is True
         heads.append(self.by_id["run1"].versions.head(1, "op", 3))
-        add(self, run, savepoints)
+        add(self, run, savepoints, was_over=was_over)
 
     monkeypatch.setattr(RunRegistry, "add", late)
     new = msgspec.structs.replace(world.registration(n=N), run_id="run2")

@@ -7,7 +7,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from coordinator_actor.exceptions import RetiredRunError, StaleOwnerError, UnknownHostError, UnknownRunError
+from coordinator_actor.exceptions import (
+    QueryBusyError,
+    RetiredRunError,
+    StaleOwnerError,
+    UnknownHostError,
+    UnknownRunError,
+)
 from spark_bridge.exceptions import (
     AccessDeniedError,
     ConnectionClosedError,
@@ -36,6 +42,8 @@ MOVED = (
 """Errors after which a new look-up of the location may help: a host has moved or died, the query or the coordinator was
 restarted.
 """
+BUSY = (QueryBusyError, TooManyRequestsError)
+"""Errors that pass by waiting: nothing has moved, and whoever was asked takes no more for the moment."""
 GONE = (QueryEndedError, UnknownOperatorError)
 """Errors that are final for a client that asks for the first time.
 
@@ -104,7 +112,7 @@ class Attempts:
             return False
         if isinstance(error, GONE):
             return self._had_answer
-        return isinstance(error, (*MOVED, TooManyRequestsError))
+        return isinstance(error, (*MOVED, *BUSY))
 
 
 def retrying(

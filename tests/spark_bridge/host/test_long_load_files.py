@@ -150,6 +150,34 @@ def test_files_of_a_partition_stay_while_it_is_loaded_and_go_behind_it(q: Retain
     assert q.changelogs()[0] > 6
 
 
+@pytest.mark.parametrize("of", ["a copy", "a partition"])
+def test_files_stay_while_one_step_of_a_load_takes_longer_than_the_lease(q: Retained, of: str) -> None:
+    """No file comes for that long, and the host sends its heartbeats."""
+    while q.batches < 4:
+        q.batch()
+    if of == "a partition":
+        q.host = q.new_host("b")
+    q.world.is_gated = True
+    if of == "a partition":
+        plan_spark(q.world, 4)
+        loading = q.pool.submit(q.host.loading.load, q.host.grants.for_task(task(4)), "op", 0)
+    else:
+        loading = q.load_copy(2)
+    assert q.world.arrived.acquire(timeout=PATIENCE)
+    for _ in range(6):
+        q.world.now += RENEW_SECONDS
+        q.host.heartbeat()
+        q.coordinator.driver_heartbeat("run1")
+        run = q.coordinator.registries.runs.get("run1")
+        used = run.files_in_use.directories(run.versions.layouts, q.world.now)
+        assert used, "retention may remove what is being loaded"
+    assert 6 * RENEW_SECONDS > BUSY_SECONDS
+    q.world.open_gate()
+    assert value(getattr(loading.result(PATIENCE), "state", loading.result())) == [b"1" if of == "a copy" else b"3"]
+    if of == "a copy":
+        loading.result().destroy()
+
+
 def test_a_copy_that_nobody_wants_any_more_ends_and_leaves_nothing(q: Retained) -> None:
     while q.batches < 4:
         q.batch()

@@ -17,6 +17,7 @@ from spark_bridge.exceptions import IllegalStateValueError, ProcessorTesterError
 from spark_bridge.stateful.stateful_processor import ExpiredTimerInfo, StatefulProcessor, TimerValues
 from spark_bridge.stateful.testing.tester import ProcessorTester
 from spark_bridge.stateful.variables.deleted_state import DeletedStateError
+from spark_bridge.task.local_state import LocalStateAccess
 
 try:
     from pyspark.sql.streaming.stateful_processor import StatefulProcessor as PySparkProcessor
@@ -263,6 +264,24 @@ def test_state_expires() -> None:
     tester.setProcessingTime(160)
     assert tester.peekValueState("count", "ann") is None
     assert tester.test("ann", rows("a")) == [Row(key="ann", n=1)]
+
+
+def test_what_has_expired_is_removed_by_any_batch_and_not_by_the_first_alone() -> None:
+    """Nobody handles the key again: only a sweep can remove its rows."""
+    tester = ProcessorTester(Visits(ttl_ms=100), timeMode="processingtime")
+
+    def stored() -> int:
+        store = LocalStateAccess(tester._provider, tester._schema, tester._times, (0, 1), 1)
+        families = [family for variable in tester._schema.variables for family in variable.families]
+        return sum(pairs.num_rows for family in families for pairs in store.scan([(b"", None)], family))
+
+    tester.test("ann", rows("a"))
+    of_one = stored()
+    tester.test("bob", rows("a"))
+    assert stored() > of_one > 0
+    tester.setProcessingTime(200)
+    tester.test("cal", rows("a"))
+    assert stored() == of_one
 
 
 def test_keys_of_several_columns_and_of_given_types() -> None:

@@ -157,6 +157,24 @@ def test_a_load_that_advances_completes_however_long_it_takes(loads: Loads, know
     assert len(loads.world.read) == VERSIONS and set(loads.world.read.values()) == {1}
 
 
+def test_a_scan_behind_a_long_load_has_its_whole_time(loads: Loads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan fails once when the load is over: the seconds of the load do not count."""
+    loads.clock.on_sleep = slowly(loads, 0.9 * TIMEOUT)
+    scan, failed = loads.host.reads.scan, list[object]()
+
+    def failing_once(command: Any, ranges: Any) -> Iterator[pa.RecordBatch]:
+        if not failed:
+            failed.append(command)
+            raise HostUnavailableError("gone for a moment")
+        yield from scan(command, ranges)
+
+    monkeypatch.setattr(loads.host.reads, "scan", failing_once)
+    begun = loads.clock.now
+    pairs = [pair for batch in loads.task_store().scan([(b"", None)]) for pair in batch.to_pylist()]
+    assert failed and [pair["value"] for pair in pairs] == LAST
+    assert loads.clock.now - begun > 6 * TIMEOUT
+
+
 def test_a_load_that_does_not_advance_ends_with_what_was_loaded_and_is_shared_by_the_next_attempt(loads: Loads) -> None:
     def sleep() -> None:
         loads.clock.now += 0.4 * TIMEOUT

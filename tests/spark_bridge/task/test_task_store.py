@@ -18,7 +18,7 @@ import pytest
 from backends.encoding.key_groups import key_groups
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA
 from coordinator_actor.coordinator import Coordinator
-from coordinator_actor.exceptions import BatchHeldError
+from coordinator_actor.exceptions import BatchHeldError, QueryBusyError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.exceptions import HostUnavailableError, NotOwnerError, PartitionMismatchError
 from spark_bridge.host_actor.flight_server import HostFlightServer
@@ -217,6 +217,22 @@ def test_a_held_batch_is_not_sent_its_keys_again_and_again(
     calls = calls_of(served[0], monkeypatch)
     assert unopened(served, 0).get_many(keys_of(3), "a").to_pylist() == [None] * 3
     assert calls == ["do_exchange", *["open"] * 4, "do_exchange"]
+
+
+def test_a_task_whose_query_is_busy_asks_again(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    given, refusals = served[0].host.grants.for_task, [QueryBusyError("1000 messages wait already")] * 2
+
+    def busy(task: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return given(task)
+
+    monkeypatch.setattr(served[0].host.grants, "for_task", busy)
+    assert store(served, 0).batch_id == 0 and not refusals
 
 
 @pytest.mark.parametrize("first", ["get", "commit"])

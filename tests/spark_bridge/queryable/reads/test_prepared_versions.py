@@ -200,6 +200,34 @@ def test_a_host_that_was_given_up_meanwhile_is_not_behind_spark(make):
         w.one(key)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark(make, n, is_first):
+    """The first attempt has committed at a host that is lost since, and the second one never commits."""
+    w = make(hosts=2, n=n)
+    if not is_first:
+        w.batch(filled(1))
+    owners = [owner.host_id for owner in w.reads[0].locate("op", None).owners]
+    lost, other = (w.hosts[int(h)] for h in ("01" if owners[0] == "h0" else "10"))
+    w.ahead += GRANT_SECONDS
+    w.write(filled(2), partitions=[0])
+    for _ in range(2):  # only the other one is heard of
+        w.ahead += 6
+        w.world.now += 6
+        other.heartbeat()
+        w.c.expire()
+    w.hosts.remove(lost)
+    w.ahead += GRANT_SECONDS
+    assert other.open(w.task(0)).redirect is None
+    assert other.held.instance(w.run, "op", 0) is not None
+    w.write(filled(2), partitions=range(1, n))
+    w.world.commit_spark(w.version)
+    w.reads[0] = HostReads(other, wait_seconds=HANG)
+    key = next(k for k, p in zip(KEYS, partitions_of(KEYS, n), strict=True) if p == 0)
+    assert w.one(key) == (w.version + 1, 2)
+    lost.close()
+
+
 def test_one_look_serves_all_who_wait_for_it(make):
     w = make()
     w.batch(filled(1))
