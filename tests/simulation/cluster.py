@@ -89,7 +89,7 @@ class Cluster:
         s = self.world.scheduler
         coordinator = s.current.process.memory["coordinator"]
         while True:
-            s.sleep(seconds * (0.8 + 0.4 * s.random.random()))
+            s.sleep(seconds * self.world.slowness * (0.8 + 0.4 * s.random.random()))
             try:
                 getattr(coordinator, method)()
             except KNOWN_ERRORS as error:
@@ -206,7 +206,7 @@ class HostSlot:
     def _every(self, process: Process, seconds: float, call: Callable[[], Any]) -> None:
         s = self.session.world.scheduler
         while True:
-            s.sleep(seconds)
+            s.sleep(seconds * self.session.world.slowness)
             try:
                 call()
             except KNOWN_ERRORS as error:

@@ -165,7 +165,7 @@ class Query:
     def _renew_lease(self) -> None:
         s = self.world.scheduler
         while True:
-            s.sleep(1.0)
+            s.sleep(self.world.slowness)
             try:
                 self.port.renew_leases([self.run_id])
             except KNOWN_ERRORS as error:
@@ -174,7 +174,7 @@ class Query:
     def _heartbeat(self) -> None:
         s = self.world.scheduler
         while True:
-            s.sleep(1.0)
+            s.sleep(self.world.slowness)
             try:
                 if not self.port.driver_heartbeat(self.run_id):
                     self.port.register_query(self.registration)

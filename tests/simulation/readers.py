@@ -97,7 +97,7 @@ class QueryClient:
         """Ask until the world ends."""
         s = self._world.scheduler
         while True:
-            s.sleep(s.random.random() * 3)
+            s.sleep(s.random.random() * 3 * self._world.slowness)
             stream = s.random.choice(self._world.streams)
             operator = s.random.choice(stream.model.operators)
             try:
