@@ -45,13 +45,14 @@ def test_the_proxy_counts_what_passes_and_starts_anew_after_a_look() -> None:
         through.delete("a")
         counted = s3.traffic()
         assert counted.requests == {"PUT": 1, "GET": 2, "HEAD": 1, "LIST": 1, "bulk DELETE": 1}
-        assert counted.sent == 5 and counted.received > 5
+        assert counted.sent > 5 and counted.received > 5  # a removal sends the names as XML
         assert not s3.traffic().requests
 
 
 def test_a_played_stream_completes_versions_takes_snapshots_and_removes_files(tmp_path: Path) -> None:
     with played_stream(tmp_path / "hosts", str(tmp_path / "ck"), Shape(hosts=2, partitions=3, keys=5, retain=2)) as s:
         assert len(s.run(41)) == 41
+        assert all(host.describe()["storage_requests"]["put"] >= 41 for host in s.hosts)  # type: ignore[index]
         assert [host.held.instance(s.registration.run_id, "op0", 0) is not None for host in s.hosts].count(True) == 1
     state = tmp_path / "ck" / "statestore"
     versions = {int(p.name.split("-")[0]) for p in state.rglob("*.changelog")}
