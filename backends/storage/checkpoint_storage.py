@@ -29,6 +29,7 @@ from backends.storage.file_ref import FileRef
 from backends.storage.local_files import LocalFiles
 from backends.storage.locations import Location, parse_location
 from backends.storage.object_stores import make_store
+from backends.storage.request_counts import RequestCounts
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -77,6 +78,7 @@ class CheckpointStorage:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
         retry_seconds: float,
+        requests: RequestCounts | None = None,
     ) -> None:
         self.location = location.text
         self.is_local = location.kind == "local"
@@ -88,6 +90,7 @@ class CheckpointStorage:
         self._clock = clock
         self._sleep = sleep
         self._retry_seconds = retry_seconds
+        self._requests = RequestCounts() if requests is None else requests
 
     @classmethod
     def open(
@@ -99,11 +102,13 @@ class CheckpointStorage:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         retry_seconds: float = 60.0,
+        requests: RequestCounts | None = None,
     ) -> CheckpointStorage:
         """Open the storage at an address; nothing is read or made yet.
 
-        ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only. Raises
-        ``UnsupportedLocationError``, or ``InvalidStateStoreArgument`` for a wrong option.
+        ``options`` are Spark's ``spark.hadoop.fs.s3a.*`` or obstore's own. ``fsync`` concerns local disks only.
+        ``requests`` counts what is asked of the storage; on a local disk, too. Raises ``UnsupportedLocationError``, or
+        ``InvalidStateStoreArgument`` for a wrong option.
         """
         parsed = parse_location(location)
         try:
@@ -114,7 +119,7 @@ class CheckpointStorage:
             ) from error
         except (BaseError, ValueError) as error:
             raise InvalidStateStoreArgument(f"{parsed.text} cannot be opened: {_first_line(error)}") from error
-        return cls(parsed, store, fsync=fsync, clock=clock, sleep=sleep, retry_seconds=retry_seconds)
+        return cls(parsed, store, fsync=fsync, clock=clock, sleep=sleep, retry_seconds=retry_seconds, requests=requests)
 
     @property
     def store_name(self) -> str:
@@ -151,6 +156,7 @@ class CheckpointStorage:
             except AlreadyExistsError:
                 # A repeated attempt may meet what the first one wrote before its answer was lost. S3 also
                 # answers "conflict" while another writer is busy, with nothing there in the end.
+                self._requests.note("read")
                 held = self._get_or_none(key)
                 if held is None:
                     raise
@@ -319,6 +325,7 @@ class CheckpointStorage:
         started = self._clock()
         wait = _FIRST_WAIT_SECONDS
         while True:
+            self._requests.note(verb)
             try:
                 return call()
             except FileExistsError:

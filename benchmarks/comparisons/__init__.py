@@ -8,7 +8,28 @@ from __future__ import annotations
 from nexmark import comparison as nexmark
 from suite.comparison import Comparison
 
-from comparisons import coordinators, growth, latency, lookups, providers, recovery, savepoints, throughput
+from comparisons import (
+    coordinators,
+    growth,
+    latency,
+    lookups,
+    object_storage,
+    providers,
+    recovery,
+    savepoints,
+    throughput,
+)
 
-MODULES = (throughput, growth, latency, recovery, savepoints, lookups, nexmark, providers, coordinators)
+MODULES = (
+    throughput,
+    growth,
+    latency,
+    recovery,
+    savepoints,
+    lookups,
+    nexmark,
+    providers,
+    object_storage,
+    coordinators,
+)
 COMPARISONS: dict[str, Comparison] = {c.name: c for module in MODULES for c in module.COMPARISONS}

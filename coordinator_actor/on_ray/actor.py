@@ -9,13 +9,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.request_counts import RequestCounts
 from backends.without_pandas import keep_pandas_out
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
@@ -25,6 +26,7 @@ from coordinator_actor.lease_watch import LeaseWatch
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.node_watch import NodeWatch
+from coordinator_actor.on_ray.storage_metrics import storage_metrics
 from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.priority import take_ordinary_priority
 from coordinator_actor.query_threads import QueryThreads
@@ -66,9 +68,12 @@ class StateStoreCoordinator:
         self._node_ip = ray.util.get_node_ip_address()
         queries = QueryThreads()
         nodes = NodeWatch()
+        self._requests = RequestCounts()
+        # A coordinator is no host, and has none of a host's tag.
+        self._publish_storage = storage_metrics(self._requests, {"namespace": namespace, "host": ""})
         self._coordinator = Coordinator(
             steady_clock(),
-            CheckpointStorage.open,
+            partial(CheckpointStorage.open, requests=self._requests),
             conf,
             tokens=tokens,
             apart=queries.submit,
@@ -102,6 +107,7 @@ class StateStoreCoordinator:
         tags = {"namespace": self._namespace}
         self._hosts_gauge.set(hosts, tags)
         self._queries_gauge.set(queries, tags)
+        self._publish_storage()
 
     def _end(self) -> None:
         ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
@@ -114,7 +120,7 @@ class StateStoreCoordinator:
             self._acknowledged(answer, time.perf_counter() - started)
         elif method == "describe":
             place = {"namespace": self._namespace, "node_ip": self._node_ip, "pid": os.getpid()}
-            answer = {**answer, **place}
+            answer = {**answer, **place, "storage_requests": self._requests.read()}
         return answer
 
     def _acknowledged(self, answers: Sequence[Acknowledged | Refused], seconds: float) -> None:

@@ -13,6 +13,7 @@ from backends.exceptions import ConcurrentCommitError
 from backends.formats.file_names import partition_directory
 from backends.partition.partition_state import PartitionState, open_partition
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from backends.storage.request_counts import RequestCounts
 from coordinator_actor.messages import OperatorSpec, QueryRegistration
 
 
@@ -20,6 +21,7 @@ class PartitionFiles:
     """The local directory of one host, below which an incarnation that was killed may have left its state.
 
     ``<query id>/<run id>/<partition>`` are the host's own partitions, ``copies`` and ``savepoints`` copies for a while.
+    ``requests`` counts what storage is asked that this class opens, unless ``open_storage`` is given.
     """
 
     def __init__(
@@ -28,8 +30,9 @@ class PartitionFiles:
         self._local_dir = local_dir
         self._incarnation = incarnation
         self._conf = conf
+        self.requests = requests = RequestCounts()
         self.open_storage: OpenStorage = open_storage or (
-            lambda location, options: CheckpointStorage.open(location, options, fsync=conf.fsync)
+            lambda location, options: CheckpointStorage.open(location, options, fsync=conf.fsync, requests=requests)
         )
         self.copies = local_dir / "copies"
         self.savepoints = local_dir / "savepoints"

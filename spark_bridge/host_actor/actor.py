@@ -25,6 +25,7 @@ from coordinator_actor.messages import (
     HostInfo,
 )
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+from coordinator_actor.on_ray.storage_metrics import storage_metrics
 from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
@@ -92,6 +93,8 @@ class StateStoreHost:
         self._reads = HostReads(self._host)
         self._publish_requests = request_metrics(self._queries.statistics, namespace, host_id)
         self._publish_memory = memory_metrics(self._host.memory, namespace, host_id)
+        tags = {"namespace": namespace, "host": host_id}
+        self._publish_storage = storage_metrics(self._host.files.requests, tags)
         # Before the coordinator, and so any client, hears of the address.
         self._queries.start()
         self._host.register()
@@ -131,6 +134,7 @@ class StateStoreHost:
             try:
                 self._publish_requests()
                 self._publish_memory()
+                self._publish_storage()
             except Exception:  # the thread must go on
                 log.warning("The metrics of %s were not published", self._host.info.host_id, exc_info=True)
             if self._until_heartbeat() > 0:

@@ -8,6 +8,8 @@ import pytest
 
 from backends import StateStoreConf
 from backends.host_memory import DELTAS, HostMemory
+from backends.storage.request_counts import RequestCounts
+from coordinator_actor.on_ray import storage_metrics
 from spark_bridge.host_actor import ray_metrics
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 
@@ -28,6 +30,7 @@ def recorded(monkeypatch):
 
     monkeypatch.setattr(ray_metrics, "Counter", Counted)
     monkeypatch.setattr(ray_metrics, "Gauge", Shown)
+    monkeypatch.setattr(storage_metrics, "Counter", Counted)
     return found
 
 
@@ -76,3 +79,18 @@ def test_the_memory_of_a_host_is_published_by_kind(recorded):
     del claim
     publish()
     assert ("statestore_memory_bytes", 0, {"namespace": "statestore", "host": "host-1", "kind": "deltas"}) in recorded
+
+
+def test_requests_to_storage_are_published_once_by_kind(recorded):
+    requests = RequestCounts()
+    tags = {"namespace": "statestore", "host": "host-1"}
+    publish = storage_metrics.storage_metrics(requests, tags)
+    for verb in ("write", "write", "look up"):
+        requests.note(verb)
+    publish()
+    name = "statestore_storage_requests_total"
+    assert recorded == [(name, 2, {**tags, "kind": "put"}), (name, 1, {**tags, "kind": "head"})]
+    recorded.clear()
+    requests.note("write")
+    publish()
+    assert recorded == [(name, 1, {**tags, "kind": "put"})]

@@ -1,0 +1,184 @@
+"""An S3-protocol server behind a proxy that makes each request slower and counts requests, each in its own process.
+
+The server is moto's, as in the tests. The proxy adds ``delay`` seconds to a request before the server sees it, and ten
+times as much to one request of 200 with ``tail``. What the server itself takes comes on top, so that figures at no
+delay are those of moto.
+
+    python benchmarks/s3_proxy.py PORT      the proxy alone, before a server on that port; commands on standard input
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parent.parent
+HOST = "127.0.0.1"
+TAIL_SHARE, TAIL_TIMES = 0.005, 10
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What went through the proxy since the last look: requests by kind, bytes to the server and from it."""
+
+    requests: Counter[str]
+    sent: int
+    received: int
+
+
+class ProxiedS3:
+    """A running server and its proxy. ``direct`` is the server's own address, where nothing is counted."""
+
+    def __init__(self, endpoint: str, direct: str, commands: IO[bytes], answers: IO[bytes]) -> None:
+        self.endpoint = endpoint
+        self.direct = direct
+        self._commands = commands
+        self._answers = answers
+
+    def options(self, endpoint: str | None = None) -> dict[str, str]:
+        """Return the storage options by which the server is reached, through the proxy unless told otherwise."""
+        return {
+            "fs.s3a.endpoint": endpoint or self.endpoint,
+            "fs.s3a.path.style.access": "true",
+            "fs.s3a.access.key": "any",
+            "fs.s3a.secret.key": "any",
+        }
+
+    def slow_down(self, delay: float, tail: bool = False) -> None:
+        """Have each request take ``delay`` seconds longer from now on."""
+        self._tell({"delay": delay, "tail": tail})
+
+    def traffic(self) -> Traffic:
+        """Return what has gone through since the last call."""
+        told = self._tell({"count": True})
+        return Traffic(Counter(told["requests"]), told["sent"], told["received"])
+
+    def _tell(self, command: Mapping[str, Any]) -> Any:
+        self._commands.write(json.dumps(command).encode() + b"\n")
+        self._commands.flush()
+        return json.loads(self._answers.readline())
+
+
+@contextmanager
+def proxied_s3(bucket: str) -> Iterator[ProxiedS3]:
+    """Run a server with a bucket, and a proxy before it; both end with the block."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))
+    from tests.backends.storage.s3_faults import s3_server
+
+    with s3_server() as server:
+        server.make_bucket(bucket)
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(server.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            port = json.loads(process.stdout.readline())
+            yield ProxiedS3(f"http://{HOST}:{port}", server.endpoint, process.stdin, process.stdout)
+        finally:
+            process.stdin.close()
+            process.wait(30)
+            process.stdout.close()
+
+
+# -- the proxy's process -------------------------------------------------------------------------
+
+
+class Proxy:
+    """Forwards requests. Memory grows with the requests under way and their bodies."""
+
+    def __init__(self, port_behind: int) -> None:
+        self._port_behind = port_behind
+        self._delay, self._tail = 0.0, False
+        self._requests: Counter[str] = Counter()
+        self._sent = self._received = 0
+
+    def obey(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out a command of ``ProxiedS3`` and return the answer."""
+        if "delay" in command:
+            self._delay, self._tail = command["delay"], command["tail"]
+            return {}
+        told = {"requests": self._requests, "sent": self._sent, "received": self._received}
+        self._requests, self._sent, self._received = Counter(), 0, 0
+        return told
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward the requests of one connection, one after the other."""
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                line, headers = _parsed(head)
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                method, target, _ = line.split(" ", 2)
+                self._requests[kind_of(method, target)] += 1
+                self._sent += len(body)
+                slow = self._tail and random.random() < TAIL_SHARE
+                await asyncio.sleep(self._delay * (TAIL_TIMES if slow else 1))
+                writer.write(await self._forward(method, head, body))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass  # the client has hung up, or the proxy ends
+        finally:
+            writer.close()
+
+    async def _forward(self, method: str, head: bytes, body: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(HOST, self._port_behind)
+        try:
+            kept = [x for x in head[:-4].split(b"\r\n") if not x.lower().startswith((b"connection:", b"expect:"))]
+            writer.write(b"\r\n".join((*kept, b"Connection: close")) + b"\r\n\r\n" + body)
+            await writer.drain()
+            answer = await reader.read(-1)
+        finally:
+            writer.close()
+        top, _, content = answer.partition(b"\r\n\r\n")
+        lines = top.split(b"\r\n")
+        lines[0] = lines[0].replace(b"HTTP/1.0", b"HTTP/1.1")
+        names = {x.split(b":", 1)[0].lower() for x in lines[1:]}
+        if b"transfer-encoding" in names:
+            raise ValueError(f"moto answered in chunks, which this proxy does not read: {lines[0]!r}")
+        lines = [x for x in lines if not x.lower().startswith(b"connection:")]
+        if b"content-length" not in names and method != "HEAD":
+            lines.append(b"Content-Length: %d" % len(content))
+        self._received += len(content)
+        return b"\r\n".join(lines) + b"\r\n\r\n" + content
+
+
+def kind_of(method: str, target: str) -> str:
+    """Return what a request is called in a bill: GET, PUT, HEAD, LIST, DELETE or bulk DELETE."""
+    query = target.partition("?")[2]
+    if method == "GET" and "list-type=" in query:
+        return "LIST"
+    if method == "POST":
+        return "bulk DELETE" if query.split("=")[0] == "delete" else "PUT"
+    return method
+
+
+def _parsed(head: bytes) -> tuple[str, dict[str, str]]:
+    line, *rest = head.decode("latin-1").rstrip("\r\n").split("\r\n")
+    pairs = (x.partition(":") for x in rest)
+    return line, {name.lower(): value.strip() for name, _, value in pairs}
+
+
+async def _main(port_behind: int) -> None:
+    proxy = Proxy(port_behind)
+    server = await asyncio.start_server(proxy.serve, HOST, 0, limit=1 << 20, backlog=512)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.buffer.readline):
+        print(json.dumps(proxy.obey(json.loads(line))), flush=True)
+    server.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1])))

@@ -1,0 +1,60 @@
+"""The proxy counts what a bill counts, and the played stream is a real one: versions complete, files are removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from comparisons.object_storage import dollars_a_month
+from played_stream import Shape, played_stream
+from s3_proxy import kind_of, proxied_s3
+
+from backends.exceptions import MissingFileError
+from backends.storage.checkpoint_storage import CheckpointStorage
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "kind"),
+    [
+        ("GET", "/b/ck/statestore/manifests/1.json", "GET"),
+        ("GET", "/b?list-type=2&prefix=ck%2Fstatestore%2F", "LIST"),
+        ("HEAD", "/b/ck/commits/1", "HEAD"),
+        ("PUT", "/b/ck/a.changelog", "PUT"),
+        ("POST", "/b/ck/a.sst?uploads", "PUT"),
+        ("DELETE", "/b/ck/a.changelog", "DELETE"),
+        ("POST", "/b?delete", "bulk DELETE"),
+    ],
+)
+def test_a_request_is_of_the_kind_that_a_bill_names(method: str, target: str, kind: str) -> None:
+    assert kind_of(method, target) == kind
+
+
+def test_a_month_of_a_put_and_a_look_a_batch() -> None:
+    assert dollars_a_month({"PUT": 1.0, "HEAD": 1.0, "DELETE": 3.0}) == pytest.approx(2_592_000 * 5.4e-6)
+
+
+def test_the_proxy_counts_what_passes_and_starts_anew_after_a_look() -> None:
+    with proxied_s3("counted") as s3:
+        through = CheckpointStorage.open("s3://counted/ck", s3.options())
+        past = CheckpointStorage.open("s3://counted/ck", s3.options(s3.direct))
+        past.put_new("uncounted", b"x")
+        through.put_new("a", b"12345")
+        assert through.get("a") == b"12345" and through.exists("a") and len(through.list()) == 2
+        with pytest.raises(MissingFileError):
+            through.get("b")
+        through.delete("a")
+        counted = s3.traffic()
+        assert counted.requests == {"PUT": 1, "GET": 2, "HEAD": 1, "LIST": 1, "bulk DELETE": 1}
+        assert counted.sent > 5 and counted.received > 5  # a removal sends the names as XML
+        assert not s3.traffic().requests
+
+
+def test_a_played_stream_completes_versions_takes_snapshots_and_removes_files(tmp_path: Path) -> None:
+    with played_stream(tmp_path / "hosts", str(tmp_path / "ck"), Shape(hosts=2, partitions=3, keys=5, retain=2)) as s:
+        assert len(s.run(41)) == 41
+        assert all(host.describe()["storage_requests"]["put"] >= 41 for host in s.hosts)  # type: ignore[index]
+        assert [host.held.instance(s.registration.run_id, "op0", 0) is not None for host in s.hosts].count(True) == 1
+    state = tmp_path / "ck" / "statestore"
+    versions = {int(p.name.split("-")[0]) for p in state.rglob("*.changelog")}
+    assert max(versions) == 41 and min(versions) > 1
+    assert len(list(state.rglob("*.snapshot"))) >= 3
