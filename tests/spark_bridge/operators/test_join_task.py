@@ -1,0 +1,86 @@
+"""``join`` gives what Spark's stream-stream join gives: against a reference in plain Python, at random."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from backends import FileStateStoreProvider, RocksDBStateStoreProvider
+from coordinator_actor.messages import BatchTimes
+from spark_bridge.operators.join import waiting_rows
+from spark_bridge.operators.join.sides import HOWS
+from spark_bridge.task.external_sort import Limits
+from tests.effort import effort
+from tests.spark_bridge.operators.join_model import Case, JoinRun, Model, random_rows
+from tests.spark_bridge.operators.operator_runs import Watermark
+
+SMALL = Limits(memory=1500, step_rows=3, step_bytes=500, fan_in=2)
+CASES = {how: [Case(how, *bounds) for bounds in ((0, 20), (-10, 5), (5, 5), (-30, -10))] for how in HOWS}
+CASES["key"] = [Case(how, in_key=True) for how in HOWS]
+CASES["open"] = [
+    Case("inner", timed=False),
+    Case("inner", 5, None),
+    Case("inner", None, 5),
+    Case("left", None, 5),
+    Case("left_anti", None, 5),
+    Case("right", 5, None),
+]
+
+
+def check(run: JoinRun, model: Model, seed: int, batches: int, most: int, delay: int = 10) -> None:
+    """Run batches at random, and some without rows at the end; compare output, state and figures of each."""
+    random = np.random.default_rng(seed)
+    watermark = Watermark(delay)
+    until = 0
+    for i in range(batches + 4):
+        until += int(random.integers(0, 15))
+        keys = ["a", "b", "c", None, "long key"][: int(random.integers(1, 6))]
+        left, right = (
+            random_rows(random, int(random.integers(most)) if i < batches else 0, until, keys, side)
+            for side in ("left", "right")
+        )
+        if i == batches:
+            watermark.advance([until + 200])
+        times = watermark.times() if model.case.timed else BatchTimes()
+        order = random.permutation(len(left) + len(right)).tolist()
+        cuts = random.integers(0, most, 2).tolist()
+        emitted = run.batch(left, right, times, cuts, order)
+        expected = model.batch(left, right, times)
+        assert sorted(emitted, key=repr) == sorted(expected, key=repr), f"batch {i} of seed {seed}"
+        assert run.run.figures.num_rows_dropped_by_watermark == model.late
+        check_state(run, model)
+        watermark.advance(row[1] for row in (*left, *right))
+        if random.random() < 0.2:
+            run.run.restart()
+
+
+def check_state(run: JoinRun, model: Model) -> None:
+    """Nothing waits that has no match to wait for."""
+    case = model.case
+    stored = run.num_waiting()
+    keeps = (case.how in ("left", "full", "left_anti"), case.how in ("right", "full"))
+    for count, waiting, keeps_nulls in zip(stored, (model.left, model.right), keeps, strict=True):
+        expected = [w for w in waiting if keeps_nulls or w.row[0] is not None]
+        if case.how == "left_anti" and waiting is model.left:
+            expected = [w for w in expected if not w.matched]
+        assert count == len(expected)
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_rows_are_those_of_the_reference(cases: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng()
+    for _ in range(effort(1, 100)):
+        case = CASES[cases][int(random.integers(len(CASES[cases])))]
+        seed = int(random.integers(1 << 30))
+        monkeypatch.setattr(waiting_rows, "CHUNK_ROWS", int(random.choice([1, 2, 5, 64])))
+        rocks = random.random() < 0.2
+        run = JoinRun(
+            case,
+            int(random.choice([1, 3])),
+            RocksDBStateStoreProvider if rocks else FileStateStoreProvider,
+            SMALL if random.random() < 0.3 else None,
+        )
+        try:
+            check(run, Model(case), seed, batches=8, most=int(random.choice([4, 12, 40])))
+        finally:
+            run.run.close()
