@@ -40,8 +40,8 @@ class Case:
     """
 
     how: str
-    lower: int | None = None
-    upper: int | None = None
+    lower: float | None = None
+    upper: float | None = None
     timed: bool = True
     in_key: bool = False
 
@@ -54,7 +54,7 @@ class Case:
             key = EventTime("t")
             return Bounds(key, key, key, key, in_key=True)
         left, right = EventTime("lt"), EventTime("rt")
-        us = [None if s is None else s * SECOND for s in (self.lower, self.upper)]
+        us = [None if s is None else round(s * SECOND) for s in (self.lower, self.upper)]
         return Bounds(left, right, left, right, us[0], us[1])
 
     def logic(self) -> JoinLogic:
@@ -134,7 +134,7 @@ class Model:
     def _without_expired(
         self,
         waiting: list[_Waiting],
-        bound: int | None,
+        bound: float | None,
         times: BatchTimes,
         hows: Sequence[str],
         pairs: list[Pair],
