@@ -198,7 +198,7 @@ def _maintain(run: QueryState, now: float) -> None:
         measure = measured(run)
         if measure is not None:
             run.history.measured(*measure)
-        run.history.tidy_up(run.manifests.storage.delete)
+        run.history.tidy_up(run.manifests.storage.delete_all)
     except (StorageError, CoordinatorError):
         log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
         return

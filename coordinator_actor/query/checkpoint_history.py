@@ -151,13 +151,13 @@ class CheckpointHistory:
     def _forget_oldest(self) -> None:
         self._records = {i: self._records[i] for i in sorted(self._records)[-MOST_RECORDS:]}
 
-    def tidy_up(self, delete: Callable[[str], None]) -> None:
-        """Remove the files that newer ones replace, by ``delete``."""
+    def tidy_up(self, delete_all: Callable[[Sequence[str]], None]) -> None:
+        """Remove the files that newer ones replace, by ``delete_all``."""
         with self._writing:
             paths = self._files.obsolete()
-            for path in paths:
-                delete(path)
-            self._files.forget(paths)
+            if paths:
+                delete_all(paths)
+                self._files.forget(paths)
 
 
 def _record(manifest: Manifest, counted: _Counted | None, requests: int, now: float) -> CheckpointRecord:
