@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from backends.encoding.column_names import distinct_names
@@ -50,8 +51,8 @@ from spark_bridge.task.step_timer import StepTimer
 KEYS_PER_STEP = 1 << 14
 """Keys whose waiting rows are read and written at once, to begin with."""
 _CHUNK = "__statestore_chunk"
-"""The number of a chunk that is due, in a row that stands for it; such rows are of ``_DUE_SIDES``."""
-_DUE_SIDES = (LEFT_ROW + 2, RIGHT_ROW + 2)
+"""The number of a chunk that is due, in a row that stands for it; such rows are of ``DUE_SIDES``."""
+DUE_SIDES = (LEFT_ROW + 2, RIGHT_ROW + 2)
 
 Apply: TypeAlias = Callable[[pa.Table, pa.Table], "pa.Table | pa.RecordBatch"]
 """Takes matching rows of both sides, row by row, and gives output."""
@@ -91,11 +92,15 @@ class JoinLogic:
         slots = (pa.field(slot_name(i), kind) for i, kind in enumerate(self.slots))
         return pa.schema([pa.field(SIDE, pa.int8()), pa.field(_CHUNK, pa.int64()), *slots])
 
+    def batch(self, store: StateAccess, timer: StepTimer) -> JoinBatch:
+        """Return the work on one batch."""
+        return JoinBatch(self, store, timer)
+
     def process(
         self, batches: Iterable[pa.RecordBatch], store: StateAccess, timer: StepTimer
     ) -> Iterator[pa.RecordBatch]:
         """Match the rows with each other and with those that wait, commit, and yield the output."""
-        work = _JoinBatch(self, store, timer)
+        work = self.batch(store, timer)
         with (
             RowReducer(self.keys, store.num_key_groups, empty(self.row_schema), _sorted, self.limits) as reducer,
             Spool(self.output) as spool,
@@ -161,7 +166,7 @@ def _sorted(ids: Ids, num_keys: int, rows: pa.RecordBatch) -> tuple[Ids, pa.Reco
 
 
 @dataclass(frozen=True)
-class _Side:
+class SideRows:
     """All rows of one side that a step handles: first the new ones, then those that were waiting.
 
     ``can_match`` is false for rows with a null in their key, or without a time where the join has bounds.
@@ -185,20 +190,26 @@ class _Side:
         return Rows(self.ids, self.times, np.arange(len(self.ids))).where(chosen)
 
 
-class _JoinBatch:
+class JoinBatch:
     """One micro-batch of one partition."""
 
     def __init__(self, logic: JoinLogic, store: StateAccess, timer: StepTimer) -> None:
         self._logic = logic
         self._store = store
         self._timer = timer
-        self._state = [WaitingRows(side, logic.keys, store) for side in logic.sides]
         self._watermark = store.times.watermark_ms if logic.bounds.uses_time else 0
+        self._state = [WaitingRows(side, store, self._due_until(side)) for side in logic.sides]
         self._rows = self._late = self._updated = self._removed = 0
 
     def figures(self) -> OperatorFigures:
         """Return what was done to the state."""
         return OperatorFigures(self._rows, self._updated, self._removed, self._late)
+
+    def _due_until(self, side: JoinSide) -> int | None:
+        """Return up to which time chunks of a side are due; None if the last batch has seen to all of them."""
+        if side.expires_after_us is None or self._watermark <= self._store.times.late_watermark_ms:
+            return None
+        return self._watermark - side.expires_after_us // 1000
 
     def add(self, rows: pa.RecordBatch, reducer: RowReducer) -> None:
         """Take the rows that are not late."""
@@ -225,7 +236,7 @@ class _JoinBatch:
 
     def add_due(self, reducer: RowReducer) -> None:
         """Add the chunks that the watermark has reached, as rows of sides of their own."""
-        for state, code in zip(self._state, _DUE_SIDES, strict=True):
+        for state, code in zip(self._state, DUE_SIDES, strict=True):
             for keys, due in state.due():
                 n = len(due.ids)
                 columns = [pa.array(np.full(n, code, np.int8)), pa.array(due.numbers)]
@@ -236,13 +247,15 @@ class _JoinBatch:
     def step(self, part: KeyedRows, spool: Spool) -> int:
         """Match the rows of some keys; return the bytes that they and the waiting rows take."""
         logic = self._logic
-        codes = np.asarray(part.rows.column(SIDE))
         keys = decode_keys(part.keys, logic.keys)
-        no_nulls = np.ones(len(part.keys), np.bool_)
-        for column in keys.columns:
-            no_nulls &= np.asarray(column.is_valid())
-        new = [codes == LEFT_ROW, codes == RIGHT_ROW]
-        left, right = (self._side(i, part, keys, no_nulls, new[i], new[1 - i], codes == _DUE_SIDES[i]) for i in (0, 1))
+        no_nulls = self.no_nulls(keys, len(part.keys))
+        codes = np.asarray(part.rows.column(SIDE))
+        sides = []
+        for i in (LEFT_ROW, RIGHT_ROW):
+            probed = np.zeros(len(part.keys), np.bool_)
+            probed[part.ids[codes == 1 - i]] = True
+            sides.append(self.side(i, part, keys, no_nulls, probed & no_nulls, codes))
+        left, right = sides
         self._timer.step("get_ms")
         found = [
             matches(
@@ -263,41 +276,48 @@ class _JoinBatch:
             matched[0][one.matched_probes] = True
             matched[1][one.matched_others] = True
         if logic.how == SEMI:
-            self._emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
+            self.emit(keys, left, np.flatnonzero(matched[0]), None, None, spool)
         elif logic.how != ANTI:
             for one in found:
                 for of_left, of_right in one.pairs():
-                    self._emit(keys, left, of_left, right, of_right, spool)
+                    self.emit(keys, left, of_left, right, of_right, spool)
         self._settle(0, part, keys, no_nulls, left, matched[0], spool)
         self._settle(1, part, keys, no_nulls, right, matched[1], spool)
         return int(part.rows.nbytes + left.waiting.nbytes + right.waiting.nbytes)
 
-    def _side(
+    @staticmethod
+    def no_nulls(keys: pa.RecordBatch, num_keys: int) -> Mask:
+        """Return which keys have no null in them."""
+        no_nulls = np.ones(num_keys, np.bool_)
+        for column in keys.columns:
+            no_nulls &= np.asarray(column.is_valid())
+        return no_nulls
+
+    def side(
+        self, i: int, part: KeyedRows, keys: pa.RecordBatch, no_nulls: Mask, probed: Mask, codes: npt.NDArray[np.int8]
+    ) -> SideRows:
+        """Return the rows of a side: the new ones, and those that wait, all of them for the keys ``probed``."""
+        side, state = self._logic.sides[i], self._state[i]
+        is_due = codes == DUE_SIDES[i]
+        due = Due(part.ids[is_due], part.rows.column(_CHUNK).filter(pa.array(is_due)).to_numpy())
+        self._timer.step("join_ms")
+        waiting = state.read(part.keys, probed, due)
+        is_new = codes == i
+        new_ids = part.ids[is_new]
+        rows = one_batch([side.rows(part.rows.filter(pa.array(is_new))), waiting.rows.select(side.columns.names)])
+        ids = np.concatenate([new_ids, waiting.ids])
+        times = side.times(keys, ids, rows)
+        return SideRows(waiting, due, len(new_ids), ids, times, rows, no_nulls[ids] & (times != NEVER))
+
+    def _settle(
         self,
         i: int,
         part: KeyedRows,
         keys: pa.RecordBatch,
         no_nulls: Mask,
-        is_new: Mask,
-        is_of_other: Mask,
-        is_due: Mask,
-    ) -> _Side:
-        """Return the rows of a side: the new ones, and those that wait, as far as this step has to do with them."""
-        side, state = self._logic.sides[i], self._state[i]
-        probed = np.zeros(len(part.keys), np.bool_)
-        probed[part.ids[is_of_other]] = True
-        due = Due(part.ids[is_due], part.rows.column(_CHUNK).filter(pa.array(is_due)).to_numpy())
-        self._timer.step("join_ms")
-        waiting = state.read(part.keys, probed & no_nulls, due)
-        new_ids = part.ids[is_new]
-        rows = one_batch([side.rows(part.rows.filter(pa.array(is_new))), waiting.rows.select(side.columns.names)])
-        ids = np.concatenate([new_ids, waiting.ids])
-        times = side.times(keys, ids, rows)
-        can_match = no_nulls[ids] & (times != NEVER)
-        return _Side(waiting, due, len(new_ids), ids, times, rows, can_match)
-
-    def _settle(
-        self, i: int, part: KeyedRows, keys: pa.RecordBatch, no_nulls: Mask, of_side: _Side, matched: Mask, spool: Spool
+        of_side: SideRows,
+        matched: Mask,
+        spool: Spool,
     ) -> None:
         """Emit the rows of a side that have found no match and can find none any more; stage what else there is."""
         side, n, waiting = self._logic.sides[i], of_side.num_new, of_side.waiting
@@ -305,27 +325,51 @@ class _JoinBatch:
         expired = side.expired(of_side.times, self._watermark)
         if side.keeps_unmatched and (unmatched := np.flatnonzero(expired & ~matched)).size:
             if i == 0:
-                self._emit(keys, of_side, unmatched, None, None, spool)
+                self.emit(keys, of_side, unmatched, None, None, spool)
             else:
-                self._emit(keys, None, None, of_side, unmatched, spool)
+                self.emit(keys, None, None, of_side, unmatched, spool)
         kept = ~expired
         if side.leaves_once_matched:
             kept &= ~matched
         if not side.keeps_unmatched:
             kept[:n] &= no_nulls[of_side.ids[:n]]
+        self.write(i, part, of_side, kept, matched, of_side.times)
+
+    def write(
+        self,
+        i: int,
+        part: KeyedRows,
+        of_side: SideRows,
+        kept: Mask,
+        matched: Mask,
+        due_at: Times,
+        *,
+        has_entries: bool = True,
+    ) -> None:
+        """Stage what the rows of a side have become; see ``WaitingRows.write``."""
+        n, state = of_side.num_new, self._state[i]
         stored = np.flatnonzero(kept[:n])
         self._updated += len(stored)
         self._removed += int(np.count_nonzero(~kept[n:]))
-        state = self._state[i]
-        new_rows = state.new_rows(of_side.rows.take(pa.array(stored)), matched[stored])
-        state.write(part.keys, keys, waiting, kept[n:], matched[n:], of_side.due, of_side.ids[stored], new_rows)
+        state.write(
+            part.keys,
+            of_side.waiting,
+            kept[n:],
+            matched[n:],
+            due_at[n:],
+            of_side.due,
+            of_side.ids[stored],
+            state.new_rows(of_side.rows.take(pa.array(stored)), matched[stored]),
+            due_at[stored],
+            has_entries=has_entries,
+        )
 
-    def _emit(
+    def emit(
         self,
         keys: pa.RecordBatch,
-        left: _Side | None,
+        left: SideRows | None,
         of_left: Ids | None,
-        right: _Side | None,
+        right: SideRows | None,
         of_right: Ids | None,
         spool: Spool,
     ) -> None:
@@ -345,7 +389,12 @@ class _JoinBatch:
             )
 
     def _output(
-        self, keys: pa.RecordBatch, left: _Side | None, of_left: Ids | None, right: _Side | None, of_right: Ids | None
+        self,
+        keys: pa.RecordBatch,
+        left: SideRows | None,
+        of_left: Ids | None,
+        right: SideRows | None,
+        of_right: Ids | None,
     ) -> pa.RecordBatch:
         logic = self._logic
         rows = [(left, of_left), (right, of_right)]

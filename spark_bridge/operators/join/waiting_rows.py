@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from backends.encoding.columns import list_parts
 from spark_bridge.aggregates.row_groups import merge_keys
-from spark_bridge.operators.join.sides import NEVER, JoinSide, Mask
+from spark_bridge.operators.join.sides import NEVER, JoinSide, Mask, Times
 from spark_bridge.state_format.families import CHUNKS, CHUNKS_BY_TIME, family_of
 from spark_bridge.state_format.layouts import DUE, ELEMENTS, LENGTH, NUM_CHUNKS, TAIL, TAIL_NUMBER, is_present
 from spark_bridge.state_format.ranges import flat_ranges, offsets_of, pick, rows_of
@@ -71,33 +71,30 @@ class Due:
 
 
 class WaitingRows:
-    """The waiting rows of one side in one batch. ``keys`` has the key columns."""
+    """The waiting rows of one side in one batch.
 
-    def __init__(self, side: JoinSide, keys: pa.Schema, store: StateAccess) -> None:
+    ``due_until_ms`` is up to which time (ms since 1970) chunks are due in this batch; None if none are.
+    """
+
+    def __init__(self, side: JoinSide, store: StateAccess, due_until_ms: int | None) -> None:
         self._side = side
-        self._keys = keys
         self._store = store
+        self._due_until_ms = due_until_ms
         variable = store.schema.variable(side.name)
         self._family, self._heads = family_of(variable)
         self._chunk_family, self._chunks = family_of(variable, CHUNKS)
         self._lists = self._heads.value.field(TAIL).type
-        self._by_time = None if side.expires_after_us is None else family_of(variable, CHUNKS_BY_TIME)
+        has_times = any(family.startswith(self._family + CHUNKS_BY_TIME) for family in variable.families)
+        self._by_time = family_of(variable, CHUNKS_BY_TIME) if has_times else None
 
     # -- reading -------------------------------------------------------------------------------
 
     def due(self) -> Iterator[tuple[pa.BinaryArray, Due]]:
-        """Take the chunks that the watermark has reached: yield distinct keys, ascending, and their chunks."""
-        times = self._store.times
-        if (
-            self._by_time is None
-            or self._side.expires_after_us is None
-            or times.watermark_ms <= times.late_watermark_ms
-        ):
-            return  # the last batch has removed what this watermark has passed
+        """Take the chunks that are due: yield distinct keys, ascending, and their chunks."""
+        if self._by_time is None or self._due_until_ms is None:
+            return
         family, _ = self._by_time
-        ranges = EventTime(DUE).done_ranges(
-            self._store.key_groups, times.watermark_ms - self._side.expires_after_us // 1000
-        )
+        ranges = EventTime(DUE).done_ranges(self._store.key_groups, self._due_until_ms)
         for pairs in scanned(self._store, ranges, family):
             entries = pairs.column(0)
             self._store.stage(entries, pa.nulls(len(entries), pa.binary()), family)
@@ -158,19 +155,23 @@ class WaitingRows:
     def write(
         self,
         keys: pa.BinaryArray,
-        key_columns: pa.RecordBatch,
         waiting: Waiting,
         kept: Mask,
         matched: Mask,
+        due_at: Times,
         due: Due,
         new_ids: Ids,
         new_rows: pa.RecordBatch,
+        new_due_at: Times,
+        *,
+        has_entries: bool = True,
     ) -> None:
         """Stage what the rows of some keys have become.
 
-        ``kept`` and ``matched`` are of the rows of ``waiting``: which of them stay, and which have found a match by
-        now. ``due`` are the chunks whose entries by time were taken. ``new_rows`` come behind the others; ``new_ids``
-        are the places of their keys.
+        ``kept``, ``matched`` and ``due_at`` are of the rows of ``waiting``: which of them stay, which have found a
+        match by now, and when each is due (microseconds; ``NEVER``). ``due`` are the chunks whose entries by time were
+        taken. ``new_rows`` come behind the others; ``new_ids`` are the places of their keys. ``has_entries``: chunks
+        that were not due have an entry that is not after ``due_at``.
         """
         num_keys = len(keys)
         if not (len(waiting.ids) or len(new_ids)):
@@ -185,20 +186,20 @@ class WaitingRows:
 
         in_pool = pooled[waiting.ids] & (is_tail | waiting.rebuilt[waiting.ids])
         self._remove_chunks(keys, waiting)
-        self._write_chunks(keys, key_columns, waiting, old, kept, changed, due, ~in_pool & ~is_tail)
+        self._write_chunks(keys, waiting, old, kept, changed, due_at, due, ~in_pool & ~is_tail)
         chosen = in_pool & kept
         pool = one_batch([old.filter(pa.array(chosen)), new_rows]) if len(new_ids) else old.filter(pa.array(chosen))
         ids = np.concatenate([waiting.ids[chosen], new_ids])
         order = np.argsort(ids, kind="stable")
-        had_tail = np.full(num_keys, NEVER)
-        if self._by_time is not None:
-            tail_times = self._side.times(key_columns, waiting.ids[is_tail], waiting.rows.filter(pa.array(is_tail)))
-            np.minimum.at(had_tail, waiting.ids[is_tail], tail_times)
+        # The tail has an entry by time that is not after this time, unless it was taken just now.
+        has_entry = np.full(num_keys, NEVER)
+        if has_entries:
+            np.minimum.at(has_entry, waiting.ids[is_tail], due_at[is_tail])
+            has_entry[due_tails] = NEVER
         removed = np.bincount(waiting.ids[~kept], minlength=num_keys)
         lengths = waiting.lengths - removed + np.bincount(new_ids, minlength=num_keys)
-        # The tail has an entry by time that is not after this time, unless it was taken just now.
-        has_entry = np.where(due_tails, NEVER, had_tail)
-        self._write_pool(keys, key_columns, ids[order], pool.take(pa.array(order)), pooled, waiting, lengths, has_entry)
+        times = np.concatenate([due_at[chosen], new_due_at])[order]
+        self._write_pool(keys, ids[order], pool.take(pa.array(order)), times, pooled, waiting, lengths, has_entry)
 
     def _with_flags(self, rows: pa.RecordBatch, matched: Mask) -> pa.RecordBatch:
         if self._side.flag is None:
@@ -226,11 +227,11 @@ class WaitingRows:
     def _write_chunks(
         self,
         keys: pa.BinaryArray,
-        key_columns: pa.RecordBatch,
         waiting: Waiting,
         rows: pa.RecordBatch,
         kept: Mask,
         changed: Mask,
+        due_at: Times,
         due: Due,
         chosen: Mask,
     ) -> None:
@@ -250,14 +251,14 @@ class WaitingRows:
         written = is_changed & (left > 0)
         self._stage_chunks(_chunk_keys(keys, ids[written], numbers[written]), elements, starts[written], left[written])
         entered = was_due & (left > 0)
-        self._stage_entries(keys, key_columns, ids[entered], numbers[entered], elements, starts[entered], left[entered])
+        self._stage_entries(keys, ids[entered], numbers[entered], due_at[rest], starts[entered], left[entered])
 
     def _write_pool(
         self,
         keys: pa.BinaryArray,
-        key_columns: pa.RecordBatch,
         ids: Ids,
         rows: pa.RecordBatch,
+        due_at: Times,
         pooled: Mask,
         waiting: Waiting,
         lengths: Ids,
@@ -274,7 +275,7 @@ class WaitingRows:
         first = starts[owners] + places * per_chunk
         size = np.full(len(owners), per_chunk)
         self._stage_chunks(_chunk_keys(keys, owners, base[owners] + places), rows, first, size)
-        self._stage_entries(keys, key_columns, owners, base[owners] + places, rows, first, size)
+        self._stage_entries(keys, owners, base[owners] + places, due_at, first, size)
 
         first, size = starts + cut * per_chunk, counts - cut * per_chunk
         stays = np.flatnonzero(pooled & (lengths > 0))
@@ -290,16 +291,8 @@ class WaitingRows:
         gone = np.flatnonzero(pooled & (lengths == 0))
         self._stage(keys.take(pa.array(gone)), None, self._family)
         with_rows = np.flatnonzero(pooled & (size > 0))
-        self._stage_entries(
-            keys,
-            key_columns,
-            with_rows,
-            np.full(len(with_rows), TAIL_NUMBER),
-            rows,
-            first[with_rows],
-            size[with_rows],
-            has_entry[with_rows],
-        )
+        tails = np.full(len(with_rows), TAIL_NUMBER)
+        self._stage_entries(keys, with_rows, tails, due_at, first[with_rows], size[with_rows], has_entry[with_rows])
 
     def _stage_chunks(self, keys: pa.BinaryArray, rows: pa.RecordBatch, starts: Ids, counts: Ids) -> None:
         if not len(keys):
@@ -311,21 +304,18 @@ class WaitingRows:
     def _stage_entries(
         self,
         keys: pa.BinaryArray,
-        key_columns: pa.RecordBatch,
         ids: Ids,
         numbers: Ids,
-        rows: pa.RecordBatch,
+        due_at: Times,
         starts: Ids,
         counts: Ids,
         has_entry: Ids | None = None,
     ) -> None:
-        """Stage chunks by the least time of their rows, unless they have an entry that is not after that."""
+        """Stage chunks by the least time at which a row is due, unless they have an entry that is not after that."""
         if self._by_time is None or not len(ids):
             return
         family, schema = self._by_time
-        picked = flat_ranges(starts, counts)
-        times = self._side.times(key_columns, np.repeat(ids, counts), rows.take(pa.array(picked)))
-        least = np.minimum.reduceat(times, offsets_of(counts)[:-1])
+        least = np.minimum.reduceat(due_at[flat_ranges(starts, counts)], offsets_of(counts)[:-1])
         entered = least < NEVER if has_entry is None else least < has_entry
         ids, numbers, least = ids[entered], numbers[entered], least[entered]
         entries = with_more(by_expiry(keys.take(pa.array(ids)), least), longs_of_key(numbers))
