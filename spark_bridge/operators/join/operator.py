@@ -1,9 +1,10 @@
-"""``join``: rows of two streams that have one key and lie close in time, as an ordinary streaming DataFrame."""
+"""``join`` and ``join_asof``: rows of two streams that have one key and lie close in time, as a streaming DataFrame."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark.sql import Column, DataFrame
@@ -15,6 +16,8 @@ from coordinator_actor.messages import OperatorSpec
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.conf import key_group_count, partition_count
 from spark_bridge.operators.declared_operators import check_operator_name, declare
+from spark_bridge.operators.join.asof_matching import BACKWARD, DIRECTIONS, Asof
+from spark_bridge.operators.join.asof_task import asof_logic
 from spark_bridge.operators.join.join_task import Apply, JoinLogic, join_logic
 from spark_bridge.operators.join.sides import (
     ANTI,
@@ -93,20 +96,16 @@ def join(
     keys = [on] if isinstance(on, str) else list(on)
     _check_frames(left, right, how, apply, output)
     _check_columns(left, right, keys, how)
-    check_operator_name(operator, left)
-    check_operator_name(operator, right)
-    key_groups = key_group_count(left)
-    partitions = partition_count(left, num_partitions, key_groups)
+    placing = _placing(left, right, operator, num_partitions)
     bounds = _bounds(left, right, keys, within, left_time, right_time)
     for name, after in zip((LEFT, RIGHT), bounds.expires_after_us, strict=True):
         if after is None:
             _refuse_or_warn(name, operator, how)
 
-    others = [[f for f in df.schema.fields if f.name not in keys] for df in (left, right)]
+    others = _other_fields(left, right, keys)
     if how in (SEMI, ANTI):
         times = [t.column for t in (bounds.right, bounds.right_late) if t is not None]
-        others[1] = [f for f in others[1] if f.name in times]
-    others = [fields or [_ONLY] for fields in others]
+        others[1] = [f for f in others[1] if f.name in times] or [_ONLY]
     given = _output_struct(left, right, keys, how) if output is None else _struct(output)
     try:
         logic = join_logic(
@@ -120,12 +119,110 @@ def join(
         )
     except StateStoreError as error:
         raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
-    spec = OperatorSpec(operator, partitions, logic.schema.to_json(), kind="join", uses_time=bounds.uses_time)
+    return _joined(left, right, keys, others, logic, given, placing)
+
+
+def join_asof(
+    left: DataFrame,
+    right: DataFrame,
+    *,
+    on: str | Sequence[str],
+    operator: str,
+    left_time: str | None = None,
+    right_time: str | None = None,
+    direction: str = BACKWARD,
+    tolerance: str | None = None,
+    allow_exact_matches: bool = True,
+    num_partitions: int | None = None,
+) -> DataFrame:
+    """Give each row of a stream the row of another stream that has the same key and is nearest in time.
+
+    The words and the results are those of pandas' ``merge_asof`` over all rows that are not late, in whichever order
+    and batches they come. A row of the left side comes when the watermark says which row of the right side it gets,
+    with nulls if there is none. Of several right rows of a key at one time, the order is that of their columns.
+
+    Arguments:
+
+    - ``left``, ``right``: streaming DataFrames with a watermark on their time. Late rows are dropped. Rows of the left
+      side with a null as key or time come at once, with nulls; such rows of the right side are dropped.
+    - ``on``: the key column or columns (pandas: ``by``), which both sides have, with the same types.
+    - ``operator``: the name of this state in the checkpoint and in queries, which show the rows that wait as the lists
+      ``left`` and ``right``.
+    - ``left_time``, ``right_time``: the columns of the times, by default those with the watermark.
+    - ``direction``: "backward" takes the last right row at or before the time of the left row, "forward" the first one
+      at or behind it, "nearest" the nearer of both, and the one before if they are equally near.
+    - ``tolerance``: a duration, the greatest difference of the two times. Without it, the state keeps the last row of
+      each key of the right side for good ("backward", "nearest"), and a left row waits until a right row comes behind
+      it ("forward", "nearest").
+    - ``allow_exact_matches``: whether a right row at the same time counts.
+    - ``num_partitions``: the number of state partitions, by default the session's ``spark.sql.shuffle.partitions``. The
+      number stays with the checkpoint.
+
+    Raises ``InvalidOperatorError`` for everything that the DataFrames and the arguments show to be wrong.
+    """
+    keys = [on] if isinstance(on, str) else list(on)
+    _check_frames(left, right, LEFT_OUTER, None, None)
+    if direction not in DIRECTIONS:
+        raise InvalidOperatorError(f"direction={direction!r} is none of {', '.join(map(repr, DIRECTIONS))}.")
+    _check_columns(left, right, keys, LEFT_OUTER)
+    placing = _placing(left, right, operator, num_partitions)
+    tolerance_us = None if tolerance is None else microseconds(left.sparkSession, tolerance)
+    if tolerance_us is not None and tolerance_us < 0:
+        raise InvalidOperatorError(f"tolerance={tolerance!r} is less than nothing; give a duration such as '1 minute'.")
+    late = _event_times(left, right, left_time, right_time)
+    for time in late:
+        if time is not None and time.column in keys:
+            raise InvalidOperatorError(
+                f"The key {time.column!r} has the watermark: rows of one key would have one time. Leave it out of on=."
+            )
+    of_left, of_right = _times_of_both(left, right, late, "join_asof")
+    others = _other_fields(left, right, keys)
+    given = _output_struct(left, right, keys, LEFT_OUTER)
+    try:
+        logic = asof_logic(
+            _arrow_schema([left.schema[key] for key in keys]),
+            (_arrow_schema(others[0]), _arrow_schema(others[1])),
+            Bounds(of_left, of_right, of_left, of_right),
+            _arrow_schema(given.fields),
+            Asof(direction, tolerance_us, allow_exact_matches),
+        )
+    except StateStoreError as error:
+        raise InvalidOperatorError(f"Operator {operator!r}: {error}") from error
+    return _joined(left, right, keys, others, logic, given, placing)
+
+
+@dataclass(frozen=True)
+class _Placing:
+    """The name of the operator, and the numbers of its partitions and key groups."""
+
+    operator: str
+    partitions: int
+    key_groups: int
+
+
+def _placing(left: DataFrame, right: DataFrame, operator: str, num_partitions: int | None) -> _Placing:
+    check_operator_name(operator, left)
+    check_operator_name(operator, right)
+    key_groups = key_group_count(left)
+    return _Placing(operator, partition_count(left, num_partitions, key_groups), key_groups)
+
+
+def _joined(
+    left: DataFrame,
+    right: DataFrame,
+    keys: list[str],
+    others: list[list[T.StructField]],
+    logic: JoinLogic,
+    given: T.StructType,
+    placing: _Placing,
+) -> DataFrame:
+    uses_time = logic.bounds.uses_time
+    spec = OperatorSpec(placing.operator, placing.partitions, logic.schema.to_json(), kind="join", uses_time=uses_time)
     both = _both(left, right, keys, others, logic)
     if any(side.keeps_unmatched for side in logic.sides):
         both = with_ticks(both)
-    task = StateTask(operator, partitions, key_groups, tuple(keys), logic, bounds.uses_time)
-    return map_in_arrow(routed(both, keys, partitions, key_groups), task, declare(spec), given)
+    task = StateTask(placing.operator, placing.partitions, placing.key_groups, tuple(keys), logic, uses_time)
+    return map_in_arrow(routed(both, keys, placing.partitions, placing.key_groups), task, declare(spec), given)
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -206,7 +303,7 @@ def _bounds(
     left_time: str | None,
     right_time: str | None,
 ) -> Bounds:
-    late = [_event_time(df, name, time) for df, name, time in ((left, LEFT, left_time), (right, RIGHT, right_time))]
+    late = _event_times(left, right, left_time, right_time)
     in_key = next((t for t in late if t is not None and t.column in keys), None)
     if within is None:
         if left_time is not None or right_time is not None:
@@ -221,20 +318,35 @@ def _bounds(
             f"nothing more: leave one of them out."
         )
     lower, upper = _durations(left, within)
+    of_left, of_right = _times_of_both(left, right, late, f"within={within!r}")
+    return Bounds(of_left, of_right, of_left, of_right, lower, upper)
+
+
+def _event_times(
+    left: DataFrame, right: DataFrame, left_time: str | None, right_time: str | None
+) -> list[EventTime | None]:
+    return [_event_time(df, name, time) for df, name, time in ((left, LEFT, left_time), (right, RIGHT, right_time))]
+
+
+def _times_of_both(
+    left: DataFrame, right: DataFrame, late: list[EventTime | None], needing: str
+) -> tuple[EventTime, EventTime]:
+    """Return the columns of time of both sides; raises if there is none, or if they cannot be compared."""
+    times = []
     for time, name, df in ((late[0], LEFT, left), (late[1], RIGHT, right)):
         if time is None or time.is_window:
             raise InvalidOperatorError(
-                f"within={within!r} needs a watermark on a time column of the {name} side: put "
+                f"{needing} needs a watermark on a time column of the {name} side: put "
                 f'{name}.withWatermark("...", "10 minutes") on it. Its columns are {", ".join(df.columns)}.'
             )
-    assert late[0] is not None and late[1] is not None
-    of_left, of_right = left.schema[late[0].column].dataType, right.schema[late[1].column].dataType
-    if of_left != of_right:
+        times.append(time)
+    kinds = [df.schema[time.column].dataType for df, time in zip((left, right), times, strict=True)]
+    if kinds[0] != kinds[1]:
         raise InvalidOperatorError(
-            f"{late[0].column!r} is a {of_left.simpleString()} and {late[1].column!r} a {of_right.simpleString()}: "
+            f"{times[0].column!r} is a {kinds[0].simpleString()} and {times[1].column!r} a {kinds[1].simpleString()}: "
             "cast one of them, then put withWatermark on it."
         )
-    return Bounds(late[0], late[1], late[0], late[1], lower, upper)
+    return times[0], times[1]
 
 
 def _event_time(df: DataFrame, side: str, given: str | None) -> EventTime | None:
@@ -264,6 +376,11 @@ def _durations(df: DataFrame, within: tuple[str | None, str | None]) -> tuple[in
 
 
 # -- columns -----------------------------------------------------------------------------------
+
+
+def _other_fields(left: DataFrame, right: DataFrame, keys: list[str]) -> list[list[T.StructField]]:
+    """Return the columns of both sides that are no keys."""
+    return [[f for f in df.schema.fields if f.name not in keys] or [_ONLY] for df in (left, right)]
 
 
 def _both(

@@ -1,4 +1,4 @@
-"""``join`` as a stream: the rows of Spark's own join of the same files, also through restarts and rescaling."""
+"""``join`` and ``join_asof`` as streams: the rows of Spark's own join and of pandas, from the same files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -17,7 +18,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
-from spark_bridge import QueryableStateClient, join, restore_savepoint, trigger_savepoint
+from spark_bridge import QueryableStateClient, join, join_asof, restore_savepoint, trigger_savepoint
 from spark_bridge.exceptions import InvalidOperatorError
 from tests.effort import only_thorough
 from tests.patience import PATIENCE
@@ -121,16 +122,22 @@ def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     same(begin(sides, sides.ours(how), "ours"), begin(sides, sides.native(how), "native"))
 
 
+def on_time(sides: Sides, side: int) -> list[dict[str, Any]]:
+    """The rows of a side that are not late, and have a key."""
+    rows = []
+    time = ("lt", "rt")[side]
+    for number in range(sides.files):
+        (file,) = (sides.streams[side].root / "in").glob(f"{number:05d}.parquet")
+        late = START + dt.timedelta(seconds=(number - 2) * 60 + 34) if number > 1 else START - dt.timedelta(days=1)
+        rows += [r for r in pq.read_table(file).to_pylist() if r["k"] is not None and r[time] > late]
+    return rows
+
+
 def waiting_left(sides: Sides) -> set[tuple[Any, ...]]:
     """The rows of the left side that wait behind the last file: neither late, nor passed by the watermark."""
-    rows = []
-    for number in range(sides.files):
-        (file,) = (sides.streams[0].root / "in").glob(f"{number:05d}.parquet")
-        late = START + dt.timedelta(seconds=(number - 2) * 60 + 34) if number > 1 else START - dt.timedelta(days=1)
-        rows += [r for r in pq.read_table(file).to_pylist() if r["k"] is not None and r["lt"] > late]
     # The last batch has the watermark that the files before it have made; a row matches times up to 30 s later.
     gone = START + dt.timedelta(seconds=(sides.files - 2) * 60 + 34 - 30)
-    return {(r["k"], r["lt"], r["a"]) for r in rows if r["lt"] >= gone}
+    return {(r["k"], r["lt"], r["a"]) for r in on_time(sides, 0) if r["lt"] >= gone}
 
 
 def check_waiting(sides: Sides, client: QueryableStateClient, query: StreamingQuery) -> None:
@@ -203,6 +210,30 @@ def test_apply_makes_the_output_of_matches(sides: Sides) -> None:
     assert found
 
 
+@pytest.mark.spark42
+def test_rows_nearest_in_time_are_those_of_pandas(sides: Sides) -> None:
+    sides.add(3)
+    sides.end()
+    left, right = sides.read("asof")
+    df = join_asof(left, right, on="k", direction="nearest", tolerance="4 seconds", operator="nearest")
+    frames = [pd.DataFrame(on_time(sides, side)) for side in (0, 1)]
+    merged = pd.merge_asof(
+        frames[0].sort_values("lt"),
+        frames[1].sort_values(["rt", "b"]),
+        left_on="lt",
+        right_on="rt",
+        by="k",
+        direction="nearest",
+        tolerance=pd.Timedelta("4 seconds"),
+    )
+    expected = Counter((r.k, r.a, None if pd.isna(r.b) else r.b) for r in merged.itertuples())
+    without_key = sum(pq.read_table(f)["k"].null_count for f in (sides.streams[0].root / "in").glob("*.parquet"))
+    rows = flat(begin(sides, df, "ours").finish(sum(expected.values()) + without_key))
+    found = Counter({(k, a, b): n for (k, _, a, b, _), n in rows.items() if k is not None})
+    assert found == expected
+    assert sum(b is not None for _, _, b in expected.elements()) > 20
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "how": ({"how": "cross"}, "how='cross' is none of join's"),
     "no key": ({"on": []}, "names no key column"),
@@ -239,6 +270,24 @@ def test_wrong_use_is_refused_with_the_remedy(sides: Sides) -> None:
         of_left = lefts.get(str(options["on"]), left)
         with pytest.raises(InvalidOperatorError, match=words):
             join(of_left, rights.get(options.pop("right", ""), right), **options)
+            pytest.fail(f"{name} was taken")
+
+
+REFUSED_ASOF: dict[str, tuple[dict[str, Any], str]] = {
+    "direction": ({"direction": "sideways"}, "direction='sideways' is none of 'backward', 'forward', 'nearest'"),
+    "tolerance": ({"tolerance": "-1 second"}, "tolerance='-1 second' is less than nothing"),
+    "time in the key": ({"on": ["k", "lt"], "right": "lt"}, "The key 'lt' has the watermark"),
+    "no watermark": ({"right": "unmarked"}, "join_asof needs a watermark on a time column of the right side"),
+}
+
+
+def test_wrong_use_of_asof_is_refused_with_the_remedy(sides: Sides) -> None:
+    left, right = sides.read("asof")
+    rights = {"lt": right.withColumn("lt", F.col("rt")), "unmarked": sides.streams[1].read()}
+    for name, (changed, words) in REFUSED_ASOF.items():
+        options = {"on": "k", "operator": "refused", **changed}
+        with pytest.raises(InvalidOperatorError, match=words):
+            join_asof(left, rights.get(options.pop("right", ""), right), **options)
             pytest.fail(f"{name} was taken")
 
 
