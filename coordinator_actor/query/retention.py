@@ -55,8 +55,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
         found = []
     removed = [path for path in found if not path.startswith(in_use)] + manifests
-    for path in removed:
-        storage.delete(path)
+    storage.delete_all(removed)
     return removed
 
 
