@@ -10,7 +10,7 @@ import errno
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -38,6 +38,11 @@ T = TypeVar("T")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_REFUSED = re.compile(r"request failed for key .*\(code: (\w+)\)")
+"""S3's answer to a bulk removal says 200, and names those that it has not removed."""
+_PASSING = {"InternalError", "SlowDown", "ServiceUnavailable"}
+_MOST_AT_ONCE = 1000
+"""So many files S3 removes with one request."""
 _CHUNK_BYTES = 4 << 20
 _FIRST_WAIT_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 5.0
@@ -128,6 +133,11 @@ class CheckpointStorage:
         endpoint = config.get("endpoint")
         return self.location if endpoint is None else f"{self.location} (at {endpoint})"
 
+    @property
+    def requests_made(self) -> int:
+        """Return how many requests were made to this location, by all objects that share its counts."""
+        return self._requests.at(self.location)
+
     def full_location(self, path: str) -> str:
         """Return a file's address, as messages name it."""
         return f"{self.location}/{path}"
@@ -156,7 +166,7 @@ class CheckpointStorage:
             except AlreadyExistsError:
                 # A repeated attempt may meet what the first one wrote before its answer was lost. S3 also
                 # answers "conflict" while another writer is busy, with nothing there in the end.
-                self._requests.note("read")
+                self._requests.note("read", self.location)
                 held = self._get_or_none(key)
                 if held is None:
                     raise
@@ -295,6 +305,32 @@ class CheckpointStorage:
 
         self._retrying("delete", path, delete)
 
+    def delete_all(self, paths: Sequence[str]) -> None:
+        """Remove files, finished or not, with one request for ``_MOST_AT_ONCE`` of them where the storage can do so.
+
+        No error for those that do not exist. Raises ``StorageError``: some may have been removed then, others not.
+        """
+        if self._files is not None:
+            for path in paths:
+                self.delete(path)
+            return
+        for first in range(0, len(paths), _MOST_AT_ONCE):
+            some = paths[first : first + _MOST_AT_ONCE]
+            keys = [self._key(path) for path in some]
+
+            def delete(keys: list[str] = keys) -> bool:
+                try:
+                    obstore.delete(self._store, keys)
+                except FileNotFoundError as error:
+                    _check_bucket(error)
+                    return False
+                return True
+
+            # Some storages stop at the first file that does not exist.
+            if not self._retrying("delete", f"{some[0]} and {len(some) - 1} other files", delete):
+                for path in some:
+                    self.delete(path)
+
     def _chunks(self, key: str) -> Iterator[bytes]:
         if self._files is None:
             yield from obstore.get(self._store, key).stream(min_chunk_size=_CHUNK_BYTES)
@@ -325,7 +361,7 @@ class CheckpointStorage:
         started = self._clock()
         wait = _FIRST_WAIT_SECONDS
         while True:
-            self._requests.note(verb)
+            self._requests.note(verb, self.location)
             try:
                 return call()
             except FileExistsError:
@@ -352,6 +388,9 @@ class CheckpointStorage:
             return False
         if isinstance(error, AlreadyExistsError):
             return True
+        refused = _REFUSED.search(str(error))
+        if refused is not None:
+            return refused[1] in _PASSING
         status = _STATUS.search(str(error))
         if status is None:
             return isinstance(error, GenericError) and "redirect" not in str(error)

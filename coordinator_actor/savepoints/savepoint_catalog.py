@@ -118,8 +118,7 @@ def delete_savepoint(
     read_metadata(storage)
     storage.delete(METADATA_FILE)
     for directory in ("operators", "spark"):
-        for file in (*(f for f, _ in storage.list(directory)), *storage.unfinished(directory)):
-            storage.delete(file)
+        storage.delete_all([*(f for f, _ in storage.list(directory)), *storage.unfinished(directory)])
     if storage.is_local:
         _remove_empty(Path(storage.location))
 

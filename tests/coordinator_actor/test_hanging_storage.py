@@ -212,6 +212,8 @@ def test_a_query_with_too_many_reports_keeps_no_host_from_registering(
     with storage.hangs(location(world)):
         again.register_host(world.host(0), report)
         storage.wait_for_call()
+        while list(again.queries.occupied()) != ["the reports of run hanging"]:
+            pass
         monkeypatch.setattr(again.queries, "_threads", 1)
         monkeypatch.setattr(again.queries, "_most_waiting", 0)
         again.register_host(world.host(1), report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,10 @@ from backends.formats.local_state import LocalState
 from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal
 from backends.formats.snapshot import SnapshotDescriptor, SnapshotFile
+from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import BUSY_SECONDS, UPLOAD
@@ -152,6 +155,32 @@ def test_what_is_no_longer_kept_is_removed_and_the_rest_can_be_loaded(world: Wor
     refs = [r.file for r in lineage.changelogs if r.version > 15] + [s.file for s in lineage.snapshots]
     storage = world.storage(str(world.root / "ck/statestore"), {})
     assert all(len(storage.read(ref)) == ref.size for ref in refs)
+
+
+def test_a_maintenance_removes_all_files_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    delete_all = CheckpointStorage.delete_all
+
+    def counted(storage: CheckpointStorage, paths: Sequence[str]) -> None:
+        asked.append(len(paths))
+        delete_all(storage, paths)
+
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+    maintain(world, c)
+    run_batches(world, c, 12, 12)
+
+    def count() -> int:
+        # The history of checkpoints is written meanwhile.
+        return sum(p.is_file() and p.parent.name != HISTORY for p in (world.root / "ck/statestore").rglob("*"))
+
+    before = count()
+    monkeypatch.setattr(CheckpointStorage, "delete_all", counted)
+    maintain(world, c)
+    assert asked == [before - count()] and asked[0] > 12
 
 
 def test_nothing_is_removed_before_a_manifest_says_so_and_while_a_partition_is_loaded(world: World) -> None:

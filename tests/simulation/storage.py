@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +72,7 @@ class SimulatedStorage:
     """
 
     is_local = False
+    requests_made = 0
 
     def __init__(self, disk: Disk, location: str) -> None:
         self.location = location
@@ -168,10 +170,16 @@ class SimulatedStorage:
 
     def delete(self, path: str) -> None:
         """Remove a file; it is no error if there is none."""
+        self._call("delete", path, lambda: self._remove([path]))
 
-        def delete() -> None:
+    def delete_all(self, paths: Sequence[str]) -> None:
+        """Remove files in two requests: whoever removes may die between them."""
+        for some in (paths[: len(paths) // 2], paths[len(paths) // 2 :]):
+            if some:
+                self._call("delete", some[0], partial(self._remove, some))
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        for path in paths:
             if self._disk.directory(self.location, path).pop(path, None) is not None:
                 scheduling.active.log("deleted", path)
                 self._disk.watch("delete", self.location, path)
-
-        self._call("delete", path, delete)

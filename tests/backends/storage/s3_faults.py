@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def s3_server() -> Iterator[S3Server]:
         process.stdout.close()
 
 
-Kind = Literal["answer", "drop_before", "drop_after", "delay", "cut"]
+Kind = Literal["answer", "drop_before", "drop_after", "delay", "cut", "refuse"]
 
 
 @dataclass
@@ -118,6 +119,8 @@ class Fault:
     - "drop_after": it breaks once the server has carried the request out: the answer is lost.
     - "delay": the answer comes ``seconds`` late.
     - "cut": the connection breaks after the first ``keep`` bytes of the answer's body.
+    - "refuse": of a bulk removal the first file stays; the answer is 200, and names that file with the code of
+      ``status``.
 
     ``skip`` requests that match pass unharmed first, and after each fault again if ``recurs``.
     """
@@ -227,7 +230,19 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "drop_before":
             self._hang_up(path)
             return
-        status, headers, answer = self._forward(body)
+        refusal = b""
+        if fault is not None and kind == "refuse":
+            first = re.search(rb"<Object><Key>(.*?)</Key></Object>", body)
+            assert first is not None, f"{self.command} {path} is no bulk removal"
+            body = body.replace(first[0], b"", 1)
+            refusal = b"<Error><Key>%s</Key><Code>%s</Code><Message>Refused.</Message></Error>" % (
+                first[1],
+                _CODES[fault.status].encode(),
+            )
+        # The server answers 400 to a removal of nothing.
+        done = (200, [], b"<DeleteResult></DeleteResult>") if refusal and b"<Key>" not in body else self._forward(body)
+        status, headers, answer = done
+        answer = answer.replace(b"</DeleteResult>", refusal + b"</DeleteResult>")
         if kind == "drop_after":
             self._hang_up(path)
             return

@@ -114,6 +114,7 @@ def calls_on(storage: CheckpointStorage) -> dict[str, Callable[[], object]]:
         "exists": lambda: storage.exists("there"),
         "list": storage.list,
         "delete": lambda: storage.delete("there"),
+        "delete_all": lambda: storage.delete_all(["there", "not there"]),
     }
 
 
@@ -141,6 +142,35 @@ def test_what_is_put_can_be_read_listed_and_deleted(s3: S3) -> None:
     assert storage.list() == [("a/c/d", 0)]
     assert s3.open(f"s3a://{s3.bucket}").list() == [("dir/a/c/d", 0), ("directory/x", 1)]
     assert s3.clock.waits == []
+
+
+def test_many_files_are_removed_with_one_request_for_a_thousand(s3: S3) -> None:
+    storage = s3.open()
+    paths = [f"many/{i:04d}" for i in range(1001)]
+    s3.server.fill(s3.bucket, [f"dir/{path}" for path in [*paths, "stays"]])
+    storage.delete_all([*paths, "was never there"])
+    assert storage.list() == [("stays", 1)]
+    assert s3.proxy.count("POST") == 2
+    s3.plan()
+    storage.delete_all([])
+    assert not s3.proxy.seen
+
+
+@pytest.mark.parametrize(("status", "is_removed"), [(403, False), (500, True), (503, True)])
+def test_a_file_that_a_bulk_removal_refuses_is_removed_later_or_is_an_error(
+    s3: S3, status: int, is_removed: bool
+) -> None:
+    for name in ("first", "second"):
+        s3.direct().put_new(name, b"content")
+    s3.plan(Fault("refuse", status=status))
+    if is_removed:
+        s3.open().delete_all(["first", "second"])
+        assert s3.direct().list() == [] and len(s3.clock.waits) == 1
+    else:
+        with pytest.raises(StorageError, match=r"first and 1 other files: .*code: AccessDenied") as failed:
+            s3.open().delete_all(["first", "second"])
+        assert "tried for" not in str(failed.value)
+        assert s3.direct().list() == [("first", 7)] and s3.clock.waits == []
 
 
 def test_credentials_are_those_of_the_settings(s3: S3) -> None:
@@ -326,8 +356,10 @@ def test_transient_errors_are_retried_with_growing_waits(s3: S3, kind: str) -> N
         check(name, expected[name])
     check("put_new", FileRef("new", 7, digest(b"content")))
     assert direct.list() == [("new", 7), ("there", 7)]
-    check("delete", None)
-    assert direct.list() == [("new", 7)]
+    for name in ("delete", "delete_all"):
+        check(name, None)
+        assert direct.list() == [("new", 7)]
+        direct.put_new("there", b"content")
 
 
 @pytest.mark.parametrize("kind", ["503", "broken before"])

@@ -46,6 +46,10 @@ def test_what_is_put_can_be_read_listed_and_deleted(storage):
     storage.delete("a/b")
     storage.delete("a/b")
     assert storage.list() == [("a/c/d", 0)]
+    storage.put_new("a/e", b"")
+    storage.put_new("f", b"")
+    storage.delete_all(["a/b", "f", "a/c/d"])
+    assert storage.list() == [("a/e", 0)]
 
 
 def test_a_file_is_never_overwritten(storage):
@@ -256,6 +260,15 @@ def test_permanent_errors_are_raised_at_once(monkeypatch, error):
     with pytest.raises(StorageError, match=r"Could not write memory.*/x: "):
         storage.put_new("x", b"1")
     assert clock.waits == []
+
+
+def test_a_storage_that_stops_at_a_missing_file_removes_all_the_others(monkeypatch):
+    storage = remote(Clock())
+    for path in ("a", "b"):
+        storage.put_new(path, b"1")
+    failing(monkeypatch, "delete", [FileNotFoundError("Object at location x not found")])
+    storage.delete_all(["x", "a", "b"])
+    assert storage.list() == []
 
 
 def test_a_create_whose_answer_was_lost_is_ours(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -309,10 +309,8 @@ def test_what_is_no_savepoint_is_refused_everywhere(made: Savepoint, tmp_path: P
 
 def test_deletion_begins_with_the_metadata_file(made: Savepoint) -> None:
     class Dying(CheckpointStorage):
-        def delete(self, path: str) -> None:
-            if path != "_metadata.json":
-                raise OSError("dead")
-            super().delete(path)
+        def delete_all(self, paths: Sequence[str]) -> None:
+            raise OSError("dead")
 
     with pytest.raises(OSError, match="dead"):
         delete_savepoint(str(made.path), open_storage=Dying.open)

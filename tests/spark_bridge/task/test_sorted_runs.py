@@ -140,6 +140,15 @@ def test_what_does_not_fit_goes_to_disk_and_is_merged_few_at_a_time() -> None:
         assert collected(chain([first], steps), TINY) == expected(keys)
 
 
+def test_runs_of_several_levels_are_merged_in_the_order_of_arrival() -> None:
+    keys: list[str | None] = [f"k{i * 7 % 100}" for i in range(1250)]
+    with RowSorter(KEYS, KEY_GROUPS, TINY) as sorter:
+        for start in range(0, 1250, 50):
+            sorter.add(batch_of(keys[start : start + 50], start))
+        assert [len(runs) for runs in sorter._levels] == [1, 1], "three are one run, and one came later"
+        assert collected(sorter.steps(), TINY) == expected(keys)
+
+
 def test_a_key_that_is_most_of_the_rows_comes_in_parts() -> None:
     limits = Limits(memory=4000, step_rows=7, fan_in=3)
     keys: list[str | None] = [f"k{i}" if i % 5 == 0 else "hot" for i in range(1503)]

@@ -363,6 +363,25 @@ def test_streams_that_stay_half_open_end_with_their_clients(served):
     assert served.host.describe()["commits"] == commits
 
 
+def test_changes_of_other_columns_are_refused(served):
+    """Also where keys and values stand in the right places, and the stream is whole."""
+    commits = served.host.describe()["commits"]
+    client = flight.FlightClient(served.address, generic_options=[("grpc.use_local_subchannel_pool", 1)])
+    command = CommitCommand(task(1, 0), {}, OperatorFigures())
+    changes = pa.record_batch([pa.array(["k"]), pa.array(["text"])], ["key", "value"])
+    writer, reader = client.do_put(
+        flight.FlightDescriptor.for_command(msgspec.json.encode(command)), changes.schema, options()
+    )
+    with pytest.raises(flight.FlightServerError, match="Expected a stream of key: binary not null, value: binary, got"):
+        with contextlib.suppress(pa.ArrowException):  # the host may end the stream before all is sent
+            writer.write_with_metadata(changes, b"default")
+            writer.write_metadata(END_OF_CHANGES)
+            writer.done_writing()
+        reader.read()
+    client.close()
+    assert served.host.describe()["commits"] == commits
+
+
 @pytest.mark.parametrize(
     "ending", ["the client closes", "the client is gone", "no time is left", "an error of the client"]
 )
