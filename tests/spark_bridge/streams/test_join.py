@@ -24,7 +24,7 @@ from tests.effort import only_thorough
 from tests.patience import PATIENCE
 from tests.spark_bridge.conftest import Stream, settle
 from tests.spark_bridge.streams.flow import backend, kept_by
-from tests.spark_bridge.streams.test_windows_stream import Running, flat, start
+from tests.spark_bridge.streams.running import Running, flat, start
 
 pytestmark = [pytest.mark.spark]
 
