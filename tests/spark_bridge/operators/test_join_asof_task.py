@@ -9,6 +9,7 @@ import pytest
 
 from backends import FileStateStoreProvider, RocksDBStateStoreProvider
 from backends.providers.standalone_provider import LocalStateStoreProvider
+from coordinator_actor.messages import BatchTimes
 from spark_bridge.operators.join import waiting_rows
 from spark_bridge.operators.join.asof_matching import DIRECTIONS, Asof
 from spark_bridge.operators.join.asof_task import asof_logic
@@ -111,3 +112,40 @@ def test_rows_are_those_of_pandas(direction: str, monkeypatch: pytest.MonkeyPatc
             check(run, asof, int(random.integers(1 << 30)), 8, int(random.choice([3, 10, 30])))
         finally:
             run.run.close()
+
+
+def at(watermark_s: int, late_s: int | None = None) -> BatchTimes:
+    return BatchTimes(0, watermark_s * 1000, (watermark_s if late_s is None else late_s) * 1000)
+
+
+def test_a_row_that_the_watermark_has_passed_already_comes_in_its_own_batch() -> None:
+    """No later batch may raise the watermark."""
+    run = AsofRun(Asof())
+    row = ("a", 12, 1)
+    assert run.batch([row], [("a", 11, "x")], at(20, late_s=10)) == [(row, ("a", 11, "x"))]
+
+
+def test_of_two_rows_that_are_equally_near_the_one_before_is_taken() -> None:
+    run = AsofRun(Asof("nearest"))
+    row = ("a", 12, 1)
+    assert run.batch([row], [("a", 14, "behind"), ("a", 10, "before")], at(0)) == []
+    assert run.batch([], [], at(14, late_s=0)) == [(row, ("a", 10, "before"))]
+
+
+def test_the_row_before_one_of_the_same_time_is_kept_for_a_row_that_may_not_take_that() -> None:
+    run = AsofRun(Asof("nearest", allow_exact=False))
+    row = ("a", 12, 1)
+    assert run.batch([row], [("a", 8, "before"), ("a", 12, "same")], at(0)) == []
+    assert run.batch([], [], at(13, late_s=0)) == [], "a row up to 16 would be nearer, or as near"
+    assert run.batch([], [], at(16, late_s=13)) == [(row, ("a", 8, "before"))]
+
+
+def test_a_left_row_without_any_waits_for_the_first_row_behind_it() -> None:
+    for tolerance, comes in ((None, []), (5 * SECOND, [(("a", 12, 1), None)])):
+        run = AsofRun(Asof("forward", tolerance))
+        assert run.batch([("a", 12, 1)], [], at(0)) == []
+        assert run.batch([], [], at(30, late_s=0)) == comes
+        found = run.batch([], [("a", 40, "x")], at(30))
+        found += run.batch([], [], at(41, late_s=30))
+        assert found == ([] if comes else [(("a", 12, 1), ("a", 40, "x"))])
+        assert run.num_waiting() == (0, 0)
