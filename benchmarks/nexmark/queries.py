@@ -12,7 +12,8 @@ queries, which leave open what comes first among equals, these are the readings 
   the lowest (bidder, extra); emitted when the watermark has reached expires. Auctions without such a bid are left out.
 - q20, bids with their auctions, of auctions of one category. No watermark: all bids and auctions are kept.
 
-q18, q19 and q12 emit what has changed in each batch, q20 the pairs of which one came in it. The watermark is nexmark-flink's, 4 seconds behind.
+q18, q19 and q12 emit what has changed in each batch, q20 the pairs of which one row came in it. The watermark is
+nexmark-flink's, 4 seconds behind.
 """
 
 from __future__ import annotations
