@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator_actor.durable.checkpoint_records import as_plain
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.query.query_state import QueryState
 
@@ -30,11 +31,13 @@ class Figures:
             ]
             runs = list(self._runs.by_id.values())
             instances = self._registries.instances.describe()
+            problems = [p for of_session in self._registries.placement_problems.values() for p in of_session]
         return {
             "coordinator_id": self._coordinator_id,
             "hosts": hosts,
             "queries": [_described(run) for run in runs],
             "instances": instances,
+            "problems": problems,
         }
 
     def checkpoint_stats(self, query: str) -> dict[str, Any]:
@@ -44,6 +47,7 @@ class Figures:
         return {
             "checkpoints": run.stats.snapshot(),
             "savepoints": {} if savepoints is None else savepoints.coordinator.stats.snapshot(),
+            "history": [as_plain(record) for record in run.history.records()],
         }
 
 

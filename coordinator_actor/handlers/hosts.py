@@ -105,7 +105,7 @@ class Hosts:
             run = self._runs.find(registration.run_id)
             if run is not None:
                 with run.lock:
-                    _take_report(run, report)
+                    _take_report(run, report, self._registries.clock())
         except BaseException:
             run_id = registration.run_id
             log.warning("The report of host %s about run %s is asked for again", info.host_id, run_id, exc_info=True)
@@ -173,6 +173,12 @@ class Hosts:
         """See ``CoordinatorPort``."""
         return self._registries.end_session(session_id)
 
+    def place_session(self, session_id: str, problems: Sequence[str]) -> None:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            if not self._registries.has_ended(session_id):
+                self._registries.placement_problems[session_id] = tuple(problems)
+
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:
@@ -200,7 +206,7 @@ class Hosts:
                 log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
 
 
-def _take_report(run: QueryState, report: HostReport) -> None:
+def _take_report(run: QueryState, report: HostReport, now: float) -> None:
     """Take up what a host has opened and has acknowledged, after a restart of the coordinator."""
     run.batch.opened(report.opened.get(run.run_id, -1))
     known: dict[int, dict[TaskKey, PartitionEntry]] = {}
@@ -218,3 +224,5 @@ def _take_report(run: QueryState, report: HostReport) -> None:
         if (is_news or is_same) and message.base == run.versions.head(message.version - 1, *task):
             stages = {} if message.stage is None else {task: message.stage}
             run.acknowledge(message.version, {task: entry}, stages=stages)
+            if is_news:
+                run.history.acknowledged(message.version, [message], now)

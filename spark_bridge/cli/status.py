@@ -58,7 +58,8 @@ def render(coordinator: Description | None, hosts: Sequence[Description]) -> Ren
     if coordinator is None:
         return "No coordinator: no stream with state has run in this namespace of the cluster."
     head = f"Coordinator on {coordinator['node_ip']}, pid {coordinator['pid']}, namespace {coordinator['namespace']}"
-    return Group(Text(head), _queries(coordinator["queries"]), _hosts(hosts))
+    problems = [Text(problem, style="yellow") for problem in coordinator["problems"]]
+    return Group(Text(head), *problems, _queries(coordinator["queries"]), _hosts(hosts))
 
 
 def _queries(queries: Sequence[Description]) -> Table:
@@ -79,9 +80,18 @@ def _queries(queries: Sequence[Description]) -> Table:
 
 def _hosts(hosts: Sequence[Description]) -> Table:
     table = _table(
-        "Hosts", "host", "query address", "pid", "operator / partition", "version", "keys (about)", "last commit ms"
+        "Hosts",
+        "machine",
+        "host",
+        "query address",
+        "pid",
+        "operator / partition",
+        "version",
+        "keys (about)",
+        "last commit ms",
     )
-    for host in hosts:
+    # By machine, which the address begins with.
+    for host in sorted(hosts, key=lambda host: str(host["query_address"]).rpartition(":")[0]):
         first = [str(host["host_id"]), str(host["query_address"]), str(host["pid"])]
         for instance in host["instances"] or [None]:
             if instance is None:

@@ -55,8 +55,8 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
 
 def _outside(address: str) -> EnvironmentProblemError:
     return EnvironmentProblemError(
-        f"Ray's client (ray://) does not do for Spark on Ray: {address} is the address of a proxy, and Spark's driver must "
-        "run where its executors can reach it. Run the program in the cluster, by `ray job submit --address "
+        f"Ray's client (ray://) does not do for Spark on Ray: {address} is the address of a proxy, and Spark's driver "
+        "must run where its executors can reach it. Run the program in the cluster, by `ray job submit --address "
         "http://<head>:8265 -- python my_stream.py`, or on a machine of it with RAY_ADDRESS=<head>:6379."
     )
 

@@ -198,14 +198,11 @@ def test_values_have_a_schema() -> None:
     assert every.keys() == schema["properties"].keys() - {"global"}
     for path in (CHART / "values.yaml", *CHART.glob("ci/*.yaml"), *MANIFESTS.glob("*.values.yaml")):
         given = yaml.safe_load(path.read_text())
-        jsonschema.validate(given, schema)
-        for field, wrong in misspelt(given):
-            with pytest.raises(jsonschema.ValidationError):
-                # What is in a list is Kubernetes' own; rendering shows it.
-                if not re.search(r"\.\d+\.|^env|\.labels\.", field + "."):
-                    jsonschema.validate(wrong, schema)
-                    pytest.fail(f"{path.name}: {field} misspelt is accepted")
-                raise jsonschema.ValidationError("")
+        validator = jsonschema.Draft7Validator(schema)
+        validator.validate(given)
+        accepted = [field for field, wrong in misspelt(given) if validator.is_valid(wrong)]
+        # What is in a list is Kubernetes' own; labels are anybody's.
+        assert [field for field in accepted if not re.search(r"\.\d+\.|\.labels\.", field)] == [], path.name
 
 
 def test_versions_are_those_of_the_project() -> None:

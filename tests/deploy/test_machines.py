@@ -51,10 +51,10 @@ def test_units_and_their_settings_meet() -> None:
             assert f"\n{name}=" in settings, f"{unit.name} needs {name}"
 
 
-@pytest.mark.thorough  # otherwise: the Dockerfile runs install.sh, which is read by test_versions_are_those_of_the_project
+@pytest.mark.thorough  # otherwise: test_another_ray_in_the_image_is_refused
 @pytest.mark.skipif(os.getuid() != 0, reason="a namespace of one's own needs root")
-def test_the_container_is_built_and_runs_a_stream(tmp_path: Path) -> None:
-    """The build's steps, as a script in a namespace of mounts with a fresh environment, and no Java of the machine's."""
+def test_the_steps_of_the_container_work(tmp_path: Path) -> None:
+    """They run in a namespace of mounts, with a fresh environment, and without a Java of the machine's."""
     source = DEPLOY.parent
     steps = f"""
         set -eu

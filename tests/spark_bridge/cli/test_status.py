@@ -20,7 +20,13 @@ QUERY: dict[str, Any] = {
     "retired_by": None,
     "operators": {"aircraft": 2},
 }
-COORDINATOR: dict[str, Any] = {"node_ip": "192.0.2.1", "pid": 11, "namespace": "statestore", "queries": [QUERY]}
+COORDINATOR: dict[str, Any] = {
+    "node_ip": "192.0.2.1",
+    "pid": 11,
+    "namespace": "statestore",
+    "queries": [QUERY],
+    "problems": ["Hosts stand on 192.0.2.9, where no executor runs [any more]."],
+}
 HOSTS: list[dict[str, Any]] = [
     {
         "host_id": "host-a-0",
@@ -60,6 +66,7 @@ def test_queries_and_hosts_are_shown() -> None:
         assert part in text
     assert "192.0.2.1:7005" in text and "192.0.2.1:7006" in text, "what clients give as address="
     assert "grpc://" not in text
+    assert "192.0.2.9, where no executor runs [any more]." in text
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
