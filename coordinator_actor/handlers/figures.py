@@ -31,11 +31,13 @@ class Figures:
             ]
             runs = list(self._runs.by_id.values())
             instances = self._registries.instances.describe()
+            problems = [p for of_session in self._registries.placement_problems.values() for p in of_session]
         return {
             "coordinator_id": self._coordinator_id,
             "hosts": hosts,
             "queries": [_described(run) for run in runs],
             "instances": instances,
+            "problems": problems,
         }
 
     def checkpoint_stats(self, query: str) -> dict[str, Any]:

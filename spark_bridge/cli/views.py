@@ -61,13 +61,23 @@ def queries_view(queries: Iterable[Query]) -> Table:
 def hosts_view(hosts: Iterable[Host]) -> Table:
     """Return a row per host."""
     made = table(
-        "host", "query address", "pid", "partitions", "memory", "commits", "loading", "heartbeat", title="Hosts"
+        "machine",
+        "host",
+        "query address",
+        "pid",
+        "partitions",
+        "memory",
+        "commits",
+        "loading",
+        "heartbeat",
+        title="Hosts",
     )
     for host in hosts:
         held = sum(n for name, n in host.memory.items() if name != "host_memory")
         budget = host.memory.get("host_memory")
         add_row(
             made,
+            host.machine,
             host.host_id,
             host.query_address,
             host.pid,

@@ -55,6 +55,14 @@ def _of_hosts(overview: Overview) -> Iterator[Fault]:
             "No host is registered with the coordinator: no batch can go on.",
             "Look at the driver: hosts are started by init_spark and attach, and end with it.",
         )
+    for problem in () if overview.coordinator is None else overview.coordinator.problems:
+        yield Fault(
+            WARNING,
+            "placement",
+            "hosts",
+            problem,
+            "Batches go on, and data goes further than it must until hosts stand beside executors again.",
+        )
     for host in overview.hosts:
         yield from _of_host(host)
 

@@ -53,6 +53,7 @@ def overview_of_cluster(
             coordinator.get("node_ip"),
             coordinator.get("pid"),
             dict(coordinator.get("storage_requests", {})),
+            tuple(coordinator["problems"]),
         ),
         tuple(_query(query, held, (stats or {}).get(query["run_id"], {}), now_ms) for query in coordinator["queries"]),
         tuple(_hosts(coordinator, hosts)),
@@ -158,7 +159,7 @@ def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]
         for i, lease in leases.items()
         if i not in answered
     ]
-    return sorted(found, key=lambda host: host.host_id)
+    return sorted(found, key=lambda host: (host.machine, host.host_id))
 
 
 def _heartbeat(lease: Description | None) -> int | None:

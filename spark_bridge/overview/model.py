@@ -173,16 +173,22 @@ class Host:
     requests: dict[str, Any] = field(default_factory=dict)
     loading: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def machine(self) -> str:
+        """Return the IP address of its machine."""
+        return self.address.rpartition("//")[2].rpartition(":")[0]
+
 
 @dataclass(frozen=True)
 class CoordinatorInfo:
-    """The coordinator of a namespace."""
+    """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere."""
 
     id: str
     namespace: str
     node_ip: str | None = None
     pid: int | None = None
     storage_requests: dict[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def test_queries_hosts_and_faults_are_shown() -> None:
     for part in ("flights", "aircraft (2)", "1 partitions", "host-a-1", "no answer", "512.0 MiB of 1.0 GiB", "300 ms"):
         assert part in text
     assert "192.0.2.1:7005" in text, "what clients give as address="
+    assert text.index("192.0.2.1 ") < text.index("host-a-0")
     assert "ERROR host-silent: host host-a-1: Nothing was heard.\n    Look at its machine." in text
     assert "Nothing is wrong." in printed(views.status_view(replace(OVERVIEW, faults=())))
 

@@ -61,6 +61,7 @@ def test_a_healthy_system_has_no_fault() -> None:
     [
         (replace(HEALTHY, hosts=()), "no-hosts", "error"),
         (host(heartbeat_ms=6_000), "host-silent", "error"),
+        (replace(HEALTHY, coordinator=CoordinatorInfo("c", "s", problems=("It is so.",))), "placement", "warning"),
         (host(answered=False), "host-not-answering", "warning"),
         (host(heartbeat_ms=None), "host-unknown", "warning"),
         (host(memory={"host_memory": 100, "cache": 99, "rows": 2}), "host-memory", "warning"),
