@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
 
 NAMESPACE = "statestore"
 COORDINATOR_NAME = "StateStoreCoordinator"
 """The default Ray namespace, and the default name of the coordinator's actor in it."""
+HEAD_NODE = MappingProxyType({"node:__internal_head__": 0.001})
+"""Ray's resource of the head node, whichever machine that is: a head that comes back has it, too."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,10 @@ class CoordinatorConf:
     ``savepoint_timeout``. A micro-batch that takes longer than ``slow_checkpoint`` is warned about. ``snapshot_lag``
     says when a partition's snapshots lag behind. For ``report_timeout`` after its start, a coordinator expects reports
     from the hosts and drivers of the coordinator before it, and gives nobody the partitions that others may hold.
+
+    ``resources`` are the Ray resources that the coordinator's actor takes, and so say where it stands: on the head
+    node, which does not come and go. For another place give some nodes a resource of their own (``ray start
+    --resources='{"coordinator": 1}'``), and name it here (``{"coordinator": 0.001}``).
     """
 
     host_timeout: float = 10.0
@@ -29,3 +37,4 @@ class CoordinatorConf:
     slow_checkpoint: float = 600.0
     report_timeout: float = 5.0
     snapshot_lag: SnapshotLagConf = field(default_factory=SnapshotLagConf)
+    resources: Mapping[str, float] = field(default_factory=lambda: dict(HEAD_NODE))

@@ -108,6 +108,10 @@ class CoordinatorPort:
         """End a driver's session: its hosts are gone. Return whether other hosts are left."""
 
     @message(Group.LEASES)
+    def place_session(self, session_id: str, problems: Sequence[str]) -> None:
+        """Report where the hosts of a driver's session do not stand as they should, for ``describe``."""
+
+    @message(Group.LEASES)
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:

@@ -31,11 +31,13 @@ class Figures:
             ]
             runs = list(self._runs.by_id.values())
             instances = self._registries.instances.describe()
+            problems = [p for of_session in self._registries.placement_problems.values() for p in of_session]
         return {
             "coordinator_id": self._coordinator_id,
             "hosts": hosts,
             "queries": [_described(run) for run in runs],
             "instances": instances,
+            "problems": problems,
         }
 
     def checkpoint_stats(self, query: str) -> dict[str, Any]:
@@ -56,11 +58,15 @@ def _described(run: QueryState) -> dict[str, Any]:
         "run_id": run.run_id,
         "name": registration.name,
         "checkpoint_location": registration.checkpoint_location,
+        "state_location": registration.state_location,
         "epoch": run.manifests.epoch,
         "completed_version": versions.completed,
         "prepared_version": max(versions.chain, default=0),
+        "oldest_version": versions.readable[0],
+        "batch_begun_ms": None if pending is None else int(pending.started * 1000),
         "pending_partitions": 0 if pending is None else pending.num_not_yet_acknowledged,
         "checkpoints": run.stats.counts(),
         "retired_by": run.retired_by,
         "operators": {o.name: o.num_partitions for o in registration.operators},
+        "backends": {o.name: o.backend for o in registration.operators},
     }

@@ -173,6 +173,12 @@ class Hosts:
         """See ``CoordinatorPort``."""
         return self._registries.end_session(session_id)
 
+    def place_session(self, session_id: str, problems: Sequence[str]) -> None:
+        """See ``CoordinatorPort``."""
+        with self._registries.lock:
+            if not self._registries.has_ended(session_id):
+                self._registries.placement_problems[session_id] = tuple(problems)
+
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:

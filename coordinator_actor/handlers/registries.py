@@ -29,6 +29,8 @@ class Registries:
         self.runs = RunRegistry(self.lock, self.instances, clock)
         self.started = self.last_needed = clock()
         self._reports_until = self.started + report_timeout
+        self.placement_problems: BoundedDict[str, tuple[str, ...]] = BoundedDict(REMEMBERED_ENTRIES)
+        """By session, where hosts do not stand as they should."""
         self._ended_sessions: BoundedDict[str, None] = BoundedDict(REMEMBERED_ENTRIES)
 
     def expects_reports(self) -> bool:
@@ -55,6 +57,7 @@ class Registries:
         with self.lock:
             # The hosts are told to stop only afterwards, and must not bring the session back meanwhile.
             self._ended_sessions[session_id] = None
+            self.placement_problems.pop(session_id, None)
             for host_id in self.hosts.of_session(session_id):
                 del self.hosts.leases[host_id]
             gone = self.runs.of_session(session_id)

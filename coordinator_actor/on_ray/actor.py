@@ -22,6 +22,7 @@ from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.dispatcher import Dispatcher
+from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.lease_watch import LeaseWatch
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
@@ -152,7 +153,19 @@ for _message in MESSAGES:
 def get_or_create_coordinator(
     namespace: str = NAMESPACE, name: str = COORDINATOR_NAME, conf: CoordinatorConf | None = None
 ) -> Any:
-    """Return the coordinator actor of a namespace. Start it if there is none; it outlives the driver that starts it."""
+    """Return the coordinator actor of a namespace. Start it if there is none; it outlives the driver that starts it.
+
+    It stands where ``CoordinatorConf.resources`` says. Raises ``InvalidRequestError`` if no node has these.
+    """
+    conf = conf or CoordinatorConf()
+    total = ray.cluster_resources()
+    missing = {name: amount for name, amount in conf.resources.items() if total.get(name, 0.0) < amount}
+    if missing:
+        raise InvalidRequestError(
+            f"No node of the Ray cluster has the resources {missing}, which CoordinatorConf.resources asks for: the "
+            f"coordinator {name!r} could not be started. Start a node with them (ray start --resources=...), or leave "
+            "the option out: then the head node is taken."
+        )
     return (
         ray.remote(concurrency_groups={g.value: MAX_PENDING for g in Group if g is not Group.QUERIES})(
             StateStoreCoordinator
@@ -165,6 +178,10 @@ def get_or_create_coordinator(
             max_restarts=-1,
             num_cpus=0,
             max_concurrency=MAX_PENDING,
+            resources=dict(conf.resources),
+            # Each message is a task of Ray's. Reported, they cost a sixth of the coordinator's CPU, and heartbeats push
+            # the user's own tasks out of Ray's list of tasks, which keeps the newest.
+            enable_task_events=False,
         )
-        .remote(namespace, name, secrets.token_hex(32), conf or CoordinatorConf())
+        .remote(namespace, name, secrets.token_hex(32), conf)
     )

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,27 +233,25 @@ def quiet_logging() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
-def start_hosts(options: SessionOptions, token: str, node_ids: Callable[[int], str | None]) -> list[Any]:
-    """Start the host actors of a session, the i-th on the node ``node_ids(i)`` where that is possible.
+def start_host(options: SessionOptions, token: str, number: int, query_port: int, node_id: str) -> Any:
+    """Start the host actor of a session with that number on a node; do not wait for it.
 
-    The i-th answers queries at ``options.query_port + i``, or, if that is 0, at any free port.
+    It runs there or nowhere: where the affinity is only a wish (soft), Ray puts an actor without CPUs on any node. Ray
+    starts it again there when its process dies, and gives it up with its node. ``query_port`` 0 is any free port.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    actor_class = ray.remote(StateStoreHost)
-    hosts = []
-    for i in range(options.num_hosts):
-        node_id = node_ids(i)
-        strategy = None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
-        actor = actor_class.options(
-            name=f"StateStoreHost-{options.session_id}-{i}",
-            namespace=options.namespace,
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=4,
-            scheduling_strategy=strategy,
-        )
-        query_port = options.query_port and options.query_port + i
-        hosts.append(actor.remote(f"host-{options.session_id}-{i}", token, options, query_port))
-    ray.get([host.address.remote() for host in hosts], timeout=120)
-    return hosts
+    actor = ray.remote(StateStoreHost).options(
+        name=f"StateStoreHost-{options.session_id}-{number}",
+        namespace=options.namespace,
+        num_cpus=0,
+        max_restarts=-1,
+        max_concurrency=4,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    return actor.remote(host_id_of(options, number), token, options, query_port)
+
+
+def host_id_of(options: SessionOptions, number: int) -> str:
+    """Return the host id of the host of a session with that number."""
+    return f"host-{options.session_id}-{number}"

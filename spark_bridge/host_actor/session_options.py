@@ -21,7 +21,7 @@ class SessionOptions:
     ``session_id`` names the session among those that use the same coordinator.
     """
 
-    num_hosts: int
+    num_hosts: int | None
     namespace: str = NAMESPACE
     coordinator_name: str = COORDINATOR_NAME
     state_location: str | None = None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from backends.conf import StateStoreConf
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
-from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.session.current import Session, begin_session, end_session, require_no_session
+from spark_bridge.session.executors import await_executors, executor_cores
 from spark_bridge.session.java import ensure_java
 from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
 from spark_bridge.transport.tls import TlsConf
@@ -52,18 +53,22 @@ def init_spark(
     one that runs on this machine; else starts a cluster, which ``stop_spark`` stops again.
 
     ``configs`` are Spark settings; ``raydp_options`` go to ``raydp.init_spark``. ``num_hosts`` StateStoreHost actors
-    are started (default: one per executor core); they take no CPU slot. ``state_location`` puts the state of each query
-    into ``<state_location>/<query id>`` instead of its checkpoint location. ``recovery_timeout`` (seconds) is how long
-    a task waits for a new owner of its state partition, and how long for the next progress of a partition that is being
-    loaded. ``coordinator_conf`` has leases and timeouts; it counts for the session that finds no coordinator in the
+    are started (default: one per executor core), on all machines that have executors; they take no CPU slot. Hosts are
+    started beside executors that come later too, and in the place of those that are lost with their machine.
+    ``state_location`` puts the state of each query into ``<state_location>/<query id>`` instead of its checkpoint
+    location. ``recovery_timeout`` (seconds) is how long a task waits for a new owner of its state partition, and how
+    long for the next progress of a partition that is being loaded. ``coordinator_conf`` has leases, timeouts and the
+    place of the coordinator (default: the head node); it counts for the session that finds no coordinator in the
     namespace and so starts one. ``tls`` encrypts the messages between tasks, query clients and hosts. Host i answers
     queries at ``query_port + i``, also after a restart; with 0 it takes any free port, and clients outside must be told
     the new port after a restart. ``request_limits`` are the limits of these answers.
 
     Raises ``EnvironmentProblemError`` if Java is missing or the versions of RayDP and PySpark do not fit together,
-    ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
+    ``SessionError`` if this process has a session already or ``num_hosts`` is below 1, ``TlsError`` if certificates do
+    not fit, ``InvalidRequestError`` if no node can take the coordinator.
     """
     require_no_session()
+    _require_hosts(num_hosts)
     if tls is not None:
         tls.check()
     ensure_java()
@@ -85,7 +90,7 @@ def init_spark(
         if configs is not None and LOG_LEVEL in configs:
             _set_log_level(spark, configs[LOG_LEVEL])
         options = SessionOptions(
-            num_hosts=num_hosts or num_executors * executor_cores,
+            num_hosts=num_hosts,
             namespace=namespace,
             coordinator_name=coordinator_name,
             state_location=state_location,
@@ -96,6 +101,7 @@ def init_spark(
             query_port=query_port,
             request_limits=request_limits or RequestLimits(),
         )
+        await_executors(spark, num_executors)
         _join(spark, options, by_raydp=True, started_ray=started_ray)
     except BaseException:
         raydp.stop_spark()
@@ -127,12 +133,13 @@ def attach(
     Raises ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
     """
     require_no_session()
+    _require_hosts(num_hosts)
     if tls is not None:
         tls.check()
     started_ray = join_or_start_ray(ray_address, 1)
     try:
         options = SessionOptions(
-            num_hosts=num_hosts or max(1, min(spark.sparkContext.defaultParallelism, os.cpu_count() or 1)),
+            num_hosts=num_hosts,
             namespace=namespace,
             coordinator_name=coordinator_name,
             state_location=state_location,
@@ -169,7 +176,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
     redact(spark, local_properties.TOKEN)
     if options.state_location is not None:
         spark.conf.set(STATE_LOCATION_CONF, options.state_location)
-    cluster = StateCluster(options, _executor_ips(spark))
+    cluster = StateCluster(options, partial(executor_cores, spark))
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)
     listener.publish_endpoints()
@@ -193,18 +200,15 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
     begin_session(Session(spark, cluster, stop))
 
 
+def _require_hosts(num_hosts: int | None) -> None:
+    if num_hosts is not None and num_hosts < 1:
+        raise SessionError(f"num_hosts={num_hosts}: give at least 1, or None for one host per executor core.")
+
+
 def _set_log_level(spark: SparkSession, level: str) -> None:
     """Set log4j's level, which Ray's start in the driver's JVM resets to INFO without Spark 4 noticing."""
     log4j = spark._jvm.org.apache.logging.log4j
     log4j.core.config.Configurator.setRootLevel(log4j.Level.toLevel(level))
-
-
-def _executor_ips(spark: SparkSession) -> list[str]:
-    """Return the IP addresses of the executors' machines; the driver's own address if there are no executors."""
-    infos = spark.sparkContext._jsc.sc().statusTracker().getExecutorInfos()
-    hosts = [str(info.host()) for info in infos]
-    own = hosts[:1]
-    return [socket.gethostbyname(h) for h in (hosts[1:] or own)]
 
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
-from spark_bridge.host_actor.actor import host_files_dir, start_hosts
+from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.host_actor.actor import host_files_dir
 from spark_bridge.host_actor.session_options import SessionOptions
+from spark_bridge.session.host_placement import HostPlacement
 
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 10.0
 """How long a message that renews leases waits for its answer, in seconds: the next one may get through."""
-STOP_TIMEOUT = 20
-"""Seconds within which hosts must stop; they are killed then."""
 
 
 class StateCluster:
     """Starts the hosts of one session in a Ray cluster, and the coordinator if no other session has started it.
 
-    ``executor_ips`` are the machines on which the hosts are placed in turn.
+    ``executors`` gives the cores of the executors on each machine now, by IP address: the hosts stand there. Raises
+    ``InvalidRequestError`` if no node can take the coordinator.
     """
 
-    def __init__(self, options: SessionOptions, executor_ips: list[str]) -> None:
+    def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]]) -> None:
         self.options = options
         self.session_id = options.session_id
         self.conf = options.conf
@@ -43,8 +47,23 @@ class StateCluster:
         self.token = self.coordinator.token()
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
-        nodes = nodes_of(executor_ips)
-        self.hosts = start_hosts(options, self.token, lambda i: nodes[i % len(nodes)] if nodes else None)
+        self.placement = HostPlacement(options, self.token, executors, self._report_placement)
+        try:
+            self.placement.begin()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def hosts(self) -> list[Any]:
+        """Return the actors of the session's hosts."""
+        return [host.actor for host in self.placement.hosts]
+
+    def _report_placement(self, problems: Sequence[str]) -> None:
+        try:
+            self.leases.place_session(self.session_id, tuple(problems))
+        except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+            log.warning("The coordinator was not told where the hosts stand: %s", error)
 
     def addresses(self) -> list[str]:
         """Return the Flight addresses of the hosts that answer now; a host that is being restarted is left out."""
@@ -56,6 +75,8 @@ class StateCluster:
 
     def _answers(self, method: str) -> list[str]:
         answers = [getattr(host, method).remote() for host in self.hosts]
+        if not answers:
+            return []
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=5)
         said = []
         for answer in ready:
@@ -86,16 +107,6 @@ class StateCluster:
         others = self.coordinator.unregister_session(self.session_id)
         self.coordinator.close()
         self.leases.close()
-        stopping = [host.stop.remote() for host in self.hosts]
-        ray.wait(stopping, num_returns=len(stopping), timeout=STOP_TIMEOUT)
-        for host in self.hosts:
-            ray.kill(host, no_restart=True)
-        self.hosts = []
+        self.placement.close()
         if not others:
             ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
-
-
-def nodes_of(ips: list[str]) -> list[str]:
-    """Return the Ray node ids of machines whose nodes are alive, in the order of ``ips``."""
-    alive = {n["NodeManagerAddress"]: n["NodeID"] for n in ray.nodes() if n["Alive"]}
-    return [alive[ip] for ip in dict.fromkeys(ips) if ip in alive]

@@ -1,7 +1,8 @@
 """A small stream for the machines of a lab: counts and sums over 100 keys, as long as it is let run.
 
-``python -m tests.lab.stream ADDRESS CHECKPOINT EXECUTORS``, on machine 0. Prints a line for each batch. The sum of a
-key is what follows from its count, so that anybody can check the state: key k has seen k, k + 100, k + 200 and so on.
+``python -m tests.lab.stream ADDRESS CHECKPOINT EXECUTORS``, on machine 0. Prints at which addresses executors run, and
+a line for each batch. The sum of a key is what follows from its count, so that anybody can check the state: key k has
+seen k, k + 100, k + 200 and so on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pyspark.sql.functions import col
 
 from spark_bridge import aggregate, init_spark, stop_spark
 from spark_bridge import functions as S
+from spark_bridge.session.executors import executor_cores
 
 KEYS = 100
 ROWS_PER_SECOND = 1000
@@ -34,6 +36,7 @@ def main(address: str, checkpoint: str, executors: int) -> None:
     }
     spark = init_spark("lab", executors, 1, "512m", ray_address=address, configs=configs)
     try:
+        print("executors", *executor_cores(spark), flush=True)
         rows = spark.readStream.format("rate").option("rowsPerSecond", ROWS_PER_SECOND).load()
         keyed = rows.select((col("value") % KEYS).alias("k"), col("value").alias("v"))
         totals = aggregate(keyed, by="k", operator=OPERATOR, n=S.count(), sum=S.sum("v"))

@@ -1,0 +1,69 @@
+"""The executors of a Spark session: on which machines they run, and with how many cores."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
+
+DRIVER = "driver"
+EXECUTOR_SECONDS = 60.0
+"""So long a session waits at its start for the executors that it has asked for."""
+POLL_SECONDS = 0.2
+
+
+def executor_cores(spark: SparkSession) -> dict[str, int]:
+    """Return the cores of the executors on each machine, by IP address, as Spark knows them now.
+
+    Of ``local[n]``, whose tasks run in the driver's process, the machine is this one.
+    """
+    context = spark.sparkContext
+    scala = context._jsc.sc()
+    if scala.isLocal():
+        return {own_address(): max(1, min(context.defaultParallelism, os.cpu_count() or 1))}
+    cores: dict[str, int] = {}
+    active = scala.statusStore().executorList(True)
+    for i in range(active.size()):
+        executor = active.apply(i)
+        if executor.id() != DRIVER:
+            ip = address_of(str(executor.hostPort()).rpartition(":")[0])
+            cores[ip] = cores.get(ip, 0) + int(executor.totalCores())
+    return cores
+
+
+def await_executors(spark: SparkSession, count: int) -> None:
+    """Wait until so many executors are there; go on without them behind ``EXECUTOR_SECONDS``."""
+    store = spark.sparkContext._jsc.sc().statusStore()
+    deadline = time.monotonic() + EXECUTOR_SECONDS
+    while True:
+        active = store.executorList(True)
+        there = sum(active.apply(i).id() != DRIVER for i in range(active.size()))
+        if there >= count:
+            return
+        if time.monotonic() > deadline:
+            log.warning("Of %d executors, %d are there; hosts follow the others when they come", count, there)
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def address_of(machine: str) -> str:
+    """Return the IP address of a machine by which Ray knows it; a name that nobody knows stays as it is."""
+    try:
+        ip = socket.gethostbyname(machine.strip("[]"))
+    except OSError:
+        return machine
+    return own_address() if ip.startswith("127.") else ip
+
+
+def own_address() -> str:
+    """Return the IP address of this machine in the Ray cluster."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
