@@ -203,12 +203,12 @@ class JoinRun:
             total = 0
             for family, elements in ((side, "tail"), (f"{side}.-chunks", "elements")):
                 schema = self.run.schema.families[family]
-                for _, values in self._pairs(family):
+                for _, values in self.pairs(family):
                     decoded = schema.decode_values(values)
                     total += sum(len(e) for e in decoded.column(elements).to_pylist())
             lengths = [
                 n
-                for _, values in self._pairs(side)
+                for _, values in self.pairs(side)
                 for n in self.run.schema.families[side].decode_values(values).column("length").to_pylist()
             ]
             assert sum(lengths) == total and 0 not in lengths
@@ -219,7 +219,8 @@ class JoinRun:
         """How many chunks of a side stand by time, those that are gone included."""
         return sum(1 for key in self.run.stored_keys(f"{side}.-due") if DUE in key)
 
-    def _pairs(self, family: str) -> Iterable[tuple[pa.Array, pa.Array]]:
+    def pairs(self, family: str) -> Iterable[tuple[pa.Array, pa.Array]]:
+        """The stored keys and values of a family."""
         for provider in self.run.providers:
             if provider.latest_version():
                 store = provider.get_read_store(provider.latest_version())
