@@ -9,12 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.cli import checkpoint as checkpoint_cli
+from spark_bridge.cli import overview_commands
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
-
-PIPE_WIDTH = 240
 
 app = typer.Typer(
     name="statestore",
@@ -35,6 +33,14 @@ class Backend(str, Enum):
 app.add_typer(checkpoint_cli.app)
 app.add_typer(savepoint_cli.app)
 app.add_typer(token_cli.app)
+for command in (
+    overview_commands.status,
+    overview_commands.queries,
+    overview_commands.checkpoints,
+    overview_commands.partitions,
+    overview_commands.hosts,
+):
+    app.command()(command)
 
 
 @app.command()
@@ -78,27 +84,6 @@ def demo(
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         code = 2
     raise typer.Exit(code)
-
-
-@app.command()
-def status(
-    address: Annotated[
-        str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
-    ] = None,
-    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = NAMESPACE,
-) -> None:
-    """Show the coordinator, the queries and the hosts of a Ray cluster, and what they hold."""
-    from spark_bridge.cli.status import gather, render
-    from spark_bridge.exceptions import EnvironmentProblemError
-
-    try:
-        coordinator, hosts = gather(address, namespace)
-    except EnvironmentProblemError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    # A pipe has no width, so lines must not be folded.
-    console = Console() if Console().is_terminal else Console(width=PIPE_WIDTH)
-    console.print(render(coordinator, hosts))
 
 
 def main() -> None:
