@@ -219,6 +219,7 @@ class Host:
             "node_id": self.info.node_id,
             **self.counters.read(),
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
+            "waiting_commits": self.memory.num_waiting,
             "storage_requests": self.files.requests.read(),
             "instances": described,
             "loading": self.loading.loads_under_way() + self.copy_loading.loads_under_way(),

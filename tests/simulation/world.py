@@ -211,6 +211,8 @@ class World:
             offsets.pop(f"offsets/{n}", None)
         for path in [p for p in commits if int(p.split("/")[1]) >= first]:
             del commits[path]
+        # Who looks for these commits of a run that is over finds none of them.
+        stream.committed = {run_id: min(version, first) for run_id, version in stream.committed.items()}
         self.scheduler.log("USER goes back to batch", first, "of", stream.name)
 
     def _trouble(self) -> None:
