@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spark_bridge.host_actor.actor import StateStoreHost
     from spark_bridge.operators.aggregate.operator import aggregate
     from spark_bridge.operators.deduplicate.operator import deduplicate
+    from spark_bridge.operators.join.operator import join, join_asof
     from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client.client import QueryableStateClient
     from spark_bridge.queryable.client.state_scan import StateScan
@@ -90,6 +91,8 @@ __all__ = [
     "describe_savepoint",
     "functions",
     "init_spark",
+    "join",
+    "join_asof",
     "list_savepoints",
     "read_state",
     "read_state_changes",
@@ -141,6 +144,8 @@ _HOMES = {
     "delete_savepoint": "spark_bridge.session.savepoints",
     "describe_savepoint": "spark_bridge.session.savepoints",
     "init_spark": "spark_bridge.session.lifecycle",
+    "join": "spark_bridge.operators.join.operator",
+    "join_asof": "spark_bridge.operators.join.operator",
     "list_savepoints": "spark_bridge.session.savepoints",
     "read_state": "spark_bridge.state_data.spark_frames",
     "read_state_changes": "spark_bridge.state_data.spark_frames",
