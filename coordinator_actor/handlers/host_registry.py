@@ -93,11 +93,18 @@ class HostRegistry:
     def holders(self, run_id: str) -> dict[TaskKey, str]:
         """Return the host of each partition of a run that a live host held when it registered: the first one's."""
         found: dict[TaskKey, str] = {}
-        for host_id, lease in self.leases.items():
-            for operator, partitions in lease.held.get(run_id, {}).items():
-                for partition in partitions:
-                    found.setdefault((operator, partition), host_id)
+        for task, host_id in self.reported(run_id):
+            found.setdefault(task, host_id)
         return found
+
+    def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
+        """Return the partitions of a run that live hosts held when they registered, each with its host."""
+        return [
+            ((operator, partition), host_id)
+            for host_id, lease in self.leases.items()
+            for operator, partitions in lease.held.get(run_id, {}).items()
+            for partition in partitions
+        ]
 
     def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
         """Renew and return a lease; None if this incarnation is not known."""

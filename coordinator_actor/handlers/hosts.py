@@ -157,7 +157,7 @@ class Hosts:
             known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
             over = {r for r in held if (known[r].ended if r in known else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
-        current = [run for run in of_session if run.is_current and run.assignment.current is not None]
+        current = [run for run in of_session if run.is_current and run.assignment.is_made]
         for run in current:
             self._plan(run)
         # Before what is completed: a run goes from this list with the version that is announced below.
@@ -165,7 +165,9 @@ class Hosts:
         completed: list[Completed] = []
         for run_id, run in known.items():
             announced = None if run_id in over else run.announcement(host_id)
-            if announced is not None and held[run_id] < announced.version:
+            # What the host has given away has moved, or stays: it goes on from this version as usual.
+            is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
+            if announced is not None and (held[run_id] < announced.version or is_over):
                 completed.append(announced)
         # Also of runs of which the host holds nothing yet: it may own partitions that no task has opened.
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))

@@ -67,6 +67,7 @@ def _assigned(
             raise UnknownHostError(f"No state store host of session {run.registration.session_id} is alive.")
         staying = registries.hosts.staying(run.registration.session_id)
         infos = [registries.hosts.leases[host_id].info for host_id in nodes]
+        reported = registries.hosts.reported(run.run_id) if current is None or current.is_partial else ()
         owned = {**registries.hosts.holders(run.run_id), **held.reported}
     tasks = list(run.tasks())
     if current is not None:
@@ -97,7 +98,9 @@ def _assigned(
                 instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
                 registries.instances.report(instance, owner.ip, owner.host_id)
     completed = run.versions.completed
-    given = {host_id: completed for task, host_id in before.items() if by_task.get(task) != host_id}
+    # Of several that an earlier coordinator has let hold a partition, all but the owner have given it away.
+    givers = [*before.items(), *reported]
+    given = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
     held.given = {**{host_id: at for host_id, at in held.given.items() if at >= completed}, **given}
     held.change(assignment, None if reporting else planned)
     return assignment

@@ -93,6 +93,12 @@ class RunAssignment:
         self.planned: Mapping[TaskKey, str] = {}
         self.given: dict[str, int] = {}
 
+    @property
+    def is_made(self) -> bool:
+        """Return whether all partitions have had an owner, as far as this coordinator knows."""
+        current = self.current
+        return current is not None and not current.is_partial
+
     def report(self, task: TaskKey, host_id: str, *, overrides: bool = False) -> None:
         """Take note that a host has a partition. The first report counts, unless this one ``overrides`` it."""
         with self.lock:

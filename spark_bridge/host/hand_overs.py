@@ -71,12 +71,11 @@ class HandOvers:
             if number < self._followed or not orders.known:
                 return
             self._followed = number
-            for run_id in self._giving - orders.giving.keys():
-                newest = self._completed.newest(run_id)
-                # A coordinator that was just started does not know what another one has moved.
-                later = -1 if newest is None else newest.version + 1
-                self._given[run_id] = announced.get(run_id, later)
-            self._giving = frozenset(orders.giving)
+            over = {run_id: version for run_id, version in announced.items() if run_id not in orders.giving}
+            self._given.update({run_id: version for run_id, version in over.items() if run_id in self._giving})
+            # A run about which the coordinator says nothing is one that it does not know yet.
+            gone = over.keys() | set(orders.unload_runs)
+            self._giving = frozenset((self._giving | orders.giving.keys()) - gone)
             self._given = {
                 run_id: version
                 for run_id, version in self._given.items()

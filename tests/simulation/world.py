@@ -126,6 +126,7 @@ class World:
         self.healed_at: float | None = None
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
+        self.num_clients = 1
         self.only: list[Callable[[], None]] = []
         """What goes wrong, if it is this alone."""
         self._going_back = False
@@ -145,7 +146,8 @@ class World:
         s = self.scheduler
         self.clusters.append(Cluster(self, "cluster0"))
         self.start_session()
-        s.spawn(self.outside, QueryClient(self).run, "query client")
+        for _ in range(self.num_clients):
+            s.spawn(self.outside, QueryClient(self).run, "query client")
         s.spawn(self.outside, self._trouble, "trouble")
 
     def start_session(self) -> Session:
