@@ -101,6 +101,39 @@ def status(
     console.print(render(coordinator, hosts))
 
 
+@app.command()
+def drain(
+    node: Annotated[str, typer.Argument(help="IP address, host name or id of a node of Ray.")],
+    undo: Annotated[bool, typer.Option("--undo", help="The node stays after all.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until no host stands there.")] = 600.0,
+    address: Annotated[
+        str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = NAMESPACE,
+) -> None:
+    """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
+
+    No host is started there any more, until --undo. Exit code 1: hosts are still there behind --timeout.
+    """
+    from spark_bridge.cli import drain as drain_cli
+    from spark_bridge.exceptions import EnvironmentProblemError
+
+    console = Console(width=None if Console().is_terminal else PIPE_WIDTH)
+    try:
+        if undo:
+            drain_cli.keep(address, namespace, node)
+            console.print(f"{node} takes hosts again.", markup=False)
+            return
+        is_empty = drain_cli.drain(address, namespace, node, timeout, lambda line: console.print(line, markup=False))
+    except EnvironmentProblemError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    if not is_empty:
+        console.print(f"Hosts still stand on {node}; see statestore status.", markup=False)
+        raise typer.Exit(1)
+    console.print(f"No host stands on {node} any more; the machine may go.", markup=False)
+
+
 def main() -> None:
     """Run the program: the entry point of the console script."""
     app()

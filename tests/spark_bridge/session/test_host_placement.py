@@ -15,7 +15,9 @@ from ray.cluster_utils import Cluster
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
+from coordinator_actor.on_ray.cluster_store import ClusterStore
 from spark_bridge.host_actor.session_options import SessionOptions
+from spark_bridge.session import host_placement
 from spark_bridge.session.state_cluster import StateCluster
 from tests.spark_bridge.conftest import wait_until
 
@@ -88,6 +90,37 @@ def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Cal
         executors = {"127.0.0.2": 3, "127.0.0.9": 1}
         said = wait_until(lambda: cluster.coordinator.describe()["problems"])
         assert "127.0.0.9, where executors run" in said[0] and "127.0.0.4, where no executor runs" in said[1]
+    finally:
+        cluster.stop()
+
+
+def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
+    nodes: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_placement, "SURPLUS_SECONDS", 0.0)
+    five, six = nodes("127.0.0.5"), nodes("127.0.0.6")
+    executors = {"127.0.0.5": 2, "127.0.0.6": 1}
+    cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors)
+
+    def come_to(wanted: dict[str, int]) -> None:
+        wait_until(lambda: Counter(h.node_id for h in cluster.placement.hosts) == wanted)
+        assert standing(cluster) == wanted
+
+    try:
+        come_to({five.node_id: 2, six.node_id: 1})
+        cluster.placement.scale(4)
+        come_to({five.node_id: 3, six.node_id: 1})
+        cluster.placement.scale(None)
+        come_to({five.node_id: 2, six.node_id: 1})
+        store = ClusterStore("statestore", "StateStoreCoordinator")
+        store.drain(six.node_id)
+        come_to({five.node_id: 3})
+        store.keep(six.node_id)
+        come_to({five.node_id: 2, six.node_id: 1})
+        executors = {"127.0.0.5": 2}
+        come_to({five.node_id: 2})
+        numbers = [int(host.host_id.rpartition("-")[2]) for host in cluster.placement.hosts]
+        assert sorted(host.port_number for host in cluster.placement.hosts) == [0, 1] and max(numbers) < 7
     finally:
         cluster.stop()
 
