@@ -31,7 +31,7 @@ from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.retention import remove_garbage
+from coordinator_actor.query.retention import measured, remove_garbage
 from coordinator_actor.query_threads import Apart, in_place
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
@@ -177,6 +177,8 @@ class Coordinator(CoordinatorPort):
             if now - run.maintained >= run.registration.maintenance_interval:
                 run.maintained_at(now)
                 self._begin_once("maintenance", run, partial(_maintain, run, now))
+            if run.history.is_due(now):
+                self._begin_once("history", run, partial(run.history.write, now))
 
 
 def _log_failure(what: str, future: Future[Any]) -> None:
@@ -193,6 +195,10 @@ def _settle(run: QueryState, savepoints: RunSavepoints) -> None:
 def _maintain(run: QueryState, now: float) -> None:
     try:
         removed = remove_garbage(run, now)
+        measure = measured(run)
+        if measure is not None:
+            run.history.measured(*measure)
+        run.history.tidy_up(run.manifests.storage.delete_all)
     except (StorageError, CoordinatorError):
         log.warning("Files of run %s that are no longer kept were not removed", run.run_id, exc_info=True)
         return

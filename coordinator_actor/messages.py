@@ -54,6 +54,25 @@ class OperatorFigures(Struct, frozen=True):
     custom: dict[str, float] = field(default_factory=dict)
 
 
+class CommitFigures(Struct, frozen=True):
+    """What a task and its commit have done, for the history of checkpoints.
+
+    Of rows see ``OperatorFigures``. ``steps`` has milliseconds by step, at most ``MOST_STEPS``. ``requests`` counts
+    what the host has asked of the query's storage since its last commit of that query.
+    """
+
+    rows: int = 0
+    updated: int = 0
+    removed: int = 0
+    late: int = 0
+    requests: int = 0
+    steps: dict[str, float] = field(default_factory=dict)
+
+
+MOST_STEPS = 16
+"""So many steps of a task are told apart: their names come from tasks."""
+
+
 class QueryRegistration(Struct, frozen=True):
     """What the driver tells the coordinator when a streaming query starts.
 
@@ -165,7 +184,8 @@ class Acknowledge(Struct, frozen=True):
     """A host has made the changes of one attempt durable. ``version`` is batch id + 1.
 
     ``base`` is the head of the lineage that the changes apply to. ``duration`` is the time of the commit in seconds.
-    ``stage`` is Spark's stage id, which is higher when the plan of the batch runs again; None: not known.
+    ``stage`` is Spark's stage id, which is higher when the plan of the batch runs again; None: not known. ``figures``
+    say what the task has done, if that is known.
     """
 
     run_id: str
@@ -179,6 +199,7 @@ class Acknowledge(Struct, frozen=True):
     base: str | None
     duration: float = 0.0
     stage: int | None = None
+    figures: CommitFigures | None = None
 
 
 class Acknowledged(Struct, frozen=True):

@@ -336,4 +336,7 @@ class CoordinatorPort:
 
     @message(Group.LOCATIONS)
     def checkpoint_stats(self, query: str) -> dict[str, Any]:
-        """Return figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles."""
+        """Return figures of a running query's micro-batches and savepoints: counts, durations, sizes, percentiles.
+
+        ``history`` has the last checkpoints of all its runs, as ``CheckpointRecord`` says.
+        """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,22 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 settings.register_profile("suite", max_examples=examples(100), deadline=None)
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests without clusters have what nobody names a place for beside their own files: RocksDB syncs a lot there.
+
+    Clusters keep the usual place: machines of a lab share no memory.
+    """
+    if any(item.get_closest_marker("ray") or item.get_closest_marker("spark") for item in request.session.items):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        place = str(tmp_path_factory.mktemp("scratch"))
+        patch.setenv("TMPDIR", place)  # of processes that tests start
+        patch.setattr(tempfile, "tempdir", place)
+        yield
 
 
 def pytest_report_header() -> str:

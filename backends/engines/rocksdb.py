@@ -190,15 +190,14 @@ class LocalRocksDB:
         self._path.mkdir(parents=True, exist_ok=True)
         self._opened, self._damage = object(), None
         try:
-            names = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else [DEFAULT_FAMILY]
+            there = Rdict.list_cf(str(self._path)) if (self._path / "CURRENT").exists() else []
+            names = {DEFAULT_FAMILY, META_FAMILY, *there}
             options = self._options()
             self._db = Rdict(str(self._path), options, {n: options for n in names if n != DEFAULT_FAMILY})
             self._families = {
                 n: self._family(n, self._db if n == DEFAULT_FAMILY else self._db.get_column_family(n)) for n in names
             }
             self._own = host_memory(self._conf).note(DATABASES, _own_bytes(len(names)))
-            if META_FAMILY not in names:
-                self._create(META_FAMILY)
             stored = self._families[META_FAMILY].db.get(_META_KEY)
             self.state = LocalState() if stored is None else json_decoder(LocalState).decode(stored)
         except Exception as error:  # rocksdict raises plain Exception
@@ -219,7 +218,10 @@ class LocalRocksDB:
         shared = _shared_memory(conf)
         options = Options(raw_mode=True)
         options.create_if_missing(True)
+        options.create_missing_column_families(True)
         options.set_atomic_flush(True)
+        # RocksDB would start 15 threads for each column family that it opens, be there one file to open or hundreds.
+        options.set_max_file_opening_threads(1)
         options.set_write_buffer_manager(shared.buffers)
         options.set_write_buffer_size(conf.rocksdb_memtable_bytes)
         options.set_arena_block_size(ARENA_BYTES)

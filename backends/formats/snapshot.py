@@ -51,6 +51,11 @@ class SnapshotDescriptor(Struct, frozen=True):
         """The paths of the files to which the snapshot refers."""
         return frozenset(f.file.path for f in self.files if f.file is not None)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the files to which the snapshot refers."""
+        return sum(f.file.size for f in self.files if f.file is not None)
+
     def is_complete(self, sizes: Mapping[str, int]) -> bool:
         """Return whether all files of the snapshot are there, in full size. ``sizes`` are those of all stored files."""
         return all(sizes.get(f.file.path) == f.file.size for f in self.files if f.file is not None)

@@ -186,6 +186,11 @@ class PartitionState:
 
     # -- the running batch ---------------------------------------------------------------------
 
+    @property
+    def storage_requests(self) -> int:
+        """Return how many requests this process has made to the location of the partition's durable files."""
+        return self._storage.requests_made
+
     def stage(self, meta: ChangelogMeta, changes: Changes) -> FileRef:
         """Make an attempt's changes durable and keep them, invisible until accepted.
 

@@ -133,6 +133,11 @@ class CheckpointStorage:
         endpoint = config.get("endpoint")
         return self.location if endpoint is None else f"{self.location} (at {endpoint})"
 
+    @property
+    def requests_made(self) -> int:
+        """Return how many requests were made to this location, by all objects that share its counts."""
+        return self._requests.at(self.location)
+
     def full_location(self, path: str) -> str:
         """Return a file's address, as messages name it."""
         return f"{self.location}/{path}"
@@ -161,7 +166,7 @@ class CheckpointStorage:
             except AlreadyExistsError:
                 # A repeated attempt may meet what the first one wrote before its answer was lost. S3 also
                 # answers "conflict" while another writer is busy, with nothing there in the end.
-                self._requests.note("read")
+                self._requests.note("read", self.location)
                 held = self._get_or_none(key)
                 if held is None:
                     raise
@@ -356,7 +361,7 @@ class CheckpointStorage:
         started = self._clock()
         wait = _FIRST_WAIT_SECONDS
         while True:
-            self._requests.note(verb)
+            self._requests.note(verb, self.location)
             try:
                 return call()
             except FileExistsError:

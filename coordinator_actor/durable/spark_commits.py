@@ -22,6 +22,11 @@ class SparkCommits:
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
 
+    @property
+    def requests_made(self) -> int:
+        """Return how many requests were made to Spark's directory."""
+        return self._storage.requests_made
+
     def next_batch(self) -> int:
         """Return the batch that Spark begins with: the last planned one, or the one behind it if that is committed.
 

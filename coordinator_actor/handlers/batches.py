@@ -63,6 +63,7 @@ class Batches:
             waiting = [task for task in request.waiting if run.has_partition(*task)]
             assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
             run.batch.begin(batch_id)
+            run.history.begun(batch_id + 1, self._registries.clock())
             is_news = request.assignment != assignment.number
             return BatchGrant(
                 version=batch_id,
@@ -164,6 +165,7 @@ class Batches:
             assignment = assigned(self._registries, run)
             answers: dict[int, Acknowledged | Refused] = {}
             changes: dict[TaskKey, PartitionEntry] = {}
+            taken: list[Acknowledge] = []
             version = run.batch.highest_opened + 1
             for i, message in enumerate(messages):
                 try:
@@ -174,15 +176,18 @@ class Batches:
                 version = message.version
                 if known is None:
                     changes[(message.operator, message.partition)] = PartitionEntry(message.attempt, message.file)
+                    taken.append(message)
                 else:
                     answers[i] = known
             accepted: Acknowledged | Refused
+            now = self._registries.clock()
             try:
                 durations = {(m.operator, m.partition): m.duration for m in messages}
                 stages = {(m.operator, m.partition): m.stage for m in messages if m.stage is not None}
                 stages = {task: stage for task, stage in stages.items() if task in changes}
                 manifest_id = run.acknowledge(version, changes, durations, stages) if changes else None
                 accepted = Acknowledged(version, manifest_id)
+                run.history.acknowledged(version, taken, now)
             except (CoordinatorError, StateStoreError) as error:
                 accepted = Refused(type(error).__name__, str(error))
             return tuple(answers.get(i, accepted) for i in range(len(messages)))

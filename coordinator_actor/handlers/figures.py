@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from coordinator_actor.durable.checkpoint_records import as_plain
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.query.query_state import QueryState
 
@@ -46,6 +47,7 @@ class Figures:
         return {
             "checkpoints": run.stats.snapshot(),
             "savepoints": {} if savepoints is None else savepoints.coordinator.stats.snapshot(),
+            "history": [as_plain(record) for record in run.history.records()],
         }
 
 

@@ -114,7 +114,7 @@ class Hosts:
             run = self._runs.find(registration.run_id)
             if run is not None:
                 with run.lock:
-                    _take_report(run, report)
+                    _take_report(run, report, self._registries.clock())
         except BaseException:
             run_id = registration.run_id
             log.warning("The report of host %s about run %s is asked for again", info.host_id, run_id, exc_info=True)
@@ -253,7 +253,7 @@ class Hosts:
                 log.warning("Host %s has not been heard of for %.0f s; its partitions move", host_id, self._timeout)
 
 
-def _take_report(run: QueryState, report: HostReport) -> None:
+def _take_report(run: QueryState, report: HostReport, now: float) -> None:
     """Take up what a host has opened and has acknowledged, after a restart of the coordinator."""
     run.batch.opened(report.opened.get(run.run_id, -1))
     known: dict[int, dict[TaskKey, PartitionEntry]] = {}
@@ -271,3 +271,5 @@ def _take_report(run: QueryState, report: HostReport) -> None:
         if (is_news or is_same) and message.base == run.versions.head(message.version - 1, *task):
             stages = {} if message.stage is None else {task: message.stage}
             run.acknowledge(message.version, {task: entry}, stages=stages)
+            if is_news:
+                run.history.acknowledged(message.version, [message], now)

@@ -188,6 +188,10 @@ class Queries:
                 except (StorageError, CoordinatorError):
                     # The snapshots only save time: the next run takes new ones.
                     log.warning("The last snapshots of run %s are not named in a manifest", run_id, exc_info=True)
+                try:
+                    run.write_history()
+                except (StorageError, CoordinatorError):
+                    log.warning("The last checkpoints of run %s are not in the history", run_id, exc_info=True)
         with self._registries.lock:
             self._registries.instances.deactivate(run_id)
             run = self._runs.find(run_id)

@@ -15,10 +15,13 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.checkpoint_stats import CheckpointStatsTracker
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLag, SnapshotLagConf
 from coordinator_actor.checkpoints.tasks import TaskKey
+from coordinator_actor.durable.checkpoint_records import CheckpointRecords
 from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.record_files import RecordFiles
 from coordinator_actor.durable.spark_commits import SparkCommits
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError, LineageError, RetiredRunError
 from coordinator_actor.messages import BatchTimes, Completed, OperatorSpec, QueryRegistration
+from coordinator_actor.query.checkpoint_history import CheckpointHistory
 from coordinator_actor.query.current_assignment import RunAssignment
 from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.manifest_writer import ManifestWriter
@@ -62,6 +65,11 @@ class QueryState:
         self.batch = RunningBatch(self.run_id, self.tasks(), self.counter, clock, self._prepare)
         self.assignment = RunAssignment()
         self.files_in_use = FilesInUse()
+        self.history = CheckpointHistory(
+            CheckpointRecords(RecordFiles(manifests.storage)),
+            clock(),
+            lambda: manifests.storage.requests_made + commits.requests_made,
+        )
         self.driver_seen = self.maintained = clock()
         self.ended = False
         self.retired_by: str | None = None
@@ -264,6 +272,7 @@ class QueryState:
     def _prepare(self, version: int, checkpoint_id: int, changes: Mapping[TaskKey, PartitionEntry]) -> None:
         """Write the manifest of a version that every partition has acknowledged."""
         self._writer.write(version, self.versions.layouts, changes, self.schema_ids, checkpoint_id, self.batch.stages)
+        self.history.prepared(version, self._clock())
         self.versions.record_retention()
 
     def complete(self, version: int) -> None:
@@ -285,6 +294,7 @@ class QueryState:
             self._writer.write_again(version)
         self.batch.completed()
         versions.complete(version)
+        self.history.completed(versions.chain[version], self._clock())
         self.announce()
 
     def _require_own_schemas(self, version: int) -> None:
@@ -336,6 +346,11 @@ class QueryState:
         named = {task: found for task, found in versions.unnamed.items() if versions.is_in_layout(completed, task[0])}
         self._writer.write_again(completed, named)
         versions.unnamed.clear()
+
+    def write_history(self) -> None:
+        """Write the history of the last checkpoints, as the run ends. Not if the user has removed the checkpoint."""
+        if self.is_current and self.history.is_unwritten and self.manifests.query_file() is not None:
+            self.history.write(self._clock())
 
     # -- holding the query for a savepoint -----------------------------------------------------
 

@@ -10,7 +10,8 @@ import logging
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats import retention, snapshot
-from backends.formats.manifest import SnapshotRef
+from backends.formats.checkpoint_size import full_bytes
+from backends.formats.manifest import Manifest, SnapshotRef
 from coordinator_actor.query.query_state import QueryState
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,22 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     removed = [path for path in found if not path.startswith(in_use)] + manifests
     storage.delete_all(removed)
     return removed
+
+
+def measured(run: QueryState) -> tuple[Manifest, int | None] | None:
+    """Return the newest completed version, and the bytes of the files from which it is loaded, if they are known."""
+    with run.lock:
+        versions = run.versions
+        chain, completed, descriptors = versions.completed_chain, versions.completed, versions.descriptors
+    if completed not in chain:
+        return None
+
+    def size_of(ref: SnapshotRef) -> int | None:
+        held = descriptors.get(ref.file.path)
+        return None if held is None else ref.file.size + held.nbytes
+
+    # Without the lock: there may be millions of changelogs.
+    return chain[completed], full_bytes(chain, completed, size_of)
 
 
 def _snapshots(run: QueryState) -> list[SnapshotRef]:

@@ -7,19 +7,29 @@ accepted version is completed, for readers to see, when Spark has committed the 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 
+from backends.bounded_dict import BoundedDict
 from backends.exceptions import LineageMismatchError, StoreClosedError
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.storage.file_ref import FileRef
+from backends.storage.request_counts import REMEMBERED_LOCATIONS
 from coordinator_actor.exceptions import CoordinatorError
-from coordinator_actor.messages import Acknowledge, Acknowledged, HostInfo, OperatorFigures
+from coordinator_actor.messages import (
+    MOST_STEPS,
+    Acknowledge,
+    Acknowledged,
+    CommitFigures,
+    HostInfo,
+    OperatorFigures,
+)
 from spark_bridge.exceptions import not_open
 from spark_bridge.host.acknowledgements import Acknowledgements
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.held_partitions import HeldPartitions
-from spark_bridge.host.instance import REMEMBERED_COMMITS
+from spark_bridge.host.instance import REMEMBERED_COMMITS, Instance
 from spark_bridge.host.prepared_versions import PreparedVersions
 from spark_bridge.host.registration import HostRegistration
 from spark_bridge.transport.protocol import TaskIdentity
@@ -35,6 +45,8 @@ class TaskCommits:
         self._held = held
         self._prepared = prepared
         self._counters = counters
+        self._asking = threading.Lock()
+        self._asked: BoundedDict[str, int] = BoundedDict(REMEMBERED_LOCATIONS)
         info = registration.info
         self._acknowledgements = Acknowledgements(
             lambda run_id, messages: registration.coordinator.acknowledge_many(
@@ -74,7 +86,8 @@ class TaskCommits:
             except (LineageMismatchError, StoreClosedError) as error:
                 raise not_open(info.host_id, task.run_id, task.operator, task.partition, task.batch_id) from error
             durable = time.perf_counter()
-            message = _acknowledgement(info, meta, file, durable - started, task.stage)
+            done_by_task = self._figures(instance, timings, figures or OperatorFigures(), durable - started)
+            message = _acknowledgement(info, meta, file, durable - started, task.stage, done_by_task)
             try:
                 answer = self._registration.call(lambda: self._acknowledgements.acknowledge(message))
             except CoordinatorError:
@@ -96,9 +109,28 @@ class TaskCommits:
             instance.commits = {**earlier, version: (milliseconds, figures or OperatorFigures())}
         return answer
 
+    def _figures(
+        self, instance: Instance, timings: Mapping[str, float], figures: OperatorFigures, seconds: float
+    ) -> CommitFigures:
+        """Return what the history of checkpoints says of a task whose changelog took so many seconds."""
+        location = instance.registration.state_location
+        with self._asking:
+            asked = instance.state.storage_requests
+            before = self._asked.get(location, 0)
+            self._asked[location] = max(asked, before)
+        steps = {name: round(ms, 3) for name, ms in (*timings.items(), ("changelog_ms", seconds * 1e3))}
+        return CommitFigures(
+            figures.num_rows,
+            figures.num_rows_updated,
+            figures.num_rows_removed,
+            figures.num_rows_dropped_by_watermark,
+            max(0, asked - before),
+            dict(list(steps.items())[-MOST_STEPS:]),
+        )
+
 
 def _acknowledgement(
-    info: HostInfo, meta: ChangelogMeta, file: FileRef, duration: float, stage: int | None
+    info: HostInfo, meta: ChangelogMeta, file: FileRef, duration: float, stage: int | None, figures: CommitFigures
 ) -> Acknowledge:
     """Return the message for a durable changelog of a task of that stage, which took ``duration`` seconds."""
     return Acknowledge(
@@ -113,4 +145,5 @@ def _acknowledgement(
         base=meta.base,
         duration=duration,
         stage=stage,
+        figures=figures,
     )

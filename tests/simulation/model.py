@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import pyarrow as pa
 
@@ -29,6 +30,7 @@ DIGEST = 8
 """Bytes of a value; what follows in the store is the attempt."""
 KEYS = tuple(bytes([0, i * KEY_GROUPS // 12, i]) for i in range(12))
 """Two bytes of the key group, and a number."""
+_EPOCH_AND_ID = attrgetter("epoch", "id")
 
 
 def partition_of(key: bytes, num_partitions: int) -> int:
@@ -167,7 +169,7 @@ class Model:
 
     def head(self) -> Manifest | None:
         """The newest manifest of the highest epoch."""
-        return max(self.manifests.values(), key=lambda m: (m.epoch, m.id), default=None)
+        return max(self.manifests.values(), key=_EPOCH_AND_ID, default=None)
 
     def chain(self) -> dict[int, Manifest]:
         """From the head along its parents."""

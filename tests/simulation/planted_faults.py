@@ -266,7 +266,7 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",
         no_fencing,
-        range(2050, 2150),
+        range(2384, 2484),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
@@ -289,7 +289,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-commit",
         "A commit is answered though its changelog was not written.",
         hasty_commit,
-        range(2101, 2201),
+        range(2481, 2581),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -305,7 +305,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-repeat",
         "A repeat is answered though its manifest failed.",
         hasty_repeat,
-        range(122, 222),
+        range(466, 566),
         prepare=in_which_plans_run_again,
     ),
     PlantedFault(

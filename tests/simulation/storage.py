@@ -72,6 +72,7 @@ class SimulatedStorage:
     """
 
     is_local = False
+    requests_made = 0
 
     def __init__(self, disk: Disk, location: str) -> None:
         self.location = location

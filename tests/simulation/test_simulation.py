@@ -11,7 +11,8 @@ from tests.effort import effort
 from tests.simulation.searches import in_which_plans_run_again
 from tests.simulation.world import Result, run
 
-QUICK = effort(range(2, 4), range(8))
+SEEDS = range(8)
+"""A usual run tries one of them in each world: the cheapest of those in which the most planted faults show."""
 
 
 def check(result: Result) -> None:
@@ -19,13 +20,13 @@ def check(result: Result) -> None:
         pytest.fail(str(result), pytrace=False)
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize("seed", effort([1], SEEDS))
 def test_a_troubled_world_keeps_the_rules(seed: int) -> None:
     check(run(seed))
 
 
 def test_a_hanging_storage_of_one_query_is_not_felt_by_another() -> None:
-    for seed in effort([9], range(9, 200, 10)):
+    for seed in effort([89], range(9, 200, 10)):
         check(run(seed))
 
 
@@ -44,6 +45,6 @@ def test_a_seed_gives_the_same_run_again() -> None:
     assert run(4, max_steps=3000, traced=True).trace != first.trace
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize("seed", effort([2], SEEDS))
 def test_a_world_in_which_plans_run_again_keeps_the_rules(seed: int) -> None:
     check(run(seed, prepare=in_which_plans_run_again))

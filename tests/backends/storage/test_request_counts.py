@@ -10,7 +10,7 @@ import pytest
 from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.request_counts import RequestCounts
-from tests.backends.storage.s3_faults import Fault, fault_proxy, s3_server
+from tests.backends.storage.s3_faults import Fault, FaultProxy, S3Server
 
 
 @pytest.mark.parametrize("place", [lambda tmp: str(tmp / "ck"), lambda tmp: "memory://request-counts/ck"])
@@ -30,17 +30,20 @@ def test_each_kind_is_counted_whatever_the_answer(place: Callable[[Path], str], 
     assert counts.read() == {"put": 2, "get": gets, "head": 1, "list": 1, "delete": 1}
 
 
-def test_attempts_that_storage_fails_are_counted_and_storages_share_the_counts() -> None:
+def test_attempts_that_storage_fails_are_counted_and_storages_share_the_counts(
+    servers: tuple[S3Server, FaultProxy],
+) -> None:
     counts = RequestCounts()
-    with s3_server() as server, fault_proxy(server) as proxy:
-        server.make_bucket("counted")
-        options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
-        options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
-        one, other = (
-            CheckpointStorage.open("s3://counted/ck", options, requests=counts, sleep=lambda _: None) for _ in range(2)
-        )
-        one.put_new("a", b"1")
-        proxy.plan = [Fault("answer", method="GET", status=503, times=2)]
-        assert other.get("a") == b"1"
-        assert counts.read() == {"put": 1, "get": 3, "head": 0, "list": 0, "delete": 0}
-        assert sum(counts.read().values()) == len(proxy.seen)
+    server, proxy = servers
+    server.make_bucket("counted")
+    proxy.seen = []
+    options = {"fs.s3a.endpoint": proxy.endpoint, "fs.s3a.path.style.access": "true"}
+    options |= {"fs.s3a.access.key": "any", "fs.s3a.secret.key": "any"}
+    one, other = (
+        CheckpointStorage.open("s3://counted/ck", options, requests=counts, sleep=lambda _: None) for _ in range(2)
+    )
+    one.put_new("a", b"1")
+    proxy.plan = [Fault("answer", method="GET", status=503, times=2)]
+    assert other.get("a") == b"1"
+    assert counts.read() == {"put": 1, "get": 3, "head": 0, "list": 0, "delete": 0}
+    assert sum(counts.read().values()) == len(proxy.seen)
