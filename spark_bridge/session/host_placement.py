@@ -55,10 +55,11 @@ class StandingHost:
 class HostPlacement:
     """Starts the hosts of a session and keeps them where they are to stand.
 
-    One thread at a time looks, and holds ``_looking``. ``executors`` gives the cores of the executors by IP address, ``drained`` the ids of the nodes that are to go.
-    ``report`` is told at every look what is not as it should be and which hosts are to go, and answers with those that
-    may end. ``hosts`` is replaced as a whole, for other threads to read. Numbers of hosts never come again, those of
-    ports do: host i answers queries at ``query_port + i`` for the lowest i that no other host has.
+    One thread at a time looks, and holds ``_looking``. ``executors`` gives the cores of the executors by IP address,
+    ``drained`` the ids of the nodes that are to go. ``report`` is told at every look what is not as it should be and
+    which hosts are to go, and answers with those that may end. ``hosts`` is replaced as a whole, for other threads to
+    read. Numbers of hosts never come again, those of ports do: host i answers queries at ``query_port + i`` for the
+    lowest i that no other host has.
     """
 
     def __init__(

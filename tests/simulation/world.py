@@ -426,7 +426,9 @@ class World:
                 if s.now > patience:
                     raise Violation(f"After {BUSY_SECONDS + PATIENCE:.0f} s without faults: {litter}")
                 s.sleep(5.0)
+        patience = s.now + PATIENCE
         while session.leaving:
+            self.pace, self.slowness = 60.0, 4.0
             if s.now > patience:
                 raise Violation(f"{[slot.host_id for slot in session.leaving]} still own partitions.")
             s.sleep(1.0)
