@@ -71,6 +71,10 @@ class HostMemoryError(StateStoreError):
     """A commit or a scan does not fit into ``host_memory``; the message says how much is held, and what to do."""
 
 
+class HostMemoryBusyError(StateStoreError):
+    """A commit has to wait for others of its host, whose memory they use; tasks ask again."""
+
+
 class StoreClosedError(StateStoreError):
     """A store was used after ``commit``, ``abort`` or ``close``."""
 

@@ -7,7 +7,7 @@ not fit:
 - needed: changes of running batches, scans, and what each open database takes for itself. Everything else makes room
   for them. A commit or a scan that does not fit even then is refused.
 - passing: requests that are being received, and changelogs that are being written. Everything that can be spared makes
-  room for them. They are over soon, so they are not refused, and nothing is refused for them.
+  room for them. They are over soon, so nothing is refused for them; a commit waits for its turn (``admitted``).
 - spared: before-images and last reads, a quarter of the budget at most. They never push anything else out; the oldest
   of the process go first.
 - caches: the row cache has its share as long as nothing needs it. RocksDB's block cache and write buffers keep theirs.
@@ -16,13 +16,14 @@ not fit:
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import ref
 
 from backends.conf import StateStoreConf
-from backends.exceptions import HostMemoryError
+from backends.exceptions import HostMemoryBusyError, HostMemoryError
 
 STAGED, DELTAS, SCANS, DATABASES = "staged_commits", "deltas", "scans", "open_databases"
 NEEDED = (STAGED, DELTAS, SCANS, DATABASES)
@@ -31,6 +32,13 @@ PASSING = (REQUESTS, CHANGELOGS)
 BEFORE_IMAGES, LAST_READS = "before_images", "last_reads"
 SPARED = (BEFORE_IMAGES, LAST_READS)
 ROW_CACHE, BLOCK_CACHE, WRITE_BUFFERS = "row_cache", "block_cache", "write_buffers"
+
+KEPT_OF_COMMIT = 2
+"""A commit keeps its changes, and what is prepared for the engine, which is about as large."""
+PEAK_OF_COMMIT = 3
+"""While it is received, a commit has its changes twice; then it has what it keeps, and its changelog."""
+MAX_WAITING = 1000
+"""So many commits of a run may wait for their turn: each has a thread of the server."""
 
 _lock = threading.Lock()
 _budgets: dict[tuple[int, int, int, int], HostMemory] = {}
@@ -85,6 +93,11 @@ class HostMemory:
         self._droppable: OrderedDict[int, ref[Claim]] = OrderedDict()
         self._number = 0
         self._measures: dict[str, Callable[[], int]] = {}
+        # Commits that were let in: their bytes, and how many each run has. Those that wait, in the order they came.
+        self._admitted = 0
+        self._admitted_of: Counter[str] = Counter()
+        self._waiting: deque[tuple[str, object]] = deque()
+        self._turn = threading.Condition(_lock)
         self._row_caches: RowCaches | None = None
 
     def measure(self, kind: str, size: Callable[[], int]) -> None:
@@ -122,6 +135,65 @@ class HostMemory:
             claim = self._new(kind, nbytes, None)
         self._make_room()
         return claim
+
+    @contextmanager
+    def admitted(self, run_id: str, nbytes: int, what: str, seconds: float) -> Iterator[None]:
+        """Let a commit of changes of so many bytes in, for a ``with``, once it fits beside the others that are in.
+
+        Commits go in the order in which they come. One of each run goes without room, too, so that a run never waits
+        for the storage of another: memory is above its budget by at most that. Raises ``HostMemoryError`` for changes
+        that could never be kept, and ``HostMemoryBusyError`` if it is not the commit's turn within ``seconds``, or if
+        ``MAX_WAITING`` of its run wait already.
+        """
+        if KEPT_OF_COMMIT * nbytes > self._working:
+            raise HostMemoryError(self._refusal(what, KEPT_OF_COMMIT * nbytes, 0))
+        peak = PEAK_OF_COMMIT * nbytes
+        with self._turn:
+            if sum(run == run_id for run, _ in self._waiting) >= MAX_WAITING:
+                raise HostMemoryBusyError(
+                    f"{what} must wait, and {MAX_WAITING} commits of run {run_id} wait already: ask again."
+                )
+            ticket = (run_id, object())
+            self._waiting.append(ticket)
+            try:
+                if not self._wait_for_turn(ticket, peak, seconds):
+                    raise HostMemoryBusyError(
+                        f"{what} needs {peak:,} bytes for a moment, and has waited {seconds:g} s for its turn: "
+                        f"{self._admitted:,} are being used by other commits of this host, which has "
+                        f"host_memory={self.limit:,}. Ask again."
+                    )
+                self._admitted += peak
+                self._admitted_of[run_id] += 1
+            finally:
+                self._waiting.remove(ticket)
+                self._turn.notify_all()  # the next one's turn may have come
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._admitted -= peak
+                self._admitted_of[run_id] -= 1
+                if not self._admitted_of[run_id]:
+                    del self._admitted_of[run_id]
+                self._turn.notify_all()
+
+    def _wait_for_turn(self, ticket: tuple[str, object], peak: int, seconds: float) -> bool:
+        run_id = ticket[0]
+
+        def is_its_turn() -> bool:
+            self._settle()
+            needed = sum(self._held[k] for k in NEEDED)
+            if self._waiting[0] == ticket and needed + self._admitted + peak <= self._working:
+                return True
+            return not self._admitted_of[run_id] and next(t for t in self._waiting if t[0] == run_id) == ticket
+
+        # Whoever is in ends, and says so: nothing else needs to be waited for.
+        return self._turn.wait_for(is_its_turn, seconds)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many commits wait for their turn."""
+        return len(self._waiting)
 
     def _refusal(self, what: str, nbytes: int, needed: int) -> str:
         databases = self._held[DATABASES]

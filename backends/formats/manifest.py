@@ -7,6 +7,7 @@ V is the one that is found by walking the parents of the newest manifest of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from msgspec import Struct, field
 
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 STATE_FORMAT_VERSION = 1
+NO_STAGES: Mapping[int, int] = MappingProxyType({})
 
 
 class ChangelogRef(Struct, frozen=True):
@@ -39,8 +41,9 @@ class ChangelogRef(Struct, frozen=True):
 class OperatorEntry(Struct, frozen=True):
     """One operator in a manifest: layout, schema id, backend, and the partitions that changed.
 
-    ``stage`` is the highest of Spark's stages in which these changes were made; None: not known. It says nothing beyond
-    the run of the manifest.
+    ``stage`` is the highest of Spark's stages in which these changes were made; None: not known. ``earlier_stages`` has
+    the stages of the partitions whose changes were made in a lower one: a plan that ran again has not reached them.
+    Both say nothing beyond the run of the manifest.
     """
 
     num_partitions: int
@@ -48,6 +51,7 @@ class OperatorEntry(Struct, frozen=True):
     backend: str
     partitions: PartitionEntries
     stage: int | None = None
+    earlier_stages: dict[int, int] = {}
 
     @classmethod
     def of(
@@ -56,10 +60,16 @@ class OperatorEntry(Struct, frozen=True):
         schema_id: str,
         backend: str,
         partitions: Mapping[int, PartitionEntry],
-        stage: int | None = None,
+        stages: Mapping[int, int] = NO_STAGES,
     ) -> OperatorEntry:
-        """Make the entry of what each partition contributed."""
-        return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions), stage)
+        """Make the entry of what each partition contributed, in which of Spark's stages, where that is known."""
+        stage = max(stages.values(), default=None)
+        earlier = {p: s for p, s in stages.items() if s != stage}
+        return cls(num_partitions, schema_id, backend, PartitionEntries.of(partitions), stage, earlier)
+
+    def stage_of(self, partition: int) -> int | None:
+        """Return the stage in which the changes of a partition were made; None: not known."""
+        return self.earlier_stages.get(partition, self.stage)
 
 
 class Manifest(Struct, frozen=True):

@@ -86,6 +86,11 @@ class LoadWatch:
         if self.ended is not None:
             raise LoadEndedError(f"The load of {self.what} was ended: {self.ended}. It had come to {self.progress()}.")
 
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether the load is to go on, as far as is known before its next step."""
+        return self.ended is None and not self._is_abandoned()
+
     def expect(self, files: int, nbytes: int) -> None:
         """Take note of files that the load needs."""
         with self._lock:

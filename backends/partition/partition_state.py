@@ -29,7 +29,7 @@ from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_name
 from backends.formats.manifest import Lineage, SnapshotRef
-from backends.host_memory import CHANGELOGS, SCANS, STAGED, host_memory
+from backends.host_memory import CHANGELOGS, KEPT_OF_COMMIT, SCANS, STAGED, host_memory
 from backends.ids import DEFAULT_FAMILY
 from backends.metrics import StateStoreMetrics
 from backends.partition import background
@@ -199,8 +199,7 @@ class PartitionState:
         """
         started = time.perf_counter()
         self._versions.check_base(meta)
-        # What is prepared for the engine is about as large as the changes themselves.
-        nbytes = 2 * changes.nbytes
+        nbytes = KEPT_OF_COMMIT * changes.nbytes
         with self._versions.changed:
             is_repeated = self._versions.pending.is_held(meta.version)
         if is_repeated:

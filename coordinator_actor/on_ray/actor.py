@@ -179,6 +179,9 @@ def get_or_create_coordinator(
             num_cpus=0,
             max_concurrency=MAX_PENDING,
             resources=dict(conf.resources),
+            # Each message is a task of Ray's. Reported, they cost a sixth of the coordinator's CPU, and heartbeats push
+            # the user's own tasks out of Ray's list of tasks, which keeps the newest.
+            enable_task_events=False,
         )
         .remote(namespace, name, secrets.token_hex(32), conf)
     )

@@ -16,7 +16,7 @@ from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.query.query_versions import QueryVersions
 
 NO_SNAPSHOTS: Mapping[TaskKey, tuple[SnapshotRef, ...]] = MappingProxyType({})
-NO_STAGES: Mapping[str, int] = MappingProxyType({})
+NO_STAGES: Mapping[TaskKey, int] = MappingProxyType({})
 
 
 class ManifestWriter:
@@ -67,12 +67,12 @@ class ManifestWriter:
         changes: Mapping[TaskKey, PartitionEntry],
         schema_ids: Mapping[str, str],
         manifest_id: int | None = None,
-        stages: Mapping[str, int] = NO_STAGES,
+        stages: Mapping[TaskKey, int] = NO_STAGES,
     ) -> None:
         """Write the manifest of a version, from the changes of every partition of these layouts.
 
-        ``manifest_id`` was taken from the counter before; the next one is taken by default. ``stages`` are the highest
-        stages of operators, where they are known.
+        ``manifest_id`` was taken from the counter before; the next one is taken by default. ``stages`` are the stages
+        in which these changes were made, where they are known.
         """
         versions = self._versions
         below = versions.chain.get(version - 1)
@@ -87,7 +87,7 @@ class ManifestWriter:
                     for p in range(layout.num_partitions)
                     if (e := changes[(name, p)])
                 },
-                stages.get(name),
+                {p: stages[(name, p)] for p in range(layout.num_partitions) if (name, p) in stages},
             )
             for name, layout in layouts.items()
         }

@@ -7,9 +7,9 @@ attempt that was acknowledged last counts, so it takes another manifest. Spark's
 - A plan that runs again comes in a new stage, with all tasks of an operator or with some. It has one manifest: when the
   last task has come, or, if it comes in part, when the version completes.
 
-A stage is new if a lower one is known of that task, and no manifest of the version names a task of that stage. Of a
-task whose stage is not known, none is new. Manifests say the highest stage that they name: behind a restart a host's
-report of that stage counts for no more than the manifest, so what is of that stage must be in it.
+A stage is new if a lower one is known of that task. Of a task whose stage is not known, none is new. Manifests say the
+stage of each task. Behind a restart a host's report of a higher stage counts for more than the manifest, and one of the
+same stage does not: two hosts may report attempts of one stage, and the manifest knows which was the last.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class RunningBatch:
         # the tasks that are still to come in the stage in which the plan runs again, and that stage of each operator.
         self._awaited: set[TaskKey] = set()
         self._repeating: dict[str, int] = {}
-        # The stages that the last manifest of the version says.
-        self._named_stages: dict[str, int] = {}
         self._may_wait = True
         self.checkpoints = CheckpointCoordinator(
             run_id,
@@ -115,12 +113,9 @@ class RunningBatch:
         return bool(self._repeated)
 
     @property
-    def stages(self) -> dict[str, int]:
-        """Return the highest stage of each operator, where one is known. Goes over all tasks."""
-        highest: dict[str, int] = {}
-        for (operator, _), stage in self._stages.items():
-            highest[operator] = max(stage, highest.get(operator, stage))
-        return highest
+    def stages(self) -> Mapping[TaskKey, int]:
+        """Return the stage in which each task has acknowledged the version last, where it is known."""
+        return MappingProxyType(self._stages)
 
     def _is_prepared(self, version: int) -> bool:
         return self.prepared is not None and self.prepared.properties["version"] == version
@@ -176,9 +171,7 @@ class RunningBatch:
     ) -> bool:
         """Take changes of the prepared version. ``earlier`` are the stages of these tasks that were known before."""
         new = {t: (e, durations.get(t, 0.0)) for t, e in entries.items() if self._last(t) != e}
-        in_new_stage = {
-            t for t in new if t in earlier and stages[t] > max(earlier[t], self._named_stages.get(t[0], -1))
-        }
+        in_new_stage = {t for t in new if t in earlier and stages[t] > earlier[t]}
         awaited, repeating = set(self._awaited), dict(self._repeating)
         for operator, stage in {(t[0], stages[t]) for t in in_new_stage}:
             if stage > repeating.get(operator, -1):
@@ -255,7 +248,6 @@ class RunningBatch:
     def _write_manifest(self, checkpoint: CompletedCheckpoint) -> None:
         self._prepare(checkpoint.properties["version"], checkpoint.id, checkpoint.states)
         self.pending, self.prepared = None, checkpoint
-        self._named_stages = self.stages
 
     # -- going on ------------------------------------------------------------------------------
 
@@ -272,15 +264,13 @@ class RunningBatch:
             dict(changes),
             properties={"version": manifest.version},
         )
-        known = {name: held.stage for name, held in manifest.operators.items() if held.stage is not None}
-        self._stages = {task: known[task[0]] for task in changes if task[0] in known}
-        self._named_stages = known
+        known = {(name, p): manifest.operators[name].stage_of(p) for name, p in changes}
+        self._stages = {task: stage for task, stage in known.items() if stage is not None}
 
     def completed(self) -> None:
         """Forget the prepared checkpoint: its version is completed."""
         self.prepared = None
         self._stages, self._repeated, self._awaited, self._repeating = {}, {}, set(), {}
-        self._named_stages = {}
 
     def give_up(self, why: str) -> None:
         """Give the pending checkpoint up."""

@@ -86,10 +86,13 @@ class CopyLoading:
         return watches[0].progress() if watches else LoadProgress()
 
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what renews the leases of loads under way that are due, each with its run: a step may take long."""
+        """Return what renews the leases of loads under way that are due, each with its run: a step may take long.
+
+        The files of a load that nobody waits for any more are let go, though storage may keep its thread for ever.
+        """
         with self._lock:
-            leases = list(self._leases.values())
-        return [(run_id, lease.renew) for run_id, lease in leases if lease.is_due]
+            loads = [(*held, self._watches[use][1]) for use, held in self._leases.items()]
+        return [(run_id, lease.renew) for run_id, lease, watch in loads if lease.is_due and watch.is_wanted]
 
     def loads_under_way(self) -> list[str]:
         """Return which copies are being loaded and how far that has come, for people."""

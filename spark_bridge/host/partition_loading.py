@@ -296,10 +296,17 @@ class PartitionLoading:
         return [f"{watch.what}: {watch.progress()}" for _, watch in list(self._watches.values())]
 
     def due_leases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Return what renews the leases of loads under way that are due, each with its run: a step may take long."""
+        """Return what renews the leases of loads under way that are due, each with its run: a step may take long.
+
+        The files of a load that nobody waits for any more are let go, though storage may keep its thread for ever.
+        """
         with self._held.lock:
-            leases = [(self._watches[key][0].registration.run_id, lease) for key, lease in self._leases.items()]
-        return [(run_id, lease.renew) for run_id, lease in leases if lease.is_due]
+            loads = [(*self._watches[key], lease) for key, lease in self._leases.items()]
+        return [
+            (grant.registration.run_id, lease.renew)
+            for grant, watch, lease in loads
+            if lease.is_due and watch.is_wanted
+        ]
 
     @contextmanager
     def _watching(self, key: InstanceKey, grant: OpenGrant, is_abandoned: Callable[[], bool]) -> Iterator[LoadWatch]:

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 
 KNOWN_ERRORS = (SparkBridgeError, CoordinatorError, StateStoreError)
 ENCODE = msgspec.json.encode
+TURN_SECONDS = 30.0
+"""A commit waits so long for its turn, then its task asks again: less than the task waits for an answer."""
 NO_VALUES = pa.record_batch([pa.nulls(0, pa.binary())], schema=VALUES_SCHEMA)
 
 
@@ -165,8 +167,12 @@ class HostFlightServer(flight.FlightServerBase):  # type: ignore[misc]
             command = decoded(descriptor.command, CommitCommand)
             check_schema(reader.schema, COMMIT_SCHEMA)
             host = self._host()
-            changes = received_changes(reader, command.task, host.memory)
-            answer = host.commit(command.task, changes, command.timings, command.figures)
+            task = command.task
+            what = f"The commit of batch {task.batch_id} of partition {task.partition} of operator {task.operator!r}"
+            # Before the changes are read: until then they wait at the task.
+            with host.memory.admitted(task.run_id, max(0, command.nbytes), what, TURN_SECONDS):
+                changes = received_changes(reader, task, host.memory)
+                answer = host.commit(task, changes, command.timings, command.figures)
             writer.write(pa.py_buffer(ENCODE(answer)))
 
 

@@ -24,6 +24,7 @@ class StagedChanges:
         self._budget = budget
         self._held: list[tuple[str, pa.RecordBatch]] = []
         self._held_bytes = 0
+        self._spilled_bytes = 0
         self._file: IO[bytes] | None = None
         self._writer: pa.RecordBatchStreamWriter | None = None
 
@@ -43,7 +44,13 @@ class StagedChanges:
             self._writer = pa.ipc.new_stream(self._file, COMMIT_SCHEMA)
         for family, batch in self._held:
             self._writer.write_batch(batch, custom_metadata={_FAMILY: family.encode()})
+        self._spilled_bytes += self._held_bytes
         self._held, self._held_bytes = [], 0
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes all changes have in memory."""
+        return self._spilled_bytes + self._held_bytes
 
     def __iter__(self) -> Iterator[tuple[str, pa.RecordBatch]]:
         if self._file is not None:

@@ -15,6 +15,7 @@ import pyarrow as pa
 from backends.encoding.key_groups import partition_range
 from backends.encoding.keys import KeyRange
 from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import HostMemoryBusyError
 from backends.ids import DEFAULT_FAMILY
 from backends.partition.load_watch import LoadProgress
 from coordinator_actor.exceptions import (
@@ -36,7 +37,7 @@ RETRIABLE = (HostUnavailableError, NotOwnerError, QueryBusyError, StaleOwnerErro
 RETRY_DELAY = 0.1
 """Seconds before the owner is looked for again."""
 HELD_DELAY = 0.5
-"""Seconds before a batch that is held for a savepoint is tried again."""
+"""Seconds before a batch that is held for a savepoint, or a commit that waits for others, is tried again."""
 
 T = TypeVar("T")
 
@@ -160,7 +161,7 @@ class TaskStore:
 
     def commit(self, figures: OperatorFigures, timings: dict[str, float] | None = None) -> None:
         """Commit the staged changes; return when they are durable and accepted."""
-        command = CommitCommand(self._task, timings or {}, figures)
+        command = CommitCommand(self._task, timings or {}, figures, self._staged.nbytes)
         self._with_owner(lambda owner: owner.commit(command, self._staged))
         self._staged.close()
 
@@ -188,8 +189,9 @@ class TaskStore:
                     raise self._stalled(loading) from None
                 self._loaded = loading.progress
                 time.sleep(RETRY_DELAY)
-            except BatchHeldError:
-                # The query stops with a savepoint, and this task with it; or it goes on if that fails.
+            except (BatchHeldError, HostMemoryBusyError):
+                # The query stops with a savepoint, and this task with it; or it goes on if that fails. Or the host is
+                # busy with other commits, each of which ends, or fails its own task.
                 opening = None  # it would send its keys again and again
                 time.sleep(HELD_DELAY)
                 deadline = time.monotonic() + self._endpoints.timeout

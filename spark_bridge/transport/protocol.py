@@ -92,12 +92,14 @@ class ScanCommand(Struct, frozen=True, tag="scan"):
 class CommitCommand(Struct, frozen=True, tag="commit"):
     """Commit the changes of one task as version ``batch_id + 1``. ``timings`` are milliseconds by step.
 
-    Each batch of changes names its column family in its metadata.
+    ``nbytes`` says how many bytes of changes will come, so that the host takes them in when it has room. Each batch of
+    changes names its column family in its metadata.
     """
 
     task: TaskIdentity
     timings: dict[str, float] = field(default_factory=dict)
     figures: OperatorFigures = field(default_factory=OperatorFigures)
+    nbytes: int = 0
 
 
 class LocateRequest(Struct, frozen=True):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
-from backends import StateStoreConf
-from backends.exceptions import HostMemoryError, InvalidStateStoreArgument
+from backends import StateStoreConf, host_memory
+from backends.exceptions import HostMemoryBusyError, HostMemoryError, InvalidStateStoreArgument
 from backends.host_memory import (
     BEFORE_IMAGES,
     CHANGELOGS,
@@ -19,6 +22,7 @@ from backends.host_memory import (
     STAGED,
     HostMemory,
 )
+from tests.patience import PATIENCE
 
 MIB = 1 << 20
 CONF = StateStoreConf(host_memory=64 * MIB)
@@ -180,3 +184,123 @@ def test_a_refusal_says_who_has_the_memory_and_what_helps_the_batch():
     ):
         memory.claim(STAGED, 7 * MIB, "X")
     del held
+
+
+class Commits:
+    """Commits that wait for their turn or are in, each in a thread of its own."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.memory = memory
+        self.entered: list[str] = []
+        self.changed = threading.Condition()
+        self.ends: dict[str, threading.Event] = {}
+        self.threads: list[threading.Thread] = []
+
+    def begin(self, name: str, nbytes: int, run: str = "run") -> None:
+        """Return when the commit is in, or waits."""
+        self.ends[name] = threading.Event()
+        waiting = self.memory.num_waiting
+
+        def work() -> None:
+            with self.memory.admitted(run, nbytes, name, PATIENCE):
+                with self.changed:
+                    self.entered.append(name)
+                    self.changed.notify_all()
+                assert self.ends[name].wait(PATIENCE)
+
+        self.threads.append(threading.Thread(target=work, daemon=True))
+        self.threads[-1].start()
+        with self.changed:
+            # One that waits is seen by looking: the budget tells nobody.
+            while name not in self.entered and self.memory.num_waiting == waiting:
+                self.changed.wait(0.001)
+
+    def end(self, name: str, entering: int = 0) -> None:
+        """Let a commit end; return when so many others have come in."""
+        with self.changed:
+            expected = len(self.entered) + entering
+            self.ends[name].set()
+            assert self.changed.wait_for(lambda: len(self.entered) >= expected, PATIENCE)
+
+    def close(self) -> None:
+        for end in self.ends.values():
+            end.set()
+        for thread in self.threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def commits() -> Iterator[Commits]:
+    made = Commits(HostMemory(CONF))
+    yield made
+    made.close()
+    assert not made.memory.num_waiting
+
+
+def test_commits_wait_until_those_before_them_leave_room_and_keep_their_order(commits: Commits):
+    for name in "abcd":
+        commits.begin(name, 9 * MIB)  # three times as much at the peak: two have room
+    assert commits.entered == ["a", "b"] and commits.memory.num_waiting == 2
+    commits.begin("small", MIB)
+    assert commits.memory.num_waiting == 3
+    commits.end("a", entering=1)
+    assert commits.entered == ["a", "b", "c"]
+    commits.end("c", entering=1)
+    commits.end("b", entering=1)
+    assert commits.entered == ["a", "b", "c", "d", "small"]
+
+
+def test_a_commit_goes_alone_where_what_is_needed_leaves_no_room(commits: Commits):
+    deltas = commits.memory.claim(DELTAS, 50 * MIB, "A commit")
+    commits.begin("a", 3 * MIB)
+    commits.begin("b", 1 * MIB)
+    assert commits.entered == ["a"]
+    commits.end("a", entering=1)
+    assert commits.entered == ["a", "b"]
+    del deltas
+
+
+def test_one_commit_of_each_run_never_waits_for_another_run(commits: Commits):
+    """The storage of the first run hangs."""
+    for name in "abc":
+        commits.begin(name, 9 * MIB)
+    commits.begin("other", 18 * MIB, "other run")
+    assert commits.entered == ["a", "b", "other"]
+    commits.begin("other, second", MIB, "other run")
+    assert commits.memory.num_waiting == 2
+    commits.end("other", entering=1)
+    assert commits.entered == ["a", "b", "other", "other, second"]
+
+
+def test_a_commit_that_could_never_be_kept_is_refused_before_it_is_received(commits: Commits):
+    with (
+        pytest.raises(HostMemoryError, match=r"^X needs 60,817,408 bytes, and 58,720,256 of host_memory=67,108,864"),
+        commits.memory.admitted("run", 29 * MIB, "X", PATIENCE),
+    ):
+        pass
+
+
+def test_a_commit_whose_turn_does_not_come_says_so(commits: Commits, monkeypatch: pytest.MonkeyPatch):
+    commits.begin("a", 18 * MIB)
+    with (
+        pytest.raises(HostMemoryBusyError, match=r"^X needs 6,291,456 bytes for a moment, and has waited 0.01 s"),
+        commits.memory.admitted("run", 2 * MIB, "X", 0.01),
+    ):
+        pass
+    commits.begin("b", 18 * MIB)
+    monkeypatch.setattr(host_memory, "MAX_WAITING", 1)
+    with (
+        pytest.raises(HostMemoryBusyError, match=r"^X must wait, and 1 commits of run run wait already"),
+        commits.memory.admitted("run", 0, "X", PATIENCE),
+    ):
+        pass
+    commits.end("a", entering=1)
+
+
+def test_a_commit_that_fails_leaves_its_room(commits: Commits):
+    with pytest.raises(ZeroDivisionError), commits.memory.admitted("run", 18 * MIB, "X", PATIENCE):
+        raise ZeroDivisionError
+    with ExitStack() as inside:
+        for _ in range(2):
+            inside.enter_context(commits.memory.admitted("run", 9 * MIB, "X", 0))

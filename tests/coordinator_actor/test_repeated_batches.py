@@ -108,15 +108,31 @@ def test_a_task_that_is_tried_again_has_its_manifest_before_it_is_answered(world
 
 
 def test_a_task_that_is_tried_again_while_the_plan_runs_again_has_its_manifest_at_once(world: World) -> None:
-    """So have those that come behind it: the manifest says their stage."""
+    """Those that come behind it share one, however many they are."""
     c = prepared(world)
     for p in range(3):
         assert commit(world, c, p, "lost", 2).manifest_id is None
     assert commit(world, c, 1, "second", 2).manifest_id == world.manifests()[-1]["id"]
     assert attempts(world) == ["lost", "second", "lost"] + ["first"] * (N - 3)
     rest = [commit(world, c, p, "second", 2).manifest_id for p in range(3, N)]
-    assert rest == [m["id"] for m in world.manifests()[2:]]
-    assert len(rest) == N - 3
+    assert rest == [None] * (N - 4) + [world.manifests()[-1]["id"]]
+    assert len(world.manifests()) == 3
+    assert attempts(world) == ["lost", "second", "lost"] + ["second"] * (N - 3)
+
+
+def test_a_retry_behind_a_restart_in_a_repeat_lets_the_rest_share_a_manifest(world: World) -> None:
+    """The manifest that the restarted coordinator reads names tasks of both stages."""
+    c = prepared(world)
+    for p in range(3):
+        commit(world, c, p, "second", 2)
+    commit(world, c, 1, "second", 2)
+    again = restarted(world)
+    before = len(world.manifests())
+    commit(world, again, 0, "third", 2)
+    assert len(world.manifests()) == before + 1
+    rest = [commit(world, again, p, "second", 2).manifest_id for p in range(3, N)]
+    assert rest == [None] * (N - 4) + [world.manifests()[-1]["id"]]
+    assert attempts(world) == ["third"] + ["second"] * (N - 1)
 
 
 def test_a_message_that_comes_twice_takes_no_manifest(world: World) -> None:
@@ -237,15 +253,15 @@ def test_a_query_that_ends_names_what_came_again_of_its_last_batch(world: World)
     assert attempts(world) == second((3,))
 
 
-def test_what_comes_behind_a_manifest_of_its_own_stage_has_one_at_once(world: World) -> None:
-    """``take`` ran some tasks, then ``write`` all: the manifest says the stage of ``write``, though it names others."""
+def test_a_first_manifest_of_two_stages_tells_them_apart(world: World) -> None:
+    """``take`` ran some tasks, then ``write`` all: the manifest names tasks of both, and the rest come behind it."""
     c = world.coordinator()
     assert c.register_query(world.registration(n=N)).refusal is None
     for p in range(4):
         commit(world, c, p, "first", 1)
     for p in (4, 5, 6, 7, 0, 1, 2):
-        answer = commit(world, c, p, "second", 2)
-    assert answer.manifest_id == world.manifests()[-1]["id"]
+        commit(world, c, p, "second", 2)
+    assert len(world.manifests()) == 1
     again = restarted(world)
     complete(world, again)
     assert attempts(world) == second({0, 1, 2, 4, 5, 6, 7})

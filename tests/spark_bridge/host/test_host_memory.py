@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
+import msgspec
 import pyarrow as pa
 import pytest
 
-from backends.exceptions import HostMemoryError
+from backends.exceptions import HostMemoryBusyError, HostMemoryError
 from backends.formats.changelog import Changes
+from spark_bridge.host_actor import flight_server
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.transport.flight_client import HostClient
 from spark_bridge.transport.protocol import COMMIT_SCHEMA, CommitCommand, GetCommand, TaskIdentity
@@ -89,6 +92,82 @@ def test_requests_are_counted_while_they_are_received(tmp_path, monkeypatch):
         client.get_many(GetCommand(given.run_id, given.operator, 0, 0), keys)
         assert MIB <= seen[2] < 1.1 * MIB
         wait_until(lambda: held(host)["requests"] == 0)
+    finally:
+        client.close()
+        server.shutdown()
+        host.close()
+
+
+def test_a_commit_waits_at_its_task_until_the_host_has_room(tmp_path, monkeypatch):
+    """What it has sent stays in the connection: the host reads nothing of it."""
+    w = World(tmp_path)
+    host = make_host(w, w.coordinator(0), 0, tmp_path, host_memory=64 * MIB)
+    assert host.coordinator.register_query(reg_of(w, spec())).refusal is None
+    plan_spark(w, 0)
+    server = HostFlightServer(lambda: host, "127.0.0.1", "token", lambda method, args: None)
+    clients = [HostClient(f"grpc://127.0.0.1:{server.port}", "token", timeout=PATIENCE) for _ in range(2)]
+    written, go_on = threading.Event(), threading.Event()
+    commit_at_host, most = host.commit, []
+
+    def held_up(*args: object) -> object:
+        written.set()
+        assert go_on.wait(PATIENCE)
+        most.append(held(host)["requests"])
+        return commit_at_host(*args)
+
+    monkeypatch.setattr(host, "commit", held_up)
+    errors = []
+
+    def send(client: HostClient, partition: int) -> None:
+        values = pa.array([os.urandom(MIB) for _ in range(8)], pa.binary())
+        keys = pa.array([b"k%d" % n for n in range(8)], pa.binary())
+        batches = [pa.record_batch([keys.slice(n, 1), values.slice(n, 1)], schema=COMMIT_SCHEMA) for n in range(8)]
+        command = CommitCommand(task(0, partition), nbytes=sum(b.nbytes for b in batches))
+        try:
+            assert host.open(command.task).redirect is None
+            client.commit(command, (("default", b) for b in batches))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors.append(error)
+
+    threads = [threading.Thread(target=send, args=(c, p), daemon=True) for p, c in enumerate(clients)]
+    try:
+        threads[0].start()
+        assert written.wait(PATIENCE)
+        # Another commit of 24 MiB at its peak has no room beside this one: some 56 MiB are RocksDB's, or needed.
+        deltas = host.memory.claim("deltas", 20 * MIB, "A commit")
+        threads[1].start()
+        wait_until(lambda: host.memory.num_waiting == 1)
+        assert held(host)["requests"] == 0
+        go_on.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert not errors and len(most) == 2 and not host.memory.num_waiting
+        del deltas
+    finally:
+        go_on.set()
+        for client in clients:
+            client.close()
+        server.shutdown()
+        host.close()
+
+
+def test_a_task_is_told_why_its_large_commit_is_not_received(tmp_path, monkeypatch):
+    w = World(tmp_path)
+    host = make_host(w, w.coordinator(0), 0, tmp_path, host_memory=32 * MIB)
+    assert host.coordinator.register_query(reg_of(w, spec())).refusal is None
+    plan_spark(w, 0)
+    monkeypatch.setattr(flight_server, "TURN_SECONDS", 0.05)
+    server = HostFlightServer(lambda: host, "127.0.0.1", "token", lambda method, args: None)
+    client = HostClient(f"grpc://127.0.0.1:{server.port}", "token", timeout=PATIENCE)
+    assert host.open(task(0)).redirect is None
+    value = pa.array([os.urandom(4 * MIB)], pa.binary())
+    batches = [pa.record_batch([pa.array([b"k%d" % n], pa.binary()), value], schema=COMMIT_SCHEMA) for n in range(6)]
+    command = CommitCommand(task(0), nbytes=sum(b.nbytes for b in batches))
+    try:
+        with pytest.raises(HostMemoryError, match=r"The commit of batch 0 of partition 0 of operator 'op' needs"):
+            client.commit(command, (("default", b) for b in batches))
+        with host.memory.admitted("run1", 8 * MIB, "Another", 0), pytest.raises(HostMemoryBusyError, match="its turn"):
+            client.commit(msgspec.structs.replace(command, nbytes=8 * MIB), (("default", b) for b in batches))
     finally:
         client.close()
         server.shutdown()

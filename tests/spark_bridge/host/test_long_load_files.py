@@ -178,6 +178,41 @@ def test_files_stay_while_one_step_of_a_load_takes_longer_than_the_lease(q: Reta
         loading.result().destroy()
 
 
+@pytest.mark.parametrize("of", ["a copy", "a partition"])
+def test_files_of_a_load_that_hangs_are_let_go_when_nobody_waits_for_it_any_more(q: Retained, of: str) -> None:
+    """Storage never answers, and the host lives on and sends its heartbeats."""
+    while q.batches < 4:
+        q.batch()
+    abandoned = threading.Event()
+    if of == "a partition":
+        q.host = q.new_host("b")
+        plan_spark(q.world, 4)
+        grant = q.host.grants.for_task(task(4))
+        q.world.is_gated = True
+        loading = q.pool.submit(q.host.loading.load, grant, "op", 0, is_abandoned=abandoned.is_set)
+    else:
+        q.world.is_gated = True
+        loading = q.load_copy(2)
+        abandoned = q.over
+    assert q.world.arrived.acquire(timeout=PATIENCE)
+    run = q.coordinator.registries.runs.get("run1")
+
+    def is_used() -> bool:
+        for _ in range(4):
+            q.world.now += RENEW_SECONDS
+            q.host.heartbeat()
+            q.coordinator.driver_heartbeat("run1")
+        return bool(run.files_in_use.directories(run.versions.layouts, q.world.now))
+
+    assert 4 * RENEW_SECONDS > BUSY_SECONDS
+    assert is_used(), "somebody waits"
+    abandoned.set()
+    assert not is_used()
+    q.world.open_gate()
+    with pytest.raises(LoadEndedError):
+        loading.result(PATIENCE)
+
+
 def test_a_copy_that_nobody_wants_any_more_ends_and_leaves_nothing(q: Retained) -> None:
     while q.batches < 4:
         q.batch()

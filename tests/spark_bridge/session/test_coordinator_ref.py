@@ -251,6 +251,8 @@ def test_messages_wait_for_a_coordinator_that_is_restarted(
 ) -> None:
     monkeypatch.setattr(reference, "RESTART_SECONDS", HANG)
     ref = StateStoreCoordinatorRef.for_driver(name="killed")
+    # Heartbeats would push the user's own tasks out of Ray's list of tasks.
+    assert not ray.get_actor("killed", namespace="statestore")._ray_enable_task_events
     for _ in range(3):
         pid = ray.get(ray.get_actor("killed", namespace="statestore").describe.remote(), timeout=PATIENCE)["pid"]
         os.kill(pid, signal.SIGKILL)

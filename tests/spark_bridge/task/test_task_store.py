@@ -4,8 +4,10 @@ dies.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 
 from backends.encoding.key_groups import key_groups
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA
+from backends.exceptions import HostMemoryBusyError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import BatchHeldError, QueryBusyError
 from coordinator_actor.messages import BatchTimes, OperatorFigures
@@ -233,6 +236,34 @@ def test_a_task_whose_query_is_busy_asks_again(
 
     monkeypatch.setattr(served[0].host.grants, "for_task", busy)
     assert store(served, 0).batch_id == 0 and not refusals
+
+
+def test_a_commit_for_which_its_host_has_no_room_yet_stays_with_that_host(
+    world: World, served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long others take there: longer than it would look for another owner."""
+    start(world, served, tmp_path)
+    write_offsets(world, 0, 0, 1000)
+    monkeypatch.setattr(task_client, "HELD_DELAY", 0.02)
+    host, busy = served[0].host, [HostMemoryBusyError("busy")] * 4
+
+    @contextmanager
+    def admitted(run_id: str, nbytes: int, what: str, seconds: float) -> Iterator[None]:
+        assert nbytes > 3 * len(keys) and seconds > 0
+        if busy:
+            raise busy.pop()
+        yield
+
+    keys = keys_of(3)
+    monkeypatch.setattr(
+        host, "memory", SimpleNamespace(admitted=admitted, note=host.memory.note, resize=host.memory.resize)
+    )
+    held = store(served, 0)
+    held._endpoints = dataclasses.replace(held._endpoints, timeout=0.01)
+    calls = calls_of(served[0], monkeypatch)
+    held.stage(keys, keys, "a")
+    held.commit(OperatorFigures())
+    assert not busy and calls == ["do_put"] * 5
 
 
 @pytest.mark.parametrize("first", ["get", "commit"])

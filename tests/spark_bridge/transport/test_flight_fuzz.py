@@ -378,6 +378,7 @@ def test_changes_of_other_columns_are_refused(served):
             writer.write_metadata(END_OF_CHANGES)
             writer.done_writing()
         reader.read()
+        writer.close()  # where the host has ended the stream before, this says why
     client.close()
     assert served.host.describe()["commits"] == commits
 
