@@ -16,7 +16,7 @@ from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError, UnknownHostError
-from coordinator_actor.handlers.owners import assigned, gives, move_if_idle, warm_up
+from coordinator_actor.handlers.owners import assigned, gives, move_if_idle, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -215,15 +215,9 @@ class Hosts:
             runs = [run for run in self._runs.of_session(session_id) if run.is_current]
             lost = {host_id for host_id in leaving if host_id not in self._registries.hosts.leases}
             stays = set(self._registries.hosts.staying(session_id))
-        owning = {
-            host_id
-            for run in runs
-            if (current := run.assignment.current) is not None
-            for host_id, tasks in current.of_host.items()
-            if tasks
-        }
+        needed = {host_id for run in runs for host_id in needed_by(run)}
         is_known = not any(run.assignment.awaits_reports for run in runs) or not self._registries.expects_reports()
-        released = [h for h in leaving if h in lost or (is_known and h not in owning and h not in stays)]
+        released = [h for h in leaving if h in lost or (is_known and h not in needed and h not in stays)]
         return SessionPlacement(tuple(released))
 
     def verify_instances(

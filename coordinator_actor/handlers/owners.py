@@ -175,6 +175,19 @@ def gives(run: QueryState, host_id: str) -> bool:
         )
 
 
+def needed_by(run: QueryState) -> set[str]:
+    """Return the hosts that own partitions of a run, or that tasks of the batch under way may ask for owners.
+
+    These tasks know the hosts that were there when the batch began. Needs no lock of the run.
+    """
+    with run.assignment.lock:
+        current, given = run.assignment.current, dict(run.assignment.given)
+    owning = set() if current is None else {host_id for host_id, tasks in current.of_host.items() if tasks}
+    completed = run.versions.completed
+    asked = {host_id for host_id, at in given.items() if at >= completed}
+    return owning | asked if run.batch.highest_opened >= completed else owning
+
+
 def _may_be_completed(current: Assignment, reports: int, waiting: Collection[TaskKey], *, reporting: bool) -> bool:
     """Return whether partitions without an owner can have one now."""
     return not reporting or current.reports != reports or any(current.find(*task) is None for task in waiting)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,9 @@ class HostPlacement:
         self._options = options
         self._token = token
         self._num_hosts = options.num_hosts
+        self.publish: Callable[[Sequence[str]], None] = lambda addresses: None
+        """Tells running queries where to ask for owners, whenever that has changed."""
+        self._published: list[str] = []
         self._executors = executors
         self._drained = drained
         self._report = report
@@ -136,7 +140,21 @@ class HostPlacement:
                 problems += placement.problems
                 self._start(wanted, standing)
                 problems += self._misplaced(executors, nodes)
-            self._end(self._leaving(wanted, usable), problems)
+            leaving = self._leaving(wanted, usable)
+            self._publish(leaving)
+            self._end(leaving, problems)
+
+    def _publish(self, leaving: Collection[str]) -> None:
+        """Let tasks of later batches ask hosts that stay. Those that are to go are told to only then."""
+        staying = [host for host in self.hosts if host.host_id not in leaving]
+        there, _ = ray.wait([h.ready for h in staying], num_returns=len(staying), timeout=0) if staying else ([], [])
+        addresses = []
+        for answer in there:
+            with suppress(RayError):  # it is gone, which the next look finds
+                addresses.append(str(ray.get(answer)))
+        if addresses and addresses != self._published:
+            self.publish(addresses)
+            self._published = addresses
 
     def _leaving(self, wanted: Mapping[str, int], usable: Mapping[str, str]) -> list[str]:
         """Return the hosts that are to go: all on nodes that are, and on the others what was too many for long."""

@@ -197,6 +197,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)
     listener.publish_endpoints()
+    cluster.placement.publish = listener.publish_addresses
 
     def stop() -> None:
         try:
