@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.spark_bridge.conftest import wait_until
 
 # Otherwise: tests/spark_bridge/session/test_host_placement.py, on the nodes of a Ray cluster on one machine.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
+STATESTORE = str(Path(sys.executable).with_name("statestore"))
 SEEN = """
 import json, sys
 from spark_bridge.cli.status import gather
@@ -84,5 +86,12 @@ def test_hosts_stand_where_executors_run(make_lab: Callable[[int], Lab]) -> None
 
         wait_until(is_right, timeout=200)
         stream.await_batches(2)
+
+        # Hosts of a machine that is to go hand over while the stream runs.
+        drained = next(a for a in seen(lab)[1] if a != lab.addresses[0])
+        said = lab.run(0, [STATESTORE, "drain", drained, "--address", ray_address(lab)], ray_environment(), timeout=300)
+        assert f"No host stands on {drained} any more" in said.stdout
+        stream.await_batches(2)
+        assert drained not in seen(lab)[1]
     finally:
         stream.end()

@@ -121,8 +121,8 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
         come_to_stand(cluster, {five.node_id: 2, six.node_id: 1})
         executors = {"127.0.0.5": 2}
         come_to_stand(cluster, {five.node_id: 2})
-        numbers = [int(host.host_id.rpartition("-")[2]) for host in cluster.placement.hosts]
-        assert sorted(host.port_number for host in cluster.placement.hosts) == [0, 1] and max(numbers) < 7
+        ports = [host.port_number for host in cluster.placement.hosts]
+        assert len(set(ports)) == 2 and max(ports) < 4, "ports come again, so that a range of them is enough"
     finally:
         cluster.stop()
 
