@@ -3,46 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
-from coordinator_actor.coordinator_conf import COORDINATOR_NAME
+import typer
+
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
+from spark_bridge.cli.output import FOUND, errors_explained, printer
+from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.exceptions import EnvironmentProblemError
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
 
 
-def drain(address: str | None, namespace: str, node: str, timeout: float, tell: Callable[[str], None]) -> bool:
-    """Drain a node, and wait until no host stands there; return whether that came about within ``timeout`` seconds.
+def drain(
+    node: Annotated[str, typer.Argument(help="IP address, host name or id of a node of Ray.")],
+    undo: Annotated[bool, typer.Option("--undo", help="The node stays after all.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until no host stands there.")] = 600.0,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+) -> None:
+    """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
 
-    Drivers start no host there from then on, until ``keep``. Raises ``EnvironmentProblemError`` if no Ray cluster
-    answers, or ``node`` names none or several of its nodes.
+    No host is started there from then on, until --undo. The exit code is 1 if hosts are still there behind --timeout.
+
+    Examples: statestore drain 10.0.0.7; statestore drain 10.0.0.7 --undo
     """
     from coordinator_actor.on_ray.cluster_store import ClusterStore
 
+    out = printer()
+    with errors_explained(), joined_ray(address, namespace):
+        store, node_id = ClusterStore(namespace, coordinator), _named(node)
+        if undo:
+            store.keep(node_id)
+            out.print(f"{node} takes hosts again.", markup=False)
+            return
+        store.drain(node_id)
+        left = _await_none(namespace, coordinator, node_id, timeout)
+    if left:
+        out.print(f"{left} hosts still stand on {node}; see statestore status.", markup=False)
+        raise typer.Exit(FOUND)
+    out.print(f"No host stands on {node} any more; the machine may go.", markup=False)
+
+
+def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:
+    """Wait until no host stands on a node, or ``timeout`` seconds; return how many do."""
     deadline = time.monotonic() + timeout
-    with joined_ray(address, namespace):
-        node_id = _named(node)
-        ClusterStore(namespace, COORDINATOR_NAME).drain(node_id)
-        last = -1
-        while (left := _hosts_on(namespace, node_id)) > 0:
-            if left != last:
-                tell(f"{left} hosts on {node} hand over what they have ...")
-                last = left
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_SECONDS)
-    return True
-
-
-def keep(address: str | None, namespace: str, node: str) -> None:
-    """End the drain of a node: drivers may start hosts there again. Raises ``EnvironmentProblemError`` as ``drain``."""
-    from coordinator_actor.on_ray.cluster_store import ClusterStore
-
-    with joined_ray(address, namespace):
-        ClusterStore(namespace, COORDINATOR_NAME).keep(_named(node))
+    while (left := _hosts_on(namespace, coordinator, node_id)) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return left
 
 
 def _named(node: str) -> str:
@@ -66,13 +78,13 @@ def node_named(node: str, nodes: Sequence[Mapping[str, Any]]) -> str:
     return str(found[0]["NodeID"])
 
 
-def _hosts_on(namespace: str, node_id: str) -> int:
+def _hosts_on(namespace: str, name: str, node_id: str) -> int:
     """Return how many hosts the coordinator knows on a node; 0 if there is no coordinator, and so no stream."""
     import ray
     from ray.exceptions import RayError
 
     try:
-        coordinator = ray.get_actor(COORDINATOR_NAME, namespace=namespace)
+        coordinator = ray.get_actor(name, namespace=namespace)
     except ValueError:
         return 0
     try:

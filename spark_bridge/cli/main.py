@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coordinator_actor.coordinator_conf import NAMESPACE
 from spark_bridge.cli import checkpoint as checkpoint_cli
+from spark_bridge.cli import drain as drain_cli
+from spark_bridge.cli import overview_commands
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
-
-PIPE_WIDTH = 240
 
 app = typer.Typer(
     name="statestore",
@@ -35,6 +34,15 @@ class Backend(str, Enum):
 app.add_typer(checkpoint_cli.app)
 app.add_typer(savepoint_cli.app)
 app.add_typer(token_cli.app)
+for command in (
+    overview_commands.status,
+    overview_commands.queries,
+    overview_commands.checkpoints,
+    overview_commands.partitions,
+    overview_commands.hosts,
+    drain_cli.drain,
+):
+    app.command()(command)
 
 
 @app.command()
@@ -78,60 +86,6 @@ def demo(
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         code = 2
     raise typer.Exit(code)
-
-
-@app.command()
-def status(
-    address: Annotated[
-        str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
-    ] = None,
-    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = NAMESPACE,
-) -> None:
-    """Show the coordinator, the queries and the hosts of a Ray cluster, and what they hold."""
-    from spark_bridge.cli.status import gather, render
-    from spark_bridge.exceptions import EnvironmentProblemError
-
-    try:
-        coordinator, hosts = gather(address, namespace)
-    except EnvironmentProblemError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    # A pipe has no width, so lines must not be folded.
-    console = Console() if Console().is_terminal else Console(width=PIPE_WIDTH)
-    console.print(render(coordinator, hosts))
-
-
-@app.command()
-def drain(
-    node: Annotated[str, typer.Argument(help="IP address, host name or id of a node of Ray.")],
-    undo: Annotated[bool, typer.Option("--undo", help="The node stays after all.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until no host stands there.")] = 600.0,
-    address: Annotated[
-        str | None, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster; default: the one on this machine.")
-    ] = None,
-    namespace: Annotated[str, typer.Option(help="The Ray namespace of the coordinator.")] = NAMESPACE,
-) -> None:
-    """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
-
-    No host is started there any more, until --undo. Exit code 1: hosts are still there behind --timeout.
-    """
-    from spark_bridge.cli import drain as drain_cli
-    from spark_bridge.exceptions import EnvironmentProblemError
-
-    console = Console(width=None if Console().is_terminal else PIPE_WIDTH)
-    try:
-        if undo:
-            drain_cli.keep(address, namespace, node)
-            console.print(f"{node} takes hosts again.", markup=False)
-            return
-        is_empty = drain_cli.drain(address, namespace, node, timeout, lambda line: console.print(line, markup=False))
-    except EnvironmentProblemError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    if not is_empty:
-        console.print(f"Hosts still stand on {node}; see statestore status.", markup=False)
-        raise typer.Exit(1)
-    console.print(f"No host stands on {node} any more; the machine may go.", markup=False)
 
 
 def main() -> None:

@@ -106,6 +106,7 @@ class Instance:
             "operator": self.operator,
             "partition": self.partition,
             "version": self.state.version,
+            "snapshot_version": self.snapshot_version,
             **self.size(),
             "last_commit": {"version": max(commits), **commits[max(commits)][0]} if commits else {},
             "commits": {v: {"ms": ms, "keys": keys_at.get(v), **to_builtins(f)} for v, (ms, f) in commits.items()},

@@ -1,0 +1,199 @@
+"""What is wrong with a system, and what to do: rules over the overview, each with its remedy.
+
+The limits are those of the alerts that operators of streams usually set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+
+from spark_bridge.overview.model import (
+    CLUSTER,
+    ERROR,
+    RUNNING,
+    WARNING,
+    Fault,
+    Host,
+    Operator,
+    Overview,
+    Query,
+)
+
+LATE_INTERVALS = 3
+"""A checkpoint is late after so many of the usual intervals between two."""
+LEAST_LATE_MS = 60_000
+"""No checkpoint is late before: short intervals vary."""
+SILENT_HOST_MS = 5_000
+"""A host's heartbeats come every second, and its lease ends after ten."""
+MOST_SKEW = 5.0
+LEAST_SKEWED_KEYS = 10_000
+"""Fewer keys in a partition slow nothing down."""
+MOST_SNAPSHOT_LAG = 50
+"""Versions: five snapshots of ten versions each, as Spark's own warning has it."""
+RECENT = 20
+"""So many of the last checkpoints are looked at."""
+
+
+def faults_of(overview: Overview) -> tuple[Fault, ...]:
+    """Return the faults of a system, errors first."""
+    found = [*_of_hosts(overview)]
+    for query in overview.queries:
+        found += _of_query(overview, query)
+        for operator in query.operators:
+            found += _of_operator(query, operator)
+    return tuple(sorted(found, key=lambda fault: fault.severity != ERROR))
+
+
+def _of_hosts(overview: Overview) -> Iterator[Fault]:
+    if overview.source == CLUSTER and overview.queries and not overview.hosts:
+        yield Fault(
+            ERROR,
+            "no-hosts",
+            "hosts",
+            "No host is registered with the coordinator: no batch can go on.",
+            "Look at the driver: hosts are started by init_spark and attach, and end with it.",
+        )
+    for problem in () if overview.coordinator is None else overview.coordinator.problems:
+        yield Fault(
+            WARNING,
+            "placement",
+            "hosts",
+            problem,
+            "Batches go on, and data goes further than it must until hosts stand beside executors again.",
+        )
+    for host in overview.hosts:
+        yield from _of_host(host)
+
+
+def _of_host(host: Host) -> Iterator[Fault]:
+    if host.heartbeat_ms is not None and host.heartbeat_ms > SILENT_HOST_MS:
+        yield Fault(
+            ERROR,
+            "host-silent",
+            f"host {host.host_id}",
+            f"The coordinator has heard nothing of it for {host.heartbeat_ms / 1000:.0f} s.",
+            f"Look at its machine ({host.address}) and at its actor's log; its partitions move when its lease is over.",
+        )
+    elif not host.answered:
+        yield Fault(
+            WARNING,
+            "host-not-answering",
+            f"host {host.host_id}",
+            "It sends heartbeats and has not described itself in time.",
+            "It may be loading state or be starved of CPU: look at its machine, and try again.",
+        )
+    elif host.heartbeat_ms is None:
+        yield Fault(
+            WARNING,
+            "host-unknown",
+            f"host {host.host_id}",
+            "It is there, and the coordinator does not know it (yet).",
+            "A host registers within seconds; if it stays so, look at its actor's log.",
+        )
+    budget, held = host.memory.get("host_memory"), sum(n for name, n in host.memory.items() if name != "host_memory")
+    if budget and held > budget:
+        yield Fault(
+            WARNING,
+            "host-memory",
+            f"host {host.host_id}",
+            f"It holds {held:,} bytes of its {budget:,}.",
+            "Give hosts more memory (host_memory), or spread the partitions over more hosts.",
+        )
+
+
+def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
+    subject = f"query {query.title}"
+    if query.status == RUNNING:
+        yield from _late(overview, query, subject)
+    if query.status != RUNNING and query.replaced_by is not None:
+        yield Fault(
+            WARNING,
+            "run-replaced",
+            subject,
+            f"Run {query.run_id} was replaced by run {query.replaced_by} on the same checkpoint.",
+            "Stop the older one: only the newer one may go on.",
+        )
+    if query.completed_version > query.prepared_version:
+        yield Fault(
+            ERROR,
+            "version-missing",
+            subject,
+            f"Spark has committed version {query.completed_version}, and no manifest in storage has it.",
+            "Start the query: it recovers what its hosts have stored, or says what is missing.",
+        )
+    recent = query.checkpoints[-RECENT:]
+    retried = [c for c in recent if c.retried]
+    if retried:
+        yield Fault(
+            WARNING,
+            "retried-tasks",
+            subject,
+            f"In {len(retried)} of the last {len(recent)} checkpoints tasks have committed more than once.",
+            "Look at Spark's UI for failed or speculative tasks of these batches: "
+            + ", ".join(str(c.version - 1) for c in retried[-3:])
+            + ".",
+        )
+    if failed := query.counts.get("failed", 0):
+        yield Fault(
+            WARNING,
+            "failed-checkpoints",
+            subject,
+            f"{failed} checkpoints of this run were given up, and tried again.",
+            "Look at the coordinator's log for storage errors and lost hosts.",
+        )
+
+
+def _late(overview: Overview, query: Query, subject: str) -> Iterator[Fault]:
+    done = [c.completed_ms for c in query.checkpoints[-RECENT:] if c.completed_ms is not None]
+    if len(done) < 3 or not query.batch_ms:
+        return  # a stream without new data runs no batch
+    usual = median(later - earlier for earlier, later in pairwise(done))
+    limit = max(LEAST_LATE_MS, LATE_INTERVALS * usual)
+    if query.batch_ms > limit:
+        yield Fault(
+            ERROR,
+            "checkpoint-late",
+            subject,
+            f"The batch that makes version {query.completed_version + 1} runs for {query.batch_ms / 1000:.0f} s; "
+            f"usually a version comes every {usual / 1000:.1f} s. {query.pending_partitions} partitions have not "
+            "acknowledged it.",
+            "Look at Spark's UI for the tasks that are left, and at the faults of hosts here; 'statestore partitions' "
+            "says which hosts own them.",
+        )
+
+
+def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
+    subject = f"operator {operator.name} of query {query.title}"
+    largest = max((p.keys or 0 for p in operator.partitions), default=0)
+    if operator.skew is not None and operator.skew > MOST_SKEW and largest >= LEAST_SKEWED_KEYS:
+        hottest = max(operator.partitions, key=lambda p: p.keys or 0)
+        yield Fault(
+            WARNING,
+            "skew",
+            subject,
+            f"Partition {hottest.partition} has {largest:,} keys, {operator.skew:.1f} times those of the median one.",
+            "Take more partitions, or a key that spreads better; for one hot key partial_aggregation=True helps.",
+        )
+    lagging = [p for p in operator.partitions if (p.snapshot_lag or 0) > MOST_SNAPSHOT_LAG]
+    if lagging:
+        worst = max(lagging, key=lambda p: p.snapshot_lag or 0)
+        yield Fault(
+            WARNING,
+            "snapshots-lag",
+            subject,
+            f"{len(lagging)} partitions have no snapshot of the last {MOST_SNAPSHOT_LAG} versions; partition "
+            f"{worst.partition} is {worst.snapshot_lag} versions behind.",
+            "Loading them after a failure takes long: look at the logs of their hosts for uploads that fail or "
+            "maintenance that does not keep up.",
+        )
+    unowned = [p.partition for p in operator.partitions if p.owner is None]
+    if query.status == RUNNING and query.completed_version and unowned:
+        yield Fault(
+            WARNING,
+            "not-loaded",
+            subject,
+            f"{len(unowned)} of {operator.num_partitions} partitions are held by no host that has answered.",
+            "They are loaded when a task or a client asks for them; if they stay so, look at the hosts.",
+        )

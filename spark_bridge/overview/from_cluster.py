@@ -1,0 +1,166 @@
+"""The overview of a running cluster, from what coordinator and hosts say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from spark_bridge.overview.faults import faults_of
+from spark_bridge.overview.model import (
+    CLUSTER,
+    RETIRED,
+    RUNNING,
+    Checkpoint,
+    CoordinatorInfo,
+    Host,
+    Operator,
+    Overview,
+    Partition,
+    Query,
+    Step,
+)
+
+Description = Mapping[str, Any]
+_COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
+
+
+def overview_of_cluster(
+    coordinator: Description | None,
+    hosts: Sequence[Description],
+    stats: Mapping[str, Description] | None = None,
+    *,
+    now_ms: int,
+) -> Overview:
+    """Return the overview.
+
+    ``coordinator`` and ``hosts`` are the answers to ``describe``, without the hosts that have not answered; no
+    coordinator means that no stream with state has run. ``stats`` are the answers to ``checkpoint_stats`` by run id.
+    """
+    if coordinator is None:
+        return Overview(CLUSTER, now_ms)
+    held: dict[tuple[str, str], list[Partition]] = {}
+    for host in hosts:
+        for instance in host["instances"]:
+            held.setdefault((instance["run_id"], instance["operator"]), []).append(_partition(host, instance))
+    made = Overview(
+        CLUSTER,
+        now_ms,
+        CoordinatorInfo(
+            coordinator["coordinator_id"],
+            coordinator["namespace"],
+            coordinator.get("node_ip"),
+            coordinator.get("pid"),
+            dict(coordinator.get("storage_requests", {})),
+            tuple(coordinator["problems"]),
+        ),
+        tuple(_query(query, held, (stats or {}).get(query["run_id"], {}), now_ms) for query in coordinator["queries"]),
+        tuple(_hosts(coordinator, hosts)),
+    )
+    return replace(made, faults=faults_of(made))
+
+
+def _query(
+    query: Description, held: Mapping[tuple[str, str], Sequence[Partition]], stats: Description, now_ms: int
+) -> Query:
+    run_id, completed = query["run_id"], query["completed_version"]
+    begun = query.get("batch_begun_ms")
+    return Query(
+        query_id=query["query_id"],
+        run_id=run_id,
+        name=query["name"],
+        status=RUNNING if query["retired_by"] is None else RETIRED,
+        checkpoint_location=query["checkpoint_location"],
+        state_location=query["state_location"],
+        epoch=query["epoch"],
+        completed_version=completed,
+        prepared_version=query["prepared_version"],
+        oldest_version=query["oldest_version"],
+        operators=tuple(
+            _operator(name, n, held.get((run_id, name), ()), completed, query.get("backends", {}).get(name))
+            for name, n in query["operators"].items()
+        ),
+        checkpoints=tuple(_checkpoint(record, query) for record in stats.get("history", ())),
+        pending_partitions=query["pending_partitions"],
+        batch_ms=None if begun is None else max(0, now_ms - begun),
+        replaced_by=query["retired_by"],
+        counts=dict(query["checkpoints"]),
+    )
+
+
+def _checkpoint(record: Description, query: Description) -> Checkpoint:
+    names = Checkpoint.__dataclass_fields__.keys() & record.keys()
+    plain = {name: record[name] for name in names}
+    plain["steps"] = {name: Step(**step) for name, step in record["steps"].items()}
+    return Checkpoint(**plain, is_kept=query["oldest_version"] <= record["version"] <= query["completed_version"])
+
+
+def _operator(
+    name: str, num_partitions: int, held: Sequence[Partition], completed: int, backend: str | None
+) -> Operator:
+    # A partition that has moved may be held by its last host as well: the newer version counts.
+    newest: dict[int, Partition] = {}
+    for one in sorted(held, key=lambda p: p.version or 0):
+        newest[one.partition] = one
+    partitions = tuple(newest.get(p, Partition(name, p)) for p in range(num_partitions))
+    keys = [p.keys for p in partitions if p.keys is not None]
+    middle = median(keys) if keys else 0
+    return Operator(
+        name,
+        num_partitions,
+        backend,
+        keys=sum(keys) if len(keys) == num_partitions else None,
+        memory_bytes=sum(p.memory_bytes or 0 for p in partitions),
+        skew=max(keys) / middle if middle else None,
+        partitions=partitions,
+    )
+
+
+def _partition(host: Description, instance: Description) -> Partition:
+    commit = instance["last_commit"] or {}
+    snapshot, version = instance.get("snapshot_version"), instance["version"]
+    return Partition(
+        instance["operator"],
+        instance["partition"],
+        version=version,
+        owner=host["host_id"],
+        keys=instance["keys"],
+        memory_bytes=instance["memory_bytes"],
+        snapshot_version=snapshot,
+        snapshot_lag=None if snapshot is None else max(0, version - snapshot),
+        commit_ms={name: value for name, value in commit.items() if name != "version"},
+    )
+
+
+def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]:
+    leases = {lease["host_id"]: lease for lease in coordinator["hosts"]}
+    found = [
+        Host(
+            host["host_id"],
+            host["address"],
+            host.get("node_id"),
+            host.get("query_address"),
+            host.get("incarnation"),
+            host.get("pid"),
+            heartbeat_ms=_heartbeat(leases.get(host["host_id"])),
+            partitions=len(host["instances"]),
+            memory=dict(host.get("memory", {})),
+            counters={name: host[name] for name in _COUNTERS if name in host},
+            storage_requests=dict(host.get("storage_requests", {})),
+            requests=dict(host.get("requests", {})),
+            loading=tuple(host.get("loading", ())),
+        )
+        for host in hosts
+    ]
+    answered = {host.host_id for host in found}
+    found += [
+        Host(i, lease["address"], lease["node_id"], answered=False, heartbeat_ms=_heartbeat(lease))
+        for i, lease in leases.items()
+        if i not in answered
+    ]
+    return sorted(found, key=lambda host: (host.machine, host.host_id))
+
+
+def _heartbeat(lease: Description | None) -> int | None:
+    return None if lease is None else int(lease["seconds_since_heartbeat"] * 1000)

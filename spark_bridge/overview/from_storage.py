@@ -1,0 +1,154 @@
+"""The overview of one query from its checkpoint alone: manifests, history and savepoint records. Needs no cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from backends.formats import manifest_chain as chains
+from backends.formats.checkpoint_size import delta_bytes
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.durable.checkpoint_records import CheckpointRecord, CheckpointRecords
+from coordinator_actor.durable.record_files import RecordFiles
+from coordinator_actor.durable.spark_commits import query_id_of
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
+from spark_bridge.overview.faults import faults_of
+from spark_bridge.overview.model import (
+    STORAGE,
+    STORED,
+    Checkpoint,
+    Operator,
+    Overview,
+    Partition,
+    Query,
+    Savepoint,
+    Step,
+)
+
+
+def overview_of_checkpoint(
+    checkpoint_location: str,
+    state_location: str | None = None,
+    options: Mapping[str, str] | None = None,
+    *,
+    open_storage: OpenStorage = CheckpointStorage.open,
+    now_ms: int | None = None,
+) -> Overview:
+    """Describe the query of a checkpoint, running or not, from storage alone. Nothing is written or locked.
+
+    Raises ``MissingFileError`` if there is no state, ``DamagedFileError`` naming the file, ``StorageError``.
+    """
+    place = find_state(checkpoint_location, state_location, options, open_storage=open_storage)
+    versions = StateVersions.look(place, open_storage=open_storage)
+    query = stored_query(place, versions, open_storage)
+    taken = int(time.time() * 1000) if now_ms is None else now_ms
+    made = Overview(STORAGE, taken, queries=(query,))
+    return replace(made, faults=faults_of(made))
+
+
+def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenStorage) -> Query:
+    """Return what storage says of a query."""
+    storage = open_storage(place.state_location, place.options)
+    files = RecordFiles(storage)
+    records = CheckpointRecords(files).load()
+    newest = versions.log.epochs.newest()
+    readable = versions.readable
+    prepared = max(versions.chain, default=0)
+    return Query(
+        query_id=query_id_of(open_storage(place.checkpoint_location, place.options)),
+        run_id="" if newest is None else newest.run_id,
+        name=None,
+        status=STORED,
+        checkpoint_location=place.checkpoint_location,
+        state_location=place.state_location,
+        epoch=0 if newest is None else newest.epoch,
+        completed_version=versions.completed,
+        prepared_version=prepared,
+        oldest_version=readable[0] if readable else None,
+        operators=tuple(_operators(versions)),
+        checkpoints=checkpoints_of(records, versions),
+        savepoints=tuple(
+            Savepoint(r.checkpoint_id, r.version, r.location, r.created_ms, r.run_id, r.stop)
+            for r in versions.log.savepoints.all()
+        ),
+    )
+
+
+def checkpoints_of(
+    records: Iterable[CheckpointRecord], versions: StateVersions | None = None
+) -> tuple[Checkpoint, ...]:
+    """Return the history by ascending id, with the versions that only their manifests tell of."""
+    found = {record.id: _recorded(record) for record in records}
+    for version, manifest in ({} if versions is None else versions.chain).items():
+        assert versions is not None
+        known = found.get(manifest.id)
+        is_completed = version <= versions.completed
+        if known is None:
+            # A manifest may be written again, under another id, to name snapshots: the record has the first id.
+            known = next((c for c in found.values() if (c.version, c.run_id) == (version, manifest.run_id)), None)
+        if known is None:
+            known = Checkpoint(
+                manifest.id,
+                version,
+                manifest.epoch,
+                manifest.run_id,
+                "completed" if is_completed else "prepared",
+                prepared_ms=manifest.created_ms,
+                partitions=sum(len(o.partitions) for o in manifest.operators.values()),
+                delta_bytes=delta_bytes(manifest),
+            )
+        found[known.id] = replace(known, is_kept=version in versions.readable)
+    return tuple(found[i] for i in sorted(found))
+
+
+def _recorded(record: CheckpointRecord) -> Checkpoint:
+    return Checkpoint(
+        record.id,
+        record.version,
+        record.epoch,
+        record.run_id,
+        begun_ms=record.begun_ms,
+        prepared_ms=record.prepared_ms,
+        completed_ms=record.completed_ms,
+        duration_ms=record.duration_ms,
+        phases=record.phases,
+        steps={name: Step(step.sum_ms, step.max_ms) for name, step in record.steps.items()},
+        partitions=record.partitions,
+        delta_bytes=record.delta_bytes,
+        full_bytes=record.full_bytes,
+        retried=record.retried,
+        rows=record.rows,
+        updated=record.updated,
+        removed=record.removed,
+        late=record.late,
+        requests=record.requests,
+    )
+
+
+def _operators(versions: StateVersions) -> Iterable[Operator]:
+    chain = {v: m for v, m in versions.chain.items() if v <= versions.completed}
+    if not chain:
+        return
+    newest = max(chain)
+    for name, entry in sorted(chain[newest].operators.items()):
+        (held, *_) = chains.segments(chain, name)
+        refs = {p: found[-1] for p, found in chains.snapshots(chain, held).items()}
+        behind = dict.fromkeys(range(entry.num_partitions), 0)
+        for version in range(held.first, held.last + 1):
+            stored = chain[version].operators[name].partitions
+            for p, size in zip(stored, stored.stored.size, strict=True):
+                if p not in refs or refs[p].version < version:
+                    behind[p] += size
+        partitions = tuple(
+            Partition(
+                name,
+                p,
+                version=newest,
+                snapshot_version=refs[p].version if p in refs else 0,
+                snapshot_lag=newest - (refs[p].version if p in refs else held.first - 1),
+                changelog_bytes=behind[p],
+            )
+            for p in range(entry.num_partitions)
+        )
+        yield Operator(name, entry.num_partitions, entry.backend, entry.schema_id, partitions=partitions)

@@ -1,0 +1,218 @@
+"""What there is to say of the system: queries, operators, partitions, checkpoints, hosts, savepoints, faults.
+
+Plain data, the same whether a running cluster or storage alone was asked. What a source cannot know is None. Moments
+are in ms since 1970, times in ms, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+FORMAT_VERSION = 1
+"""Grows when a field changes its meaning or goes. New fields do not change it."""
+
+RUNNING, RETIRED, STORED = "running", "replaced", "stored"
+"""The status of a query: it runs; a newer run has replaced it; only its storage was looked at."""
+WARNING, ERROR = "warning", "error"
+CLUSTER, STORAGE = "cluster", "storage"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that somebody should look at. ``kind`` is a fixed name, ``subject`` says whose fault it is.
+
+    ``severity`` is "error" if queries stand still or data cannot be read, else "warning".
+    """
+
+    severity: str
+    kind: str
+    subject: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """The time of one step of tasks in a checkpoint: over all tasks, and in the slowest one."""
+
+    sum_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One version, from the history, or from its manifest alone: then only id, times, bytes and partitions are known.
+
+    For the fields see ``coordinator_actor.durable.checkpoint_records.CheckpointRecord``. ``status`` is "completed", or
+    "prepared" while Spark has not committed the batch. ``is_kept``: the version can still be read.
+    """
+
+    id: int
+    version: int
+    epoch: int
+    run_id: str
+    status: str = "completed"
+    is_kept: bool = False
+    begun_ms: int | None = None
+    prepared_ms: int | None = None
+    completed_ms: int | None = None
+    duration_ms: int | None = None
+    phases: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, Step] = field(default_factory=dict)
+    partitions: int = 0
+    delta_bytes: int | None = None
+    full_bytes: int | None = None
+    retried: int | None = None
+    rows: int | None = None
+    updated: int | None = None
+    removed: int | None = None
+    late: int | None = None
+    requests: int | None = None
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition of an operator. ``owner`` is the id of the host that holds its newest version.
+
+    ``version`` is that of the host, or the last completed one in storage. ``snapshot_version`` is that of the newest
+    snapshot, 0 for none, and ``snapshot_lag`` the versions that it is behind. ``changelog_bytes`` are those of the
+    changelogs behind it. ``commit_ms`` are the steps of the last commit.
+    """
+
+    operator: str
+    partition: int
+    version: int | None = None
+    owner: str | None = None
+    keys: int | None = None
+    memory_bytes: int | None = None
+    snapshot_version: int | None = None
+    snapshot_lag: int | None = None
+    changelog_bytes: int | None = None
+    commit_ms: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator of a query. ``skew`` is the keys of the largest partition over those of the median one."""
+
+    name: str
+    num_partitions: int
+    backend: str | None = None
+    schema_id: str | None = None
+    keys: int | None = None
+    memory_bytes: int | None = None
+    skew: float | None = None
+    partitions: tuple[Partition, ...] = ()
+
+
+@dataclass(frozen=True)
+class Savepoint:
+    """A savepoint that was begun. Whether it was finished, its own directory says (``statestore savepoint list``)."""
+
+    id: int
+    version: int
+    location: str
+    created_ms: int
+    run_id: str
+    stop: bool
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query. Versions ``oldest_version`` to ``completed_version`` can be read.
+
+    ``pending_partitions`` of the running batch have not acknowledged it, ``batch_ms`` after its begin.
+    """
+
+    query_id: str
+    run_id: str
+    name: str | None
+    status: str
+    checkpoint_location: str
+    state_location: str
+    epoch: int
+    completed_version: int
+    prepared_version: int
+    oldest_version: int | None
+    operators: tuple[Operator, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
+    savepoints: tuple[Savepoint, ...] = ()
+    pending_partitions: int = 0
+    batch_ms: int | None = None
+    replaced_by: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Return what people call the query."""
+        return self.name or self.query_id
+
+
+@dataclass(frozen=True)
+class Host:
+    """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
+
+    ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
+    """
+
+    host_id: str
+    address: str
+    node_id: str | None = None
+    query_address: str | None = None
+    incarnation: str | None = None
+    pid: int | None = None
+    answered: bool = True
+    heartbeat_ms: int | None = None
+    partitions: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    storage_requests: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, Any] = field(default_factory=dict)
+    loading: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def machine(self) -> str:
+        """Return the IP address of its machine."""
+        return self.address.rpartition("//")[2].rpartition(":")[0]
+
+
+@dataclass(frozen=True)
+class CoordinatorInfo:
+    """The coordinator of a namespace. ``problems`` say where hosts stand that should stand elsewhere."""
+
+    id: str
+    namespace: str
+    node_ip: str | None = None
+    pid: int | None = None
+    storage_requests: dict[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The system at one moment. ``source`` is "cluster" or "storage"."""
+
+    source: str
+    taken_ms: int
+    coordinator: CoordinatorInfo | None = None
+    queries: tuple[Query, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    def query(self, named: str | None) -> Query:
+        """Return the query of that name, query id or run id; None stands for the only one. Raises ``LookupError``."""
+        found = [q for q in self.queries if named is None or named in (q.name, q.query_id, q.run_id)]
+        if len(found) != 1:
+            there = ", ".join(f"{q.title} ({q.query_id})" for q in self.queries) or "none"
+            asked = "A query must be named" if named is None and found else f"No single query is named {named!r}"
+            raise LookupError(f"{asked}; there are: {there}." if self.queries else "There is no query.")
+        return found[0]
+
+
+def to_plain(described: Any) -> Any:
+    """Return any of these as JSON types."""
+    return msgspec.to_builtins(described)

@@ -1,0 +1,69 @@
+"""Asks coordinator and hosts of a Ray cluster for the overview. The process has joined the cluster."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.overview.from_cluster import overview_of_cluster
+from spark_bridge.overview.model import Overview
+
+HOST_NAME_PREFIX = "StateStoreHost-"
+ANSWER_SECONDS = 10.0
+
+
+def cluster_overview(
+    namespace: str = NAMESPACE, coordinator_name: str = COORDINATOR_NAME, timeout: float = ANSWER_SECONDS
+) -> Overview:
+    """Describe the queries and hosts of a namespace. Hosts that do not answer in ``timeout`` seconds are marked so.
+
+    Without a coordinator the overview is empty. Raises ``EnvironmentProblemError`` if the coordinator does not answer.
+    """
+    deadline = time.monotonic() + timeout
+    names = {
+        actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == namespace
+    }
+    if coordinator_name not in names:
+        return overview_of_cluster(None, (), now_ms=_now())
+    actor = ray.get_actor(coordinator_name, namespace=namespace)
+    hosts = sorted(name for name in names if name.startswith(HOST_NAME_PREFIX))
+    asked = [actor.describe.remote()]
+    for name in hosts:
+        try:
+            asked.append(ray.get_actor(name, namespace=namespace).describe.remote())
+        except ValueError:
+            continue  # it has ended meanwhile
+    described = _answers(asked, deadline)
+    coordinator = described.pop(asked[0], None)
+    if coordinator is None:
+        raise EnvironmentProblemError(
+            f"The coordinator {coordinator_name!r} (namespace {namespace!r}) did not answer within {timeout:.0f} s; it "
+            "may be restarting, so try again."
+        )
+    of_runs = {q["run_id"]: actor.checkpoint_stats.remote(q["run_id"]) for q in coordinator["queries"]}
+    told = _answers(list(of_runs.values()), deadline)
+    stats = {run_id: told[answer] for run_id, answer in of_runs.items() if answer in told}
+    return overview_of_cluster(coordinator, list(described.values()), stats, now_ms=_now())
+
+
+def _answers(asked: list[Any], deadline: float) -> dict[Any, Any]:
+    """Return the answers that come in time, without those of actors that have died and runs that have ended."""
+    ready, _ = (
+        ray.wait(asked, num_returns=len(asked), timeout=max(0.0, deadline - time.monotonic())) if asked else ([], [])
+    )
+    found = {}
+    for answer in ready:
+        try:
+            found[answer] = ray.get(answer)
+        except RayError:
+            continue
+    return found
+
+
+def _now() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,114 @@
+"""What ``status`` and its like print of an overview."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console, RenderableType
+
+from spark_bridge.cli import views
+from spark_bridge.overview.model import (
+    Checkpoint,
+    CoordinatorInfo,
+    Fault,
+    Host,
+    Operator,
+    Overview,
+    Partition,
+    Query,
+)
+
+PARTITIONS = (
+    Partition("aircraft", 0, 7, "host-a-0", 2_022, 3 << 20, 5, 2, commit_ms={"get_ms": 5.0, "changelog_ms": 7.4}),
+    Partition("aircraft", 1),
+)
+CHECKPOINT = Checkpoint(
+    9,
+    7,
+    2,
+    "r-1",
+    completed_ms=1_700_000_000_000,
+    duration_ms=1_234,
+    phases={"tasks": 900, "manifest": 34},
+    delta_bytes=2048,
+    rows=12_345,
+    retried=3,
+)
+QUERY = Query(
+    "q-1",
+    "r-1",
+    "flights",
+    "running",
+    "/ck",
+    "/ck/statestore",
+    2,
+    7,
+    8,
+    3,
+    (Operator("aircraft", 2, skew=2.5, partitions=PARTITIONS),),
+    (CHECKPOINT,),
+    pending_partitions=1,
+)
+HOSTS = (
+    Host(
+        "host-a-0",
+        "grpc://192.0.2.1:5",
+        query_address="192.0.2.1:7005",
+        pid=12,
+        heartbeat_ms=300,
+        partitions=2,
+        memory={"host_memory": 1 << 30, "cache": 512 << 20},
+    ),
+    Host("host-a-1", "grpc://192.0.2.1:6", answered=False),
+)
+FAULT = Fault("error", "host-silent", "host host-a-1", "Nothing was heard.", "Look at its machine.")
+OVERVIEW = Overview("cluster", 0, CoordinatorInfo("c", "statestore", "192.0.2.1", 11), (QUERY,), HOSTS, (FAULT,))
+
+
+def printed(view: RenderableType) -> str:
+    out = io.StringIO()
+    Console(file=out, width=220).print(view)
+    return out.getvalue()
+
+
+def test_queries_hosts_and_faults_are_shown() -> None:
+    text = printed(views.status_view(OVERVIEW))
+    for part in ("flights", "aircraft (2)", "1 partitions", "host-a-1", "no answer", "512.0 MiB of 1.0 GiB", "300 ms"):
+        assert part in text
+    assert "192.0.2.1:7005" in text, "what clients give as address="
+    assert text.index("192.0.2.1 ") < text.index("host-a-0")
+    assert "ERROR host-silent: host host-a-1: Nothing was heard.\n    Look at its machine." in text
+    assert "Nothing is wrong." in printed(views.status_view(replace(OVERVIEW, faults=())))
+
+
+def test_a_checkpoint_has_no_hosts() -> None:
+    text = printed(views.status_view(replace(OVERVIEW, source="storage", coordinator=None, hosts=())))
+    assert "Hosts" not in text and "flights" in text
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are() -> None:
+    query = replace(QUERY, name="flights[/b]", operators=(replace(QUERY.operators[0], name="[red]x"),))
+    coordinator = replace(OVERVIEW.coordinator or CoordinatorInfo("", ""), namespace="n[/i]")
+    fault = replace(FAULT, subject="query a[/b]")
+    text = printed(views.status_view(replace(OVERVIEW, queries=(query,), coordinator=coordinator, faults=(fault,))))
+    assert "flights[/b]" in text and "[red]x (2)" in text and "n[/i]" in text and "query a[/b]" in text
+    text = printed(views.partitions_view(query, None)) + printed(views.checkpoints_view(query, 5))
+    assert "[red]x of flights[/b]" in text and "Checkpoints of flights[/b]" in text
+
+
+def test_without_a_coordinator_it_says_so() -> None:
+    assert "No coordinator" in printed(views.status_view(Overview("cluster", 0)))
+
+
+def test_a_checkpoint_shows_where_its_time_went() -> None:
+    (line,) = (x for x in printed(views.checkpoints_view(QUERY, 5)).splitlines() if "12,345" in x)
+    assert line.split("  ")[1:] and "1.2 s" in line and "900 ms" in line and "34 ms" in line and "2.0 KiB" in line
+    assert "2023-11-14 22:13:20" in line
+
+
+def test_partitions_show_owner_size_and_lag() -> None:
+    text = printed(views.partitions_view(QUERY, "aircraft"))
+    (line,) = (x for x in text.splitlines() if "2,022" in x)
+    assert line.split() == ["0", "host-a-0", "7", "2,022", "3.0", "MiB", "5", "2", "12", "ms"]
+    assert "2.5 times" in text

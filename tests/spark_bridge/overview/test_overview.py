@@ -1,0 +1,159 @@
+"""The overview says the same from the cluster and from the checkpoint, and keeps what outlives the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from backends.exceptions import MissingFileError
+from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
+from spark_bridge.overview.from_cluster import overview_of_cluster
+from spark_bridge.overview.from_storage import overview_of_checkpoint
+from spark_bridge.overview.model import FORMAT_VERSION, Overview, to_plain
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+
+Make = Callable[..., Stream]
+
+
+def of_cluster(s: Stream, missing: tuple[int, ...] = ()) -> Overview:
+    coordinator = {**s.c.describe(), "namespace": "statestore", "node_ip": "192.0.2.1", "pid": 11}
+    hosts = [host.describe() for i, host in s.hosts.items() if i not in missing]
+    stats = {q["run_id"]: s.c.checkpoint_stats(q["run_id"]) for q in coordinator["queries"]}
+    return overview_of_cluster(coordinator, hosts, stats, now_ms=int(s.world.now * 1000))
+
+
+def of_storage(s: Stream) -> Overview:
+    return overview_of_checkpoint(str(s.world.root / "ck"), open_storage=s.world.storage, now_ms=0)
+
+
+def write_history(s: Stream) -> None:
+    s.world.now += WRITE_SECONDS
+    s.c.maintain()
+
+
+def test_cluster_and_checkpoint_agree(stream: Make) -> None:
+    s = stream(batches=3, n=3)
+    write_history(s)
+    s.heartbeat()
+    running, stored = of_cluster(s).query("name"), of_storage(s).query(None)
+    assert running.query_id == stored.query_id == "q"
+    for name in ("run_id", "epoch", "completed_version", "prepared_version", "oldest_version", "state_location"):
+        assert getattr(running, name) == getattr(stored, name), name
+    assert running.checkpoints == stored.checkpoints
+    assert [c.version for c in stored.checkpoints] == [1, 2, 3]
+    (mine,), (theirs,) = running.operators, stored.operators
+    assert (mine.name, mine.num_partitions, mine.backend) == (theirs.name, theirs.num_partitions, theirs.backend)
+    assert [p.version for p in mine.partitions] == [p.version for p in theirs.partitions] == [3, 3, 3]
+    # What only hosts know.
+    assert mine.keys == len(s.at[3]) and theirs.keys is None
+    assert {p.owner for p in mine.partitions} <= {"h0", "h1"} and all(p.owner is None for p in theirs.partitions)
+    # What only storage knows.
+    sizes = [m.operators["op"].partitions.stored.size for m in s.log().manifests.values()]
+    assert [p.changelog_bytes for p in theirs.partitions] == [sum(column) for column in zip(*sizes, strict=True)]
+
+
+def test_the_checkpoint_tells_all_when_the_cluster_is_gone(stream: Make) -> None:
+    s = stream(batches=3)
+    s.c.deactivate_instances("run1")
+    assert [(c.version, c.status, c.is_kept) for c in of_storage(s).query(None).checkpoints] == [
+        (v, "completed", True) for v in (1, 2, 3)
+    ]
+    assert all(c.duration_ms is not None for c in of_storage(s).query(None).checkpoints)
+
+
+def test_versions_without_history_are_known_from_their_manifests(stream: Make) -> None:
+    s = stream(batches=2)  # the coordinator is killed before it has written the history
+    s.begin(2, {1: 5})
+    found = of_storage(s).query(None).checkpoints
+    assert [(c.version, c.status, c.duration_ms) for c in found] == [
+        (1, "completed", None),
+        (2, "completed", None),
+        (3, "prepared", None),
+    ]
+    assert all(c.delta_bytes and c.partitions == 2 and c.prepared_ms for c in found)
+
+
+def test_a_manifest_that_is_written_again_is_no_second_checkpoint(stream: Make) -> None:
+    s = stream(batches=2)
+    write_history(s)
+    s.restart_coordinator()  # it writes the newest manifest again, under its epoch
+    assert [c.version for c in of_storage(s).query(None).checkpoints] == [1, 2]
+
+
+def test_snapshots_and_what_lies_behind_them(stream: Make) -> None:
+    s = stream(batches=3, hosts=1)
+    host = s.hosts[0]
+    s.heartbeat()
+    for instance in host.held.all():
+        host.maintenance.upload_snapshot(instance)
+    s.batches(3, 5)
+    s.heartbeat()
+    for found in (of_cluster(s), of_storage(s)):
+        assert [(p.snapshot_version, p.snapshot_lag) for p in found.query(None).operators[0].partitions] == [(3, 2)] * 2
+    last_two = [m.operators["op"].partitions.stored.size for m in s.log().chain().values() if m.version > 3]
+    assert [p.changelog_bytes for p in of_storage(s).query(None).operators[0].partitions] == [
+        sum(column) for column in zip(*last_two, strict=True)
+    ]
+
+
+def test_hosts_with_and_without_an_answer(stream: Make) -> None:
+    s = stream(hosts=2)
+    hosts = {host.host_id: host for host in of_cluster(s, missing=(1,)).hosts}
+    assert hosts["h0"].answered and hosts["h0"].counters["commits"] > 0 and hosts["h0"].memory["host_memory"] > 0
+    assert not hosts["h1"].answered and hosts["h1"].address == "grpc://127.0.0.1:1"
+
+
+def test_a_partition_that_two_hosts_hold_counts_once(stream: Make) -> None:
+    s = stream(hosts=1)
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    s.heartbeat()
+    (host,) = (h.describe() for h in s.hosts.values())
+    old = {**host, "host_id": "old", "instances": [{**i, "version": i["version"] - 1} for i in host["instances"]]}
+    for order in ([host, old], [old, host]):
+        (operator,) = overview_of_cluster(coordinator, order, now_ms=0).query(None).operators
+        assert {p.owner for p in operator.partitions} == {"h0"}
+        assert operator.keys == len(s.at[2])
+
+
+def test_no_coordinator_is_an_empty_overview() -> None:
+    assert overview_of_cluster(None, (), now_ms=1) == Overview("cluster", 1)
+
+
+def test_it_is_json_and_back(stream: Make) -> None:
+    from backends.decoders import convert
+
+    s = stream()
+    for found in (of_cluster(s), of_storage(s)):
+        plain: Any = msgspec.json.encode(to_plain(found))
+        assert b'"format_version":%d' % FORMAT_VERSION in plain
+        assert convert(to_plain(found), Overview) == found
+
+
+def test_savepoints_are_listed(stream: Make) -> None:
+    s = stream()
+    s.trigger()
+    s.finish()
+    (savepoint,) = of_storage(s).query(None).savepoints
+    assert savepoint.version == 2 and savepoint.location.startswith(str(s.world.root / "sp"))
+
+
+def test_which_query_is_meant(stream: Make) -> None:
+    found = of_cluster(stream())
+    for name in (None, "name", "q", "run1"):
+        assert found.query(name).query_id == "q"
+    with pytest.raises(LookupError, match=r"No single query is named 'other'; there are: name \(q\)"):
+        found.query("other")
+    two = replace(found, queries=(*found.queries, replace(found.queries[0], query_id="q2", name="second")))
+    with pytest.raises(LookupError, match="A query must be named; there are: name"):
+        two.query(None)
+    with pytest.raises(LookupError, match="There is no query"):
+        replace(found, queries=()).query(None)
+
+
+def test_no_state_is_said(stream: Make) -> None:
+    with pytest.raises(MissingFileError):
+        overview_of_checkpoint(str(stream().world.root / "nothing"))
