@@ -15,8 +15,8 @@ from backends.exceptions import StorageError
 from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError, UnknownHostError
-from coordinator_actor.handlers.owners import assigned, gives, move_if_idle, needed_by, warm_up
+from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
+from coordinator_actor.handlers.owners import assigned, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.messages import (
@@ -158,8 +158,6 @@ class Hosts:
             over = {r for r in held if (known[r].ended if r in known else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
         current = [run for run in of_session if run.is_current and run.assignment.is_made]
-        for run in current:
-            self._plan(run)
         # Before what is completed: a run goes from this list with the version that is announced below.
         giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
         completed: list[Completed] = []
@@ -184,12 +182,6 @@ class Hosts:
             warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
             giving=giving,
         )
-
-    def _plan(self, run: QueryState) -> None:
-        """Let hosts that have come or are to go be taken into account, and what can move between two batches move."""
-        with suppress(UnknownHostError):  # the last host is just going
-            assigned(self._registries, run)
-            move_if_idle(self._registries, run)
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
         savepoints = self._runs.savepoints_of(run.run_id)

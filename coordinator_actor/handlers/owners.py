@@ -12,6 +12,7 @@ and the old owner answers nothing any more without a look at Spark's log (``Host
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.checkpoints.tasks import TaskKey
@@ -138,17 +139,24 @@ def _ready(registries: Registries, run: QueryState, current: Assignment) -> dict
     return ready
 
 
-def move_if_idle(registries: Registries, run: QueryState) -> None:
-    """Make the planned moves that can be made if no batch is under way, and nobody is at work on the run."""
-    if not run.assignment.planned or not run.lock.acquire(blocking=False):
+def plan_moves(registries: Registries, run: QueryState) -> None:
+    """Take hosts into account that have come or are to go, and make moves if no batch is under way.
+
+    Waits for nobody: who is at work on the run may wait for storage. Plans nothing before all partitions have owners.
+    """
+    held = run.assignment
+    if not held.is_made:
         return
-    try:
-        if run.is_current and run.batch.highest_opened < run.versions.completed:
-            before = run.assignment.current
-            if assigned(registries, run, moves=True) is not before:
-                run.announce()
-    finally:
-        run.lock.release()
+    with suppress(UnknownHostError):  # the last host is just going
+        assigned(registries, run)
+        if held.planned and run.lock.acquire(blocking=False):
+            try:
+                before = held.current
+                is_idle = run.is_current and run.batch.highest_opened < run.versions.completed
+                if is_idle and assigned(registries, run, moves=True) is not before:
+                    run.announce()
+            finally:
+                run.lock.release()
 
 
 def warm_up(run: QueryState, host_id: str) -> WarmUp | None:

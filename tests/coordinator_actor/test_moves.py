@@ -40,6 +40,7 @@ def leave(s: Stream, *hosts: int) -> tuple[str, ...]:
 def beat(s: Stream, i: int, hand_over: HandOver | None = None) -> HostOrders:
     """A heartbeat of the test's own, in the place of the host's."""
     info = s.world.host(i)
+    s.c.expire()
     return s.c.heartbeat_host(info.host_id, info.incarnation, {"run1": 1}, hand_over)
 
 
@@ -75,6 +76,7 @@ def test_nothing_moves_to_a_host_that_has_not_loaded_it(stream):
     assert set(owners(s)) == {"h0"} and s.rows() == s.at[3]
     warm = {"run1": {"op": dict.fromkeys(order.heads["op"], 1)}}
     beat(s, 1, HandOver(1, warm))
+    s.c.expire()
     assert sorted(p for p, owner in enumerate(owners(s)) if owner == "h1") == sorted(order.heads["op"])
 
 
@@ -91,6 +93,7 @@ def test_nothing_moves_before_the_owner_has_said_that_it_looks_at_sparks_log(str
     s.heartbeat(0)
     assert s.hosts[0].hand_overs.gives("run1") and set(owners(s)) == {"h0"}
     s.heartbeat(0)
+    s.c.expire()
     assert sorted(owners(s)) == ["h0", "h0", "h1", "h1"]
 
 

@@ -173,7 +173,8 @@ class Stream:
             self.background.pop(0)()
 
     def heartbeat(self, *hosts: int) -> None:
-        """All hosts, or some, hear of their orders and carry them out."""
+        """The coordinator looks at its runs; all hosts, or some, hear of their orders and carry them out."""
+        self.c.expire()
         for i in hosts or tuple(self.hosts):
             self.hosts[i].heartbeat()
             self.hosts[i].exports._pool.submit(lambda: None).result(PATIENCE)
