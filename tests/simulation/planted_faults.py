@@ -25,6 +25,7 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.formats import manifest_chain, retention
+from backends.formats.manifest import OperatorEntry
 from backends.formats.retention import Retention
 from backends.partition.loading import Loading
 from backends.partition.pending_changes import PendingChanges
@@ -40,6 +41,7 @@ from coordinator_actor.query.running_batch import RunningBatch
 from coordinator_actor.query_threads import QueryThreads
 from spark_bridge.host.hand_overs import HandOvers
 from spark_bridge.host.host import Host
+from spark_bridge.host.instance import Instance
 from spark_bridge.host.partition_loading import PartitionLoading
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
@@ -246,6 +248,14 @@ def forgotten_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_chain, "_sources", fewer)
 
 
+def unseen_duplicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Instance, "loaded_at", property(lambda self: -1, lambda self, version: None))
+
+
+def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperatorEntry, "stage_of", lambda self, partition: self.stage)
+
+
 def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SeenVersions, "floor", lambda self, run_id, at: at)
 
@@ -405,6 +415,20 @@ FAULTS: Sequence[PlantedFault] = (
         "A partition of a rescaled query takes over the keys of all earlier ones but the last.",
         forgotten_source,
         range(115, 315),
+    ),
+    PlantedFault(
+        "unseen-duplicate",
+        "A host that has loaded a partition for a duplicate attempt alone does not look whether Spark has gone on.",
+        unseen_duplicate,
+        test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
+        "test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark",
+    ),
+    PlantedFault(
+        "one-stage",
+        "Behind a restart all changes that a manifest names count as of the highest stage that it names.",
+        one_stage,
+        test="tests/coordinator_actor/test_repeated_batches.py::"
+        "test_a_task_that_is_tried_again_within_a_repeat_hides_no_later_one",
     ),
     PlantedFault(
         "no-floor",
