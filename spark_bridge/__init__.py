@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.request_limits import RequestLimits
     from spark_bridge.queryable.server.server import KvStateServer
-    from spark_bridge.session.lifecycle import attach, init_spark, stop_spark
+    from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
     from spark_bridge.session.operator_progress import (
         StateOperatorListener,
         StateOperatorProgress,
@@ -99,6 +99,7 @@ __all__ = [
     "rebalance",
     "remove_state_operator_listener",
     "restore_savepoint",
+    "scale_hosts",
     "state_batches",
     "state_changes_batches",
     "state_changes_table",
@@ -159,6 +160,7 @@ _HOMES = {
     "state_metadata_table": "spark_bridge.state_data.metadata",
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
+    "scale_hosts": "spark_bridge.session.lifecycle",
     "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",
