@@ -25,7 +25,7 @@ from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.checkpoints.completed_checkpoint import CompletedCheckpoint
 from coordinator_actor.checkpoints.pending_checkpoint import PendingCheckpoint
 from coordinator_actor.checkpoints.tasks import TaskKey
-from coordinator_actor.exceptions import InvalidRequestError
+from coordinator_actor.exceptions import InvalidRequestError, RetiredRunError
 from coordinator_actor.query.query_versions import changes_in
 
 NO_DURATIONS: Mapping[TaskKey, float] = MappingProxyType({})
@@ -160,6 +160,9 @@ class RunningBatch:
         except BaseException:
             self._start(version, {**{t: e for t, e in batch.states.items() if t not in entries}, **before})
             raise
+        if batch.is_discarded and batch.completed is None:
+            # The lease of the driver has run out meanwhile, which waits for nobody.
+            raise RetiredRunError(f"Run {self._run_id} is over: its checkpoint {batch.id} was given up.")
         return self.pending is None
 
     def _acknowledge_again(

@@ -427,6 +427,28 @@ def test_owners_are_balanced_stay_put_and_move_when_their_host_is_lost(world: Wo
     assert c.heartbeat_host("h2", "a").known is False
 
 
+def test_changes_that_come_while_the_run_ends_are_not_answered_as_taken(
+    world: World, started: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease of a driver ends without waiting for who is at work on the run: no manifest is written then."""
+    batch = run_of(started, "run1").batch
+    receive = batch._receive
+
+    def ends(*args: Any) -> None:
+        batch.checkpoints.cancel_all("the query has ended")
+        receive(*args)
+
+    for partition in (0, 1):
+        message = world.stage(world.open(started, 0, partition), partition, 0, "t")
+        if partition == 1:
+            monkeypatch.setattr(batch, "_receive", ends)
+            with pytest.raises(RetiredRunError, match="its checkpoint 1 was given up"):
+                acknowledge(started, message)
+        else:
+            acknowledge(started, message)
+    assert world.manifests() == []
+
+
 def test_a_restarted_host_is_a_new_incarnation(world: World, started: Coordinator) -> None:
     started.register_host(world.host(0, "b"), HostReport())
     assert started.heartbeat_host("h0", "a").known is False

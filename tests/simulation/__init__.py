@@ -63,4 +63,6 @@ Bugs that it found (how each is mended stands behind it):
 - Coordinator and hosts died with a batch that Spark had committed and no manifest named, and the user restarted with
   another number of partitions: refused. Epochs now say in which layouts a run keeps its operators, and the version is
   put together in those (seed 2244).
+- The lease of a driver ran out while the last changes of a version were being taken: the checkpoint was given up, and
+  the changes were answered as taken, with no manifest. They are refused now (seed 3034).
 """
