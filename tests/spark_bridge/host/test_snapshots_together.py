@@ -11,10 +11,11 @@ import pytest
 from backends.exceptions import StorageError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
+from coordinator_actor.messages import OperatorSpec
 from spark_bridge.host import maintenance
-from tests.coordinator_actor.coordinator_world import World
+from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import run_of
-from tests.spark_bridge.host.host_steps import make_host, plan_spark, reg, run_task, task
+from tests.spark_bridge.host.host_steps import make_host, plan_spark, run_task, task
 
 PARTITIONS = 4
 KEEP = 3
@@ -23,8 +24,9 @@ KEEP = 3
 class Query:
     """A query of some partitions on one host with one thread for maintenance, of which few versions are kept."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, backend: str = "file") -> None:
         self.root = root
+        self.operators = (OperatorSpec("op", PARTITIONS, SCHEMA, backend=backend),)
         self.world = World(root)
         self.batches = 0
         self.start("run1", "a")
@@ -33,7 +35,9 @@ class Query:
         self.run = run
         self.coordinator = self.world.coordinator(0)
         self.host = make_host(self.world, self.coordinator, 0, self.root, incarnation, maintenance_threads=1)
-        registration = reg(self.world, run, PARTITIONS, min_versions_to_retain=KEEP, maintenance_interval=10.0)
+        registration = self.world.registration(
+            run, operators=self.operators, min_versions_to_retain=KEEP, maintenance_interval=10.0
+        )
         assert self.coordinator.register_query(registration).refusal is None
 
     def batch(self) -> None:
@@ -69,6 +73,11 @@ def query(tmp_path: Path) -> Query:
     return Query(tmp_path)
 
 
+@pytest.fixture(params=["file", "rocksdb"])
+def of_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Query:
+    return Query(tmp_path, request.param)
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is read of snapshots, and which directories of partitions are listed."""
@@ -93,7 +102,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_all_that_is_due_is_stored_with_one_request_and_loaded_by_another_host(query: Query) -> None:
+def test_all_that_is_due_is_stored_with_one_request_and_loaded_by_another_host(of_backend: Query) -> None:
+    query = of_backend
     for _ in range(10):
         query.batch()
     for begun in query.host.maintenance.do_maintenance():
@@ -104,6 +114,7 @@ def test_all_that_is_due_is_stored_with_one_request_and_loaded_by_another_host(q
     for path in (query.root / "ck/statestore/operators").rglob("*.changelog"):
         if int(path.name.partition("-")[0]) < 11:
             path.unlink()
+    assert not list((query.root / "ck/statestore/operators").rglob("*.sst")), "all of this state is small"
     query.start("run2", "b")
     plan_spark(query.world, query.batches)
     query.assert_holds()
@@ -126,7 +137,8 @@ def test_what_a_snapshot_consists_of_is_not_read_again(query: Query, watched: li
     assert run_of(query.coordinator, "run2").versions.descriptors == versions.descriptors
 
 
-def test_the_object_stays_as_long_as_one_partition_begins_with_it(query: Query) -> None:
+def test_the_object_stays_as_long_as_one_partition_begins_with_it(of_backend: Query) -> None:
+    query = of_backend
     for round_ in range(5):
         for _ in range(3):
             query.batch()
