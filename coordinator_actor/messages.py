@@ -10,6 +10,7 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from backends.formats.manifest import SnapshotRef
+from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.storage.file_ref import FileRef
 
 
@@ -217,7 +218,10 @@ class Refused(Struct, frozen=True):
 
 
 class SnapshotUploaded(Struct, frozen=True):
-    """The owner of a partition has uploaded a snapshot, which shares files with the earlier snapshot ``reused``."""
+    """The owner of a partition has uploaded a snapshot, which shares files with the earlier snapshot ``reused``.
+
+    ``descriptor`` names the files of the snapshot that are in storage, so that it need not be read from there.
+    """
 
     run_id: str
     operator: str
@@ -226,6 +230,7 @@ class SnapshotUploaded(Struct, frozen=True):
     incarnation: str
     snapshot: SnapshotRef
     reused: SnapshotRef | None
+    descriptor: SnapshotDescriptor | None = None
 
 
 class Completed(Struct, frozen=True):

@@ -138,9 +138,11 @@ class Lineage(Struct, frozen=True):
 
     @property
     def oldest(self) -> float:
-        """The lowest version whose changelog is among the files, of earlier layouts too; infinite if there is none."""
+        """The lowest version of which there is a file, of earlier layouts too; infinite if there is no file."""
         sources = self.rescaled.sources if self.rescaled is not None else ()
-        return min((*(ref.version for ref in self.changelogs[:1]), *(s.lineage.oldest for s in sources), math.inf))
+        lowest = [math.inf, *(source.lineage.oldest for source in sources)]
+        lowest += [log.version for log in self.changelogs[:1]] + [snapshot.version for snapshot in self.snapshots[:1]]
+        return min(lowest)
 
     @property
     def is_empty(self) -> bool:

@@ -97,7 +97,7 @@ def garbage(
     """
     needed: set[str] = set()
     for ref in unnamed:
-        needed.update((ref.file.path, *files_of(ref)))
+        needed.update((ref.file.stored_in, *files_of(ref)))
     for planned, bases in groupby(retention.bases, lambda base: base.segment):
         # The segment may have grown since.
         segment = next((s for s in segments(chain, planned.layout.operator) if _overlap(s, planned)), None)
@@ -111,7 +111,7 @@ def garbage(
         for partition, refs in snapshots(chain, segment).items():
             for ref in refs:
                 if ref.version >= above.get(partition, ref.version + 1):
-                    needed.add(ref.file.path)
+                    needed.add(ref.file.stored_in)
                     needed.update(files_of(ref))
     return [f for f in files if f not in needed and 0 <= version_in(f) <= retention.oldest]
 

@@ -9,56 +9,22 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
-
-from msgspec import Struct, field
+from typing import NamedTuple, Protocol
 
 from backends import fault_points
 from backends.exceptions import DamagedFileError, InvalidStateStoreArgument, StoreClosedError
+from backends.formats.changelog_group import GROUPS
 from backends.formats.local_state import LocalState
-from backends.formats.manifest import STATE_FORMAT_VERSION, SnapshotRef
+from backends.formats.manifest import SnapshotRef
 from backends.formats.sealed import seal, unseal
-from backends.storage.checkpoint_storage import CheckpointStorage, file_digest
+from backends.formats.snapshot_descriptor import SnapshotDescriptor, SnapshotFile
+from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_digest
 from backends.storage.file_ref import FileRef
 
 _INLINE_BYTES = 64 << 10
-
-
-class SnapshotFile(Struct, frozen=True):
-    """One file of a snapshot: its name in the backend, and where its content is. The descriptor holds small ones
-    itself.
-    """
-
-    name: str
-    file: FileRef | None = None
-    content: bytes | None = None
-
-
-class SnapshotDescriptor(Struct, frozen=True):
-    """The descriptor of a snapshot, ``<version>-<unique>.snapshot`` in the partition's directory."""
-
-    path: str
-    backend: str
-    state: LocalState
-    files: tuple[SnapshotFile, ...]
-    format_version: int = field(default=STATE_FORMAT_VERSION)
-
-    @property
-    def paths(self) -> frozenset[str]:
-        """The paths of the files to which the snapshot refers."""
-        return frozenset(f.file.path for f in self.files if f.file is not None)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the files to which the snapshot refers."""
-        return sum(f.file.size for f in self.files if f.file is not None)
-
-    def is_complete(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether all files of the snapshot are there, in full size. ``sizes`` are those of all stored files."""
-        return all(sizes.get(f.file.path) == f.file.size for f in self.files if f.file is not None)
 
 
 class Watch(Protocol):
@@ -90,6 +56,38 @@ class Digests:
         return {path: self._known[key] for path, key in keys.items()}
 
 
+class PreparedSnapshot(NamedTuple):
+    """A snapshot whose large files are in storage, and which lacks its descriptor.
+
+    ``files`` are those in storage, and those that the descriptor holds. ``small`` are other files by name, to be stored
+    beside the descriptor. ``written`` bytes have gone to storage.
+    """
+
+    directory: str
+    backend: str
+    state: LocalState
+    files: tuple[SnapshotFile, ...]
+    small: Mapping[str, bytes]
+    written: int
+
+    @property
+    def nbytes(self) -> int:
+        """About as many bytes are still to be stored."""
+        return sum(map(len, self.small.values())) + sum(len(f.content or b"") for f in self.files)
+
+    def new_path(self, suffix: str) -> str:
+        """Return a new name for a file of the snapshot."""
+        return f"{self.directory}/{self.state.version}-{uuid.uuid4().hex}{suffix}"
+
+
+class StoredSnapshot(NamedTuple):
+    """A snapshot that is in storage, what its descriptor says, and the bytes that were written for it."""
+
+    ref: SnapshotRef
+    descriptor: SnapshotDescriptor
+    written: int
+
+
 def upload(
     storage: CheckpointStorage,
     directory: str,
@@ -101,26 +99,69 @@ def upload(
     digests: Digests,
     pool: ThreadPoolExecutor,
     is_cancelled: Callable[[], bool],
-) -> tuple[SnapshotRef, int]:
-    """Upload the files in ``local`` but for those that ``earlier`` has; return the snapshot and the bytes written.
+) -> StoredSnapshot:
+    """Upload the files in ``local`` but for those that ``earlier`` has, and a descriptor of its own.
 
     Raises ``StorageError``. Files that were uploaded before the error are removed when their version is no longer kept.
     """
+    prepared = prepare(
+        storage,
+        directory,
+        backend,
+        local,
+        state,
+        earlier=earlier,
+        digests=digests,
+        pool=pool,
+        is_cancelled=is_cancelled,
+    )
+    return store_alone(storage, prepared)
+
+
+def prepare(
+    storage: CheckpointStorage,
+    directory: str,
+    backend: str,
+    local: Path,
+    state: LocalState,
+    *,
+    earlier: SnapshotDescriptor | None,
+    digests: Digests,
+    pool: ThreadPoolExecutor,
+    is_cancelled: Callable[[], bool],
+    small_bytes: int = 0,
+    listed: dict[str, dict[str, int]] | None = None,
+) -> PreparedSnapshot:
+    """Upload the large files in ``local`` but for those that ``earlier`` has.
+
+    ``listed`` has the files of several partitions, by the directory above theirs: it is filled when that must be known,
+    so that one listing does for all of them.
+
+    Files of at most ``_INLINE_BYTES`` that later snapshots may share are left to be stored with the descriptor, the
+    smallest first, up to ``small_bytes`` together. Raises as ``upload`` does.
+    """
     assert state.head is not None
-    files = sorted(path for path in local.iterdir() if path.stat().st_size)
-    large = [path for path in files if path.stat().st_size > _INLINE_BYTES or path.suffix == ".sst"]
+    sizes = {path: size for path in sorted(local.iterdir()) if (size := path.stat().st_size)}
+    small = _small(sizes, small_bytes)
+    large = [p for p, size in sizes.items() if p not in small and (size > _INLINE_BYTES or p.suffix == ".sst")]
     known = digests.of(large)
-    # An uploaded file that has been lost or cut short since is uploaded again.
-    there = dict(storage.list(directory)) if earlier else {}
     reusable = {
         (f.file.size, f.file.digest): f.file
         for f in (earlier.files if earlier else ())
-        if f.file is not None and there.get(f.file.path) == f.file.size
+        if f.file is not None and f.file.within is None
     }
+    if any((sizes[path], known[path]) in reusable for path in large):
+        # An uploaded file that has been lost or cut short since is uploaded again.
+        above = directory if listed is None else directory.rsplit("/", 2)[0]
+        listed = {} if listed is None else listed
+        if above not in listed:
+            listed[above] = dict(storage.list(above))
+        there = listed[above]
+        reusable = {key: file for key, file in reusable.items() if file.is_in(there)}
     cancelled = threading.Event()
 
     def put(path: Path) -> FileRef:
-        held = reusable.get((path.stat().st_size, known[path]))
+        held = reusable.get((sizes[path], known[path]))
         if held is not None:
             return held
         if cancelled.is_set() or is_cancelled():
@@ -137,20 +178,91 @@ def upload(
         for done in uploads.values():
             done.cancel()
     entries = tuple(
-        SnapshotFile(p.name, file=refs[p]) if p in refs else SnapshotFile(p.name, content=p.read_bytes()) for p in files
+        SnapshotFile(p.name, file=refs[p]) if p in refs else SnapshotFile(p.name, content=p.read_bytes())
+        for p in sizes
+        if p not in small
     )
-    path = f"{directory}/{state.version}-{uuid.uuid4().hex}.snapshot"
-    fault_points.reached("snapshot:descriptor")
-    descriptor = storage.put_new(path, seal(SnapshotDescriptor(path, backend, state, entries)))
-    fault_points.reached("snapshot:uploaded")
     fresh = [ref for ref in refs.values() if (ref.size, ref.digest) not in reusable]
-    return SnapshotRef(state.version, state.head, descriptor), descriptor.size + sum(ref.size for ref in fresh)
+    beside = {path.name: path.read_bytes() for path in sizes if path in small}
+    return PreparedSnapshot(directory, backend, state, entries, beside, sum(ref.size for ref in fresh))
 
 
-def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef) -> SnapshotDescriptor:
-    """Read the descriptor that ``ref`` names. Raises ``MissingFileError`` or ``DamagedFileError``."""
-    name = storage.full_location(ref.file.path)
-    snapshot = unseal(storage.read(ref.file), SnapshotDescriptor, name)
+def _small(sizes: Mapping[Path, int], most: int) -> set[Path]:
+    small: set[Path] = set()
+    for size, path in sorted((size, path) for path, size in sizes.items() if path.suffix == ".sst"):
+        most -= size
+        if most < 0 or size > _INLINE_BYTES:
+            break
+        small.add(path)
+    return small
+
+
+def store_alone(storage: CheckpointStorage, prepared: PreparedSnapshot) -> StoredSnapshot:
+    """Store the descriptor as a file of its own. Raises ``StorageError``."""
+    state = prepared.state
+    assert state.head is not None and not prepared.small
+    path = prepared.new_path(".snapshot")
+    descriptor = SnapshotDescriptor(path, prepared.backend, state, prepared.files)
+    fault_points.reached("snapshot:descriptor")
+    file = storage.put_new(path, seal(descriptor))
+    fault_points.reached("snapshot:uploaded")
+    return StoredSnapshot(SnapshotRef(state.version, state.head, file), descriptor, prepared.written + file.size)
+
+
+def store_together(storage: CheckpointStorage, prepared: Sequence[PreparedSnapshot]) -> list[StoredSnapshot]:
+    """Store the descriptors of several partitions and their small files in one object. Raises ``StorageError``.
+
+    The object has each partition's files one after the other, and its descriptor behind them. It bears the highest of
+    the versions, so that it stays as long as one of the snapshots may be needed. What is in it is not shared with later
+    snapshots: otherwise the whole object would have to stay for a part.
+    """
+    if len(prepared) == 1 and not prepared[0].small:
+        return [store_alone(storage, prepared[0])]
+    within = f"{GROUPS}/{max(p.state.version for p in prepared)}-{uuid.uuid4().hex}.snapshots"
+    pieces: list[bytes] = []
+    offset = 0
+
+    def add(path: str, data: bytes) -> FileRef:
+        nonlocal offset
+        pieces.append(data)
+        offset += len(data)
+        return FileRef(path, len(data), digest(data), within, offset - len(data))
+
+    stored = []
+    for one in prepared:
+        assert one.state.head is not None
+        begin = offset
+        beside = [SnapshotFile(name, file=add(one.new_path(".sst"), data)) for name, data in one.small.items()]
+        path = one.new_path(".snapshot")
+        descriptor = SnapshotDescriptor(path, one.backend, one.state, (*one.files, *beside))
+        ref = SnapshotRef(one.state.version, one.state.head, add(path, seal(descriptor)))
+        stored.append(StoredSnapshot(ref, descriptor, one.written + offset - begin))
+    storage.put_new(within, b"".join(pieces))
+    return stored
+
+
+def read_together(storage: CheckpointStorage, refs: Iterable[FileRef]) -> dict[str, bytes]:
+    """Return the contents of those of some files, by path, that lie in one object with others of them.
+
+    One request for an object. Left out is what is missing or damaged; reading it by itself says how.
+    """
+    by_object: dict[str, list[FileRef]] = {}
+    for ref in refs:
+        by_object.setdefault(ref.stored_in, []).append(ref)
+    found: dict[str, bytes] = {}
+    for parts in by_object.values():
+        if len(parts) > 1:
+            found.update(storage.read_together(parts))
+    return found
+
+
+def read_descriptor(storage: CheckpointStorage, ref: SnapshotRef, data: bytes | None = None) -> SnapshotDescriptor:
+    """Read the descriptor that ``ref`` names, or take it from ``data``, which was checked.
+
+    Raises ``MissingFileError`` or ``DamagedFileError``.
+    """
+    name = storage.full_location(ref.file.stored_in)
+    snapshot = unseal(storage.read(ref.file) if data is None else data, SnapshotDescriptor, name)
     if (snapshot.path, snapshot.state.version, snapshot.state.head) != (ref.file.path, ref.version, ref.head):
         raise DamagedFileError(
             f"{name} describes version {snapshot.state.version} in {snapshot.path}: files have been exchanged."
@@ -175,13 +287,17 @@ def download(
         )
     stored = [(entry.file, into / entry.name) for entry in snapshot.files if entry.file is not None]
     watch.expect(len(stored), sum(ref.size for ref, _ in stored))
+    together = read_together(storage, [ref for ref, target in stored if ref.within is not None and not target.exists()])
 
     def fetch(ref: FileRef, target: Path) -> None:
         draft = target.with_name(f"{target.name}.draft")
         watch.begin_file(draft, ref.size)
         is_done = False
         try:
-            storage.read_to_file(ref, draft)
+            if ref.path in together:
+                draft.write_bytes(together[ref.path])
+            else:
+                storage.read_to_file(ref, draft)
             draft.rename(target)
             is_done = True
         finally:

@@ -29,6 +29,7 @@ from backends.exceptions import InvalidStateStoreArgument, LineageMismatchError
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
 from backends.formats.file_names import changelog_name
 from backends.formats.manifest import Lineage, SnapshotRef
+from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot, store_together
 from backends.host_memory import CHANGELOGS, KEPT_OF_COMMIT, SCANS, STAGED, host_memory
 from backends.ids import DEFAULT_FAMILY
 from backends.metrics import StateStoreMetrics
@@ -390,19 +391,42 @@ class PartitionState:
         The returned snapshot counts once a manifest names it. Raises ``StorageError``, ``StoreClosedError`` if the
         state is closed meanwhile, ``VersionNotFoundError`` for the empty version 0.
         """
+        (made,) = self.store_snapshots([(self, self.prepare_snapshot(earlier))])
+        return made.ref
+
+    def prepare_snapshot(
+        self, earlier: SnapshotRef | None, small_bytes: int = 0, listed: dict[str, dict[str, int]] | None = None
+    ) -> PreparedSnapshot:
+        """Do the part of ``snapshot`` that concerns this partition alone: ``store_snapshots`` does the rest.
+
+        Small files, up to ``small_bytes`` together, are left for that. ``listed``: see ``backends.formats.snapshot``.
+        Raises as ``snapshot`` does.
+        """
         started = time.perf_counter()
-        ref, written = self._uploads.upload(earlier)
+        prepared = self._uploads.prepare(earlier, small_bytes, listed)
+        with self._versions.changed:
+            self._figures["snapshot_ms"] = (time.perf_counter() - started) * 1e3
+        return prepared
+
+    @staticmethod
+    def store_snapshots(prepared: Sequence[tuple[PartitionState, PreparedSnapshot]]) -> list[StoredSnapshot]:
+        """Finish snapshots of partitions with the same state location, with one request. Raises ``StorageError``."""
+        made = store_together(prepared[0][0]._storage, [one for _, one in prepared])
+        for (state, _), stored in zip(prepared, made, strict=True):
+            state._snapshot_stored(stored)
+        return made
+
+    def _snapshot_stored(self, stored: StoredSnapshot) -> None:
+        self._uploads.stored(stored.descriptor)
         with self._versions.changed:
             self._figures["snapshots"] += 1
-            self._figures["snapshot_bytes_written"] += written
-            self._figures["snapshot_ms"] = (time.perf_counter() - started) * 1e3
+            self._figures["snapshot_bytes_written"] += stored.written
         log.info(
             "Written snapshot file for version %d of %s at %s",
-            ref.version,
+            stored.ref.version,
             self._directory,
-            self._storage.full_location(ref.file.path),
+            self._storage.full_location(stored.ref.file.stored_in),
         )
-        return ref
 
     def write_out(self) -> None:
         """Have the engine write what only its memory holds to its local files, so that others can use that memory.

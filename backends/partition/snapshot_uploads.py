@@ -10,6 +10,8 @@ from backends import fault_points
 from backends.exceptions import DamagedFileError, MissingFileError, VersionNotFoundError
 from backends.formats import snapshot
 from backends.formats.manifest import SnapshotRef
+from backends.formats.snapshot import PreparedSnapshot
+from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.partition.context import PartitionContext
 from backends.partition.held_versions import HeldVersions
 
@@ -29,12 +31,14 @@ class SnapshotUploads:
         self._mutation = mutation
         self._uploading = threading.Lock()
         self._digests = snapshot.Digests()
+        self._last: SnapshotDescriptor | None = None
 
-    def upload(self, earlier: SnapshotRef | None) -> tuple[SnapshotRef, int]:
-        """Upload what the engine holds, but for the files that ``earlier`` has; return the snapshot and the bytes
-        written.
+    def prepare(
+        self, earlier: SnapshotRef | None, small_bytes: int, listed: dict[str, dict[str, int]] | None
+    ) -> PreparedSnapshot:
+        """Upload the large files of what the engine holds, but for those that ``earlier`` has.
 
-        See ``PartitionState.snapshot``.
+        See ``PartitionState.prepare_snapshot``.
         """
         context = self._context
         storage, directory, engine = context.storage, context.directory, context.engine
@@ -47,24 +51,35 @@ class SnapshotUploads:
                 finish = engine.capture(local)
             fault_points.reached("snapshot:captured")
             finish()
-            descriptor = None
-            if earlier is not None:
-                try:
-                    descriptor = snapshot.read_descriptor(storage, earlier)
-                except (MissingFileError, DamagedFileError) as error:
-                    log.warning("All of %s is uploaded, for an earlier snapshot is no help: %s", directory, error)
             with ThreadPoolExecutor(context.conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
-                return snapshot.upload(
+                return snapshot.prepare(
                     storage,
                     directory,
                     context.backend,
                     local,
                     state,
-                    earlier=descriptor,
+                    earlier=None if earlier is None else self._descriptor(earlier),
                     digests=self._digests,
                     pool=pool,
                     is_cancelled=lambda: self._versions.is_closed,
+                    small_bytes=small_bytes,
+                    listed=listed,
                 )
+
+    def _descriptor(self, ref: SnapshotRef) -> SnapshotDescriptor | None:
+        last = self._last
+        if last is not None and last.path == ref.file.path:
+            return last
+        try:
+            return snapshot.read_descriptor(self._context.storage, ref)
+        except (MissingFileError, DamagedFileError) as error:
+            directory = self._context.directory
+            log.warning("All of %s is uploaded, for an earlier snapshot is no help: %s", directory, error)
+            return None
+
+    def stored(self, descriptor: SnapshotDescriptor) -> None:
+        """Take note of what was stored: the next snapshot may share its files."""
+        self._last = descriptor.without_content
 
     def close(self) -> None:
         """Wait for an upload under way, which ends with the file that it is at, and remove the local files."""

@@ -35,6 +35,7 @@ from backends.formats import snapshot
 from backends.formats.changelog import ChangelogMeta, Changes
 from backends.formats.manifest import Lineage, SnapshotRef
 from backends.formats.retention import Retention
+from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.ids import StateStoreId
 from backends.metrics import StateStoreMetrics
 from backends.partition.partition_state import PartitionState
@@ -92,7 +93,7 @@ class LocalStateStoreProvider(StateStoreProvider):
             raise
         self._copies: dict[str | None, _Copy] = {}
         self._readers: weakref.WeakSet[_VersionReader] = weakref.WeakSet()
-        self._descriptors: dict[str, snapshot.SnapshotDescriptor] = {}
+        self._descriptors: dict[str, SnapshotDescriptor] = {}
         self._lock = threading.RLock()
         self.maintaining = threading.Lock()
 
@@ -258,7 +259,7 @@ class LocalStateStoreProvider(StateStoreProvider):
     def _files_of(self, ref: SnapshotRef) -> frozenset[str]:
         return self._descriptor(ref).paths
 
-    def _descriptor(self, ref: SnapshotRef) -> snapshot.SnapshotDescriptor:
+    def _descriptor(self, ref: SnapshotRef) -> SnapshotDescriptor:
         held = self._descriptors.get(ref.file.path)
         if held is None:
             held = self._descriptors[ref.file.path] = snapshot.read_descriptor(self._storage, ref)
@@ -266,7 +267,7 @@ class LocalStateStoreProvider(StateStoreProvider):
 
     def _is_sound(self, ref: SnapshotRef, sizes: Mapping[str, int]) -> bool:
         try:
-            return sizes.get(ref.file.path) == ref.file.size and self._descriptor(ref).is_complete(sizes)
+            return ref.file.is_in(sizes) and self._descriptor(ref).is_complete(sizes)
         except (DamagedFileError, MissingFileError) as error:
             log.warning("A snapshot of %s is damaged: %s", self, error)
             return False

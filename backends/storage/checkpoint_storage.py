@@ -205,13 +205,13 @@ class CheckpointStorage:
 
     def read_to_file(self, ref: FileRef, target: Path) -> None:
         """Copy a file of the storage to a new local file, a piece at a time. Checked as by ``read``."""
-        key = self._key(ref.path)
+        key = self._key(ref.stored_in)
 
         def fetch() -> str | None:
             hashed = xxhash.xxh3_128()
             try:
                 with target.open("wb") as file:
-                    for chunk in self._chunks(key):
+                    for chunk in self._chunks(key) if ref.within is None else [self._range(key, ref.offset, ref.size)]:
                         hashed.update(chunk)
                         file.write(chunk)
             except FileNotFoundError as error:
@@ -238,20 +238,14 @@ class CheckpointStorage:
 
         Raises ``MissingFileError``.
         """
-        if not length:
-            return b""
         key = self._key(path)
 
         def fetch() -> bytes | None:
             try:
-                return bytes(obstore.get_range(self._store, key, start=start, length=length))
+                return self._range(key, start, length)
             except FileNotFoundError as error:
                 _check_bucket(error)
                 return None
-            except BaseError as error:
-                if _OUT_OF_RANGE.search(str(error)):
-                    return b""
-                raise
 
         found = self._retrying("read", path, fetch)
         if found is None:
@@ -270,6 +264,31 @@ class CheckpointStorage:
         if len(data) != ref.size or digest(data) != ref.digest:
             raise self._damaged(ref, len(data), digest(data))
         return data
+
+    def read_together(self, refs: Sequence[FileRef]) -> dict[str, bytes]:
+        """Return parts of one object by their paths, checked as by ``read``: parts that lie near to each other are one
+        request.
+
+        What is missing or damaged is left out: ``read`` says what is wrong with it. Raises ``StorageError``.
+        """
+        within = refs[0].stored_in
+        key = self._key(within)
+        starts, lengths = [ref.offset for ref in refs], [ref.size for ref in refs]
+
+        def fetch() -> list[bytes]:
+            try:
+                return [bytes(part) for part in obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)]
+            except FileNotFoundError as error:
+                _check_bucket(error)
+                return []
+            except BaseError as error:
+                if _OUT_OF_RANGE.search(str(error)):
+                    return []
+                raise
+
+        found = self._retrying("read", within, fetch)
+        parts = zip(refs, found, strict=True) if found else ()
+        return {ref.path: data for ref, data in parts if len(data) == ref.size and digest(data) == ref.digest}
 
     def _missing(self, ref: FileRef) -> MissingFileError:
         return MissingFileError(
@@ -370,6 +389,14 @@ class CheckpointStorage:
         with Path(f"/{key}").open("rb", buffering=0) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
+
+    def _range(self, key: str, start: int, length: int) -> bytes:
+        try:
+            return bytes(obstore.get_range(self._store, key, start=start, length=length)) if length else b""
+        except BaseError as error:
+            if _OUT_OF_RANGE.search(str(error)):
+                return b""
+            raise
 
     def _get_or_none(self, key: str) -> bytes | None:
         try:

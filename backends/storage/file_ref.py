@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 
@@ -22,3 +24,8 @@ class FileRef(Struct, frozen=True, omit_defaults=True):
     def stored_in(self) -> str:
         """The path of the object in which the bytes are."""
         return self.path if self.within is None else self.within
+
+    def is_in(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether all bytes are there, by the sizes of all stored objects; an object that was cut has not."""
+        size = sizes.get(self.stored_in, -1)
+        return size == self.size if self.within is None else size >= self.offset + self.size

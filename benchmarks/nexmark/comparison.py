@@ -10,12 +10,14 @@ LABELS = {
     "aggregate": "`aggregate`",
     "arrow": "`transform_with_state_in_arrow`",
     "rows": "`transform_with_state`",
-    "native": "Spark's own aggregation (q9: a join and an aggregation)",
+    "join": "`join`",
+    "native": "Spark's own aggregation (q9: a join and an aggregation; q8, q20: a join)",
     "spark_rows": "Spark `transformWithState`",
     "spark_pandas": "Spark `applyInPandasWithState`",
 }
-OURS = frozenset({"aggregate", "arrow", "rows"})
+OURS = frozenset({"aggregate", "arrow", "rows", "join"})
 TITLES = {
+    "q8": "q8, people who open an auction within the 10 s in which they register",
     "q9": "q9, auctions with their winning bid",
     "q11": "q11, bids per bidder and session",
     "q12": "q12, bids per bidder and 10 s of processing time",
@@ -86,7 +88,7 @@ COMPARISONS = (
             },
             "smoke": {
                 "queries": list(TITLES),
-                "contestants": ["aggregate", "arrow", "native"],
+                "contestants": ["aggregate", "arrow", "join", "native"],
                 "events": 5_000,
                 "event_rate": 500,
                 "out_of_order": 1,

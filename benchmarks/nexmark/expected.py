@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 import pyarrow as pa
 
-from .generator import TIME, auctions_of, bids_of
+from .generator import TIME, auctions_of, bids_of, people_of
 from .queries import OUTPUTS, Q20_CATEGORY, WINDOW_MS
 
 TOP = 10
 SESSION_GAP = pd.Timedelta(seconds=10)
 _TYPES = {
+    "name": pa.string(),
     "item_name": pa.string(),
     "description": pa.string(),
     "channel": pa.string(),
@@ -113,6 +114,21 @@ def winning_bids(batches: Sequence[pa.RecordBatch]) -> pa.Table:
     )
     best = ranked.drop_duplicates("id").drop(columns=["date_time", "expires"])
     return _table("q9", auctions.merge(best, on="id"))
+
+
+def new_sellers(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Return q8, batch by batch: people and their window, with the first auction of theirs in it."""
+    people, sellers = pd.DataFrame(), pd.DataFrame()
+    width = pd.Timedelta(milliseconds=WINDOW_MS)
+    for number, batch in enumerate(batches):
+        new = people_of(batch).to_pandas()[["id", "name", "date_time"]]
+        opened = auctions_of(batch).to_pandas()[["seller", "date_time"]].rename(columns={"seller": "id"})
+        new, opened = (f.assign(start_time=f.pop("date_time").dt.floor(width), batch=number) for f in (new, opened))
+        people = pd.concat([people, new])
+        sellers = pd.concat([sellers, opened]).drop_duplicates(["id", "start_time"])
+        both = people.merge(sellers, on=["id", "start_time"])
+        found = both[both[["batch_x", "batch_y"]].max(axis=1) == number]
+        yield _table("q8", found.assign(end_time=found["start_time"] + width))
 
 
 def bids_of_category(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:

@@ -10,6 +10,8 @@ queries, which leave open what comes first among equals, these are the readings 
   has one time, that in its entry in ``offsets/``. What never changes is the sum over the windows of a bidder.
 - q9, auctions with their winning bid: the highest one from date_time to expires, both included, then the earliest, then
   the lowest (bidder, extra); emitted when the watermark has reached expires. Auctions without such a bid are left out.
+- q8, people who open an auction within the 10 seconds of event time in which they register: a semi join, each of them
+  once, with the batch of their first auction.
 - q20, bids with their auctions, of auctions of one category. No watermark: all bids and auctions are kept.
 
 q18, q19 and q12 emit what has changed in each batch, q20 the pairs of which one row came in it. The watermark is
@@ -26,7 +28,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from . import arrow_processors, pandas_functions, processors
-from .generator import AUCTION, BID, NexmarkConf
+from .generator import AUCTION, BID, PERSON, NexmarkConf
 
 WATERMARK_DELAY = "4 seconds"
 WATERMARK_DELAY_MS = 4000
@@ -34,6 +36,7 @@ SESSION_GAP = WINDOW = "10 seconds"
 WINDOW_MS = 10_000
 
 OUTPUTS = {
+    "q8": ["id", "name", "start_time", "end_time"],
     "q9": [
         "id",
         "item_name",
@@ -357,6 +360,31 @@ def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     )
 
 
+# q8: people and their auctions
+
+
+def q8_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    from spark_bridge import join
+
+    people, sellers = _people_and_sellers(events)
+    return _q8(join(people, sellers, on=["id", "w"], how="left_semi", operator="new_sellers"))
+
+
+def q8_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    people, sellers = _people_and_sellers(events)
+    return _q8(people.join(sellers, ["id", "w"], "left_semi"))
+
+
+def _people_and_sellers(events: DataFrame) -> tuple[DataFrame, DataFrame]:
+    of_window = F.window("date_time", WINDOW).alias("w")
+    people = timed(events).where(F.col("event_type") == PERSON).select("person.id", of_window, "person.name")
+    return people, auctions(timed(events)).select(F.col("seller").alias("id"), of_window)
+
+
+def _q8(df: DataFrame) -> DataFrame:
+    return df.select("id", "name", F.col("w.start").alias("start_time"), F.col("w.end").alias("end_time"))
+
+
 # q20: bids with their auctions
 
 
@@ -424,6 +452,8 @@ def _of_us(query: str, df: DataFrame) -> DataFrame:
 _SPARK_ROWS = "Spark transformWithState"
 _SPARK_PANDAS = "Spark applyInPandasWithState"
 CONTESTANTS = (
+    NexmarkContestant("q8", "join", "join", q8_join),
+    NexmarkContestant("q8", "native", "Spark join", q8_native),
     NexmarkContestant("q9", "arrow", "transform_with_state_in_arrow", q9_arrow),
     NexmarkContestant("q9", "rows", "transform_with_state", q9_rows),
     NexmarkContestant("q9", "native", "Spark join and groupBy().agg()", q9_native),

@@ -17,10 +17,15 @@ METADATA = "metadata"
 
 
 class SparkCommits:
-    """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are committed, and planned."""
+    """Spark's own ``commits/`` and ``offsets/`` of a checkpoint: the batches that are committed, and planned.
+
+    Made anew for each run: while a run lasts, what Spark has planned does not change. The lock of the run guards
+    ``times``, which remembers the times of one batch.
+    """
 
     def __init__(self, storage: CheckpointStorage) -> None:
         self._storage = storage
+        self._last_times: tuple[int, _OffsetSeqMetadata] | None = None
 
     @property
     def requests_made(self) -> int:
@@ -60,11 +65,15 @@ class SparkCommits:
     def times(self, batch_id: int) -> BatchTimes:
         """Return the times of a batch that Spark has planned.
 
-        Rows are late by the watermark of the batch before. Raises ``MissingFileError``, and ``DamagedFileError`` if a
-        file is not as Spark writes it.
+        Rows are late by the watermark of the batch before, which was read for that batch: tasks wait for one request.
+        Raises ``MissingFileError``, and ``DamagedFileError`` if a file is not as Spark writes it.
         """
+        last, before = self._last_times, batch_id - 1
         own = self._offsets(batch_id)
-        late = self._offsets(batch_id - 1).batchWatermarkMs if batch_id > 0 else 0
+        late = 0
+        if batch_id > 0:
+            late = (last[1] if last is not None and last[0] == before else self._offsets(before)).batchWatermarkMs
+        self._last_times = (batch_id, own)
         return BatchTimes(own.batchTimestampMs, own.batchWatermarkMs, late)
 
     def num_sources(self) -> int | None:

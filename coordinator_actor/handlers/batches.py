@@ -151,7 +151,7 @@ class Batches:
             owner = None if assignment is None else assignment.find(*task)
             if owner is None or owner.host_id != message.host_id:
                 return False
-            counts = run.versions.add_snapshot(task, new, message.reused)
+            counts = run.versions.add_snapshot(task, new, message.reused, message.descriptor)
             if counts:
                 run.snapshot_uploaded(task, new.version, self._registries.clock())
             return counts

@@ -11,7 +11,7 @@ from backends.formats import retention
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout
 from backends.formats.retention import Retention
-from backends.formats.snapshot import SnapshotDescriptor
+from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from coordinator_actor.checkpoints.tasks import TaskKey
 
 Snapshots = dict[TaskKey, tuple[SnapshotRef, ...]]
@@ -101,10 +101,16 @@ class QueryVersions:
 
     # -- snapshots that no manifest names yet --------------------------------------------------
 
-    def add_snapshot(self, task: TaskKey, new: SnapshotRef, reused: SnapshotRef | None) -> bool:
+    def add_snapshot(
+        self,
+        task: TaskKey,
+        new: SnapshotRef,
+        reused: SnapshotRef | None,
+        descriptor: SnapshotDescriptor | None = None,
+    ) -> bool:
         """Take up an uploaded snapshot. Return False if it is of no use: of another lineage, or not of a kept version.
 
-        ``reused`` is the earlier snapshot with which it shares files.
+        ``reused`` is the earlier snapshot with which it shares files, ``descriptor`` what is in it, if that is known.
         """
         known = {s.file.path for s in self.snapshots(*task, self.completed)}
         counts = (
@@ -116,6 +122,8 @@ class QueryVersions:
         )
         if counts:
             self.unnamed[task] = (*self.unnamed.get(task, ()), new)
+            if descriptor is not None and descriptor.path == new.file.path:
+                self.descriptors[new.file.path] = descriptor
         return counts
 
     def unnamed_in(self, layout: Layout, partition: int) -> tuple[SnapshotRef, ...]:

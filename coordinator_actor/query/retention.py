@@ -14,6 +14,7 @@ from backends.formats.changelog_group import GROUPS
 from backends.formats.checkpoint_size import full_bytes
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Manifest, SnapshotRef
+from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from coordinator_actor.query.query_state import QueryState
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     Raises ``RetiredRunError`` if the run is over, ``FencedError`` if another coordinator has taken over.
     """
     storage, versions = run.manifests.storage, run.versions
-    sizes = dict(storage.list("operators"))
-    groups = storage.list(GROUPS)
+    sizes = {path: size for directory in ("operators", GROUPS) for path, size in storage.list(directory)}
     with run.lock:
         run.require_current()
         refs = _snapshots(run)
@@ -37,7 +37,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         versions.plan_retention(
             run.registration.min_versions_to_retain,
             lambda s: (
-                sizes.get(s.file.path) == s.file.size
+                s.file.is_in(sizes)
                 and s.file.path in versions.descriptors
                 and versions.descriptors[s.file.path].is_complete(sizes)
             ),
@@ -48,13 +48,13 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         in_use = run.files_in_use.directories(versions.layouts, now)
         oldest_in_use = run.files_in_use.oldest(now)
         _read_descriptors(run, [*refs, *unnamed])
-        # Neither is ever changed, only replaced. A load that begins from now on is told of no file that is not kept.
+        # The chain is never changed, only replaced, and descriptors are only added. A load that begins from now on is
+        # told of no file that is not kept.
         chain, descriptors = versions.chain, versions.descriptors
         manifests = run.manifests.forget({m.id for m in chain.values()})
     # Without the lock, since there may be a million files.
     try:
-        files = [*sizes, *(path for path, _ in groups)]
-        files += [path for directory in ("operators", GROUPS) for path in storage.unfinished(directory)]
+        files = [*sizes, *(path for directory in ("operators", GROUPS) for path in storage.unfinished(directory))]
         found = retention.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
         # As long as that snapshot is kept, nobody can tell which files belong to it.
@@ -99,12 +99,14 @@ def _snapshots(run: QueryState) -> list[SnapshotRef]:
 
 def _read_descriptors(run: QueryState, refs: list[SnapshotRef]) -> None:
     """Keep the descriptors of these snapshots, and of no others. Those of damaged snapshots are left out."""
-    wanted = {s.file.path for s in refs}
-    held = run.versions.descriptors
+    held, storage = run.versions.descriptors, run.manifests.storage
+    found: dict[str, SnapshotDescriptor] = {}
+    read = snapshot.read_together(storage, [ref.file for ref in refs if ref.file.path not in held])
     for ref in refs:
-        if ref.file.path not in held:
-            try:
-                held = {**held, ref.file.path: snapshot.read_descriptor(run.manifests.storage, ref)}
-            except (DamagedFileError, MissingFileError) as error:
-                log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
-    run.versions.keep_descriptors({path: held[path] for path in held if path in wanted})
+        path = ref.file.path
+        known = held.get(path)
+        try:
+            found[path] = known or snapshot.read_descriptor(storage, ref, read.get(path)).without_content
+        except (DamagedFileError, MissingFileError) as error:
+            log.warning("A snapshot of run %s is damaged: %s", run.run_id, error)
+    run.versions.keep_descriptors(found)

@@ -61,7 +61,7 @@ def build_partition(
         finally:
             engine.close()
         with ThreadPoolExecutor(conf.upload_threads, thread_name_prefix="statestore-upload") as pool:
-            ref, _ = snapshot.upload(
+            made = snapshot.upload(
                 storage,
                 path.rpartition("/")[0],
                 backend.name,
@@ -72,4 +72,4 @@ def build_partition(
                 pool=pool,
                 is_cancelled=is_cancelled,
             )
-    return PartitionEntry(meta.attempt, changelog, (ref,)), rows
+    return PartitionEntry(meta.attempt, changelog, (made.ref,)), rows

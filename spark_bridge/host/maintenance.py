@@ -8,12 +8,18 @@ this, a busy query beside idle ones that hold the buffers would write small file
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from backends.conf import StateStoreConf
 from backends.exceptions import StoreClosedError
+from backends.formats.manifest import SnapshotRef
+from backends.formats.snapshot import PreparedSnapshot, StoredSnapshot
 from backends.host_memory import WRITE_BUFFERS, HostMemory
+from backends.partition.partition_state import PartitionState
 from coordinator_actor.messages import SnapshotUploaded
 from coordinator_actor.query.files_in_use import UPLOAD
 from spark_bridge.host.counters import Counters
@@ -24,6 +30,20 @@ from spark_bridge.host.registration import HostRegistration
 from spark_bridge.host.version_requests import VersionRequests
 
 log = logging.getLogger(__name__)
+
+
+SMALL_BYTES = 256 << 10
+"""So many bytes of small files of one snapshot are stored with its descriptor."""
+TOGETHER_BYTES = 8 << 20
+TOGETHER_SECONDS = 10.0
+
+
+class _Ready(NamedTuple):
+    """A partition whose snapshot is to be stored with others; ``earlier`` is the one with which it shares files."""
+
+    instance: Instance
+    earlier: SnapshotRef | None
+    prepared: PreparedSnapshot
 
 
 class Maintenance:
@@ -48,6 +68,7 @@ class Maintenance:
         self._write_buffer_bytes = conf.write_buffer_bytes
         self._deltas_per_snapshot = conf.deltas_per_snapshot
         self._hooks: list[Callable[[], None]] = []
+        self._num_threads = conf.maintenance_threads
         self._uploads = ThreadPoolExecutor(conf.maintenance_threads, thread_name_prefix="statestore-maintenance")
         self._uploading: dict[InstanceKey, Future[None]] = {}
 
@@ -68,6 +89,7 @@ class Maintenance:
         self._loading.drop_kept()
         self._unload_others()
         begun = []
+        due: dict[str, list[Instance]] = {}
         is_crowded = 2 * self._memory.held().get(WRITE_BUFFERS, 0) > self._write_buffer_bytes
         with self._held.lock:
             for key, instance in self._held.instances.items():
@@ -81,10 +103,16 @@ class Maintenance:
                 is_idle, instance.seen_version = version == instance.seen_version, version
                 # A snapshot would wait for a load in a thread that other partitions need.
                 if is_due and not instance.state.is_loading and (running is None or running.done()):
-                    self._uploading[key] = self._uploads.submit(self.upload_snapshot, instance)
-                    begun.append(self._uploading[key])
+                    due.setdefault(instance.registration.run_id, []).append(instance)
                 elif is_crowded and is_idle and instance.written_out != version and not instance.state.is_loading:
                     begun.append(self._uploads.submit(self._write_out, instance, version))
+            for instances in due.values():
+                share = -(-len(instances) // self._num_threads)
+                for first in range(0, len(instances), share):
+                    together = instances[first : first + share]
+                    upload = self._uploads.submit(self.upload_snapshots, together)
+                    self._uploading.update({instance.key: upload for instance in together})
+                    begun.append(upload)
             for key in [k for k, f in self._uploading.items() if f.done() and k not in self._held.instances]:
                 del self._uploading[key]
         return begun
@@ -113,28 +141,63 @@ class Maintenance:
             if not is_ours:
                 self._loading.unload(instance, waits=False)
 
-    def upload_snapshot(self, instance: Instance) -> None:
-        """Upload a snapshot of a partition's version and report it.
+    def upload_snapshots(self, instances: Sequence[Instance]) -> None:
+        """Upload snapshots of partitions of one run and report them. Descriptors and small files go up together.
 
-        A failure is logged; the next maintenance tries again.
+        Each partition's large files go up one partition after the other. What then waits for the others is stored once
+        it has ``TOGETHER_BYTES``, or has waited ``TOGETHER_SECONDS``: so memory is bounded, and a large partition does
+        not hold up small ones for long. A failure is logged; the next maintenance tries again.
         """
+        ready: list[_Ready] = []
+        listed: dict[str, dict[str, int]] = {}
+        since = time.monotonic()
+        for instance in instances:
+            run_id, operator, partition = instance.run_key
+            coordinator = self._registration.coordinator
+            with self._logged([instance]):
+                lineage = coordinator.lineage(run_id, operator, partition, instance.state.version, UPLOAD)
+                earlier = lineage.snapshots[-1] if lineage.snapshots else None
+                ready.append(_Ready(instance, earlier, instance.state.prepare_snapshot(earlier, SMALL_BYTES, listed)))
+            if sum(r.prepared.nbytes for r in ready) >= TOGETHER_BYTES or time.monotonic() - since > TOGETHER_SECONDS:
+                self._store(ready)
+                ready, since = [], time.monotonic()
+        self._store(ready)
+
+    def _store(self, ready: Sequence[_Ready]) -> None:
+        if not ready:
+            return
+        made: list[StoredSnapshot] = []
+        with self._logged([r.instance for r in ready]):
+            made = PartitionState.store_snapshots([(r.instance.state, r.prepared) for r in ready])
+        for (instance, earlier, _), stored in zip(ready, made, strict=False):
+            with self._logged([instance]):
+                self._report(instance, earlier, stored)
+
+    def _report(self, instance: Instance, earlier: SnapshotRef | None, stored: StoredSnapshot) -> None:
         registration, coordinator = self._registration, self._registration.coordinator
-        run_id, operator, partition = instance.run_key
+        message = SnapshotUploaded(
+            *instance.run_key,
+            registration.info.host_id,
+            registration.info.incarnation,
+            stored.ref,
+            earlier,
+            stored.descriptor.without_content,
+        )
+        if registration.call(lambda: coordinator.snapshot_uploaded(message)):
+            instance.snapshot_version = stored.ref.version
+            instance.rescaled_at = None
+        self._counters.add("snapshots")
+
+    @contextmanager
+    def _logged(self, instances: Sequence[Instance]) -> Iterator[None]:
+        """Log an error of the block: no error may be lost in a thread, and the next maintenance tries again."""
+        names = ", ".join(map(str, instances))
         try:
-            lineage = coordinator.lineage(run_id, operator, partition, instance.state.version, UPLOAD)
-            earlier = lineage.snapshots[-1] if lineage.snapshots else None
-            made = instance.state.snapshot(earlier)
-            message = SnapshotUploaded(
-                run_id, operator, partition, registration.info.host_id, registration.info.incarnation, made, earlier
-            )
-            if registration.call(lambda: coordinator.snapshot_uploaded(message)):
-                instance.snapshot_version = made.version
-                instance.rescaled_at = None
-            self._counters.add("snapshots")
+            yield
         except StoreClosedError:
-            log.debug("%s was unloaded while a snapshot of it was taken", instance)
-        except Exception:  # no error may be lost in a thread, and the next round tries again
-            log.warning("Error managing %s; no snapshot was taken", instance, exc_info=True)
+            log.debug("%s was unloaded while a snapshot of it was taken", names)
+        except Exception:
+            log.warning("Error managing %s; no snapshot was taken", names, exc_info=True)
 
     def close(self) -> None:
         """Begin no more uploads."""

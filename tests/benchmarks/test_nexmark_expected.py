@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from nexmark import expected
 from nexmark.compare import expected_batches
-from nexmark.generator import AUCTION, AUCTION_TYPE, BID, BID_TYPE, SCHEMA, NexmarkConf, events
+from nexmark.generator import AUCTION, AUCTION_TYPE, BID, BID_TYPE, PERSON, SCHEMA, NexmarkConf, events
 from nexmark.lanes import Check, check_of
 from nexmark.queries import OUTPUTS
 
@@ -48,6 +48,23 @@ def test_last_bids_are_those_of_the_pairs_touched_with_the_greatest_at_one_time(
     names = ("bidder", "auction", "price", "extra", "date_time")
     assert rows(one, *names) == {(5, 1, 30, "b", at(1)), (6, 1, 99, "", at(0)), (5, 2, 1, "", at(0))}
     assert rows(other, *names) == {(5, 1, 30, "b", at(1)), (5, 2, 2, "", at(0)), (6, 2, 1, "", at(3))}
+
+
+def test_people_come_once_with_the_first_auction_of_their_window() -> None:
+    def person(number: int, seconds: float) -> dict[str, Any]:
+        return {"event_type": PERSON, "person": {"id": number, "name": f"n{number}"}, "date_time": at(seconds)}
+
+    def opened(number: int, seller: int, seconds: float) -> dict[str, Any]:
+        one = auction(number, seconds, 99)
+        one["auction"]["seller"] = seller
+        return one
+
+    first = batch(person(1, 2), person(2, 3), person(3, 9), opened(1, 1, 4), opened(2, 1, 5), opened(3, 3, 11))
+    second = batch(opened(4, 2, 9), opened(5, 1, 9), person(4, 12))
+    one, other = expected.new_sellers([first, second])
+    names = ("id", "name", "start_time", "end_time")
+    assert rows(one, *names) == {(1, "n1", at(0), at(10))}
+    assert rows(other, *names) == {(2, "n2", at(0), at(10))}
 
 
 def test_bids_come_with_their_auction_in_the_batch_of_the_later_one() -> None:

@@ -400,7 +400,7 @@ def upload(s: Stream, *partitions: int) -> None:
     s.heartbeat()
     for held in list(s.hosts[0].held.instances.values()):
         if held.partition in partitions:
-            s.hosts[0].maintenance.upload_snapshot(held)
+            s.hosts[0].maintenance.upload_snapshots([held])
 
 
 def test_partitions_whose_snapshots_lag_behind_are_named(stream, caplog):

@@ -319,7 +319,7 @@ class Model:
 
     @staticmethod
     def _is_sound(ref: SnapshotRef, files: dict[str, bytes]) -> bool:
-        data = files.get(ref.file.path)
+        data = content_of(ref.file, files)
         return data is not None and all(p in files for p in unseal(data, SnapshotDescriptor, ref.file.path).paths)
 
     def check_durable(self, plan: Plan, run_id: str, files: dict[str, bytes], n: int, backend: str) -> None:

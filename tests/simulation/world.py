@@ -27,6 +27,7 @@ from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestErr
 from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
 from coordinator_actor.query.files_in_use import BUSY_SECONDS
 from spark_bridge.exceptions import PartitionMismatchError
+from spark_bridge.host.maintenance import SMALL_BYTES
 from tests.simulation import engine, model, threads
 from tests.simulation import scheduler as scheduling
 from tests.simulation.cluster import Cluster, LocalLocks, Session
@@ -269,7 +270,9 @@ class World:
     def _lie_in_wait(self) -> None:
         """Whatever keeps state dies just after the next file of some kind has been written, perhaps with all else."""
         r = self.scheduler.random
-        kind = r.choice((".changelog", ".changelogs", "manifests/", "commits/", "offsets/", "epochs/", ".snapshot"))
+        kind = r.choice(
+            (".changelog", ".changelogs", ".snapshots", "manifests/", "commits/", "offsets/", "epochs/", ".snapshot")
+        )
         self._ambush = (kind, r.choice((self._kill_state, self._kill_state, self._kill_all, self._ask_to_go_back)))
 
     def _kill_driver(self) -> None:
@@ -541,6 +544,8 @@ def run(
         ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.background", "_pool"): threads.Background(),
         ("spark_bridge.task.task_store", "_owners"): PerProcess(),
+        # In half of the worlds, snapshots share files with earlier ones.
+        ("spark_bridge.host.maintenance", "SMALL_BYTES"): seed % 2 * SMALL_BYTES,
         ("spark_bridge.task.task_store", "forget_client"): lambda address, token: None,
     }
     try:

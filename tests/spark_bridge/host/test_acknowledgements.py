@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -17,6 +16,7 @@ from coordinator_actor.messages import Acknowledge, Acknowledged, Refused
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.host.acknowledgements import Acknowledgements
 from tests.patience import PATIENCE
+from tests.spark_bridge.host.task_threads import Threads, wait_until
 
 WAIT = PATIENCE
 """Seconds; only a test that fails waits so long."""
@@ -69,30 +69,6 @@ class Host:
     def waiting(self, run: str) -> int:
         """How many tasks of a run wait for the next message."""
         return len(self.acknowledgements._waiting.get(run, ()))
-
-
-def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + WAIT
-    while not holds():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.001)
-
-
-class Threads:
-    """A daemon thread for each task: one that waits forever fails its test, and holds up nothing else."""
-
-    @staticmethod
-    def submit(call: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call(*args))
-            except BaseException as error:  # noqa: BLE001 - whoever asks for the result is told
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return future
 
 
 @pytest.fixture

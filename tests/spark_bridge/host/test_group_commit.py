@@ -24,7 +24,7 @@ from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 from tests.patience import PATIENCE
 from tests.spark_bridge.host.host_steps import ch, make_host, plan_spark, reg, task
-from tests.spark_bridge.host.test_acknowledgements import Threads, wait_until
+from tests.spark_bridge.host.task_threads import Threads, wait_until
 
 FOR_EVER = PATIENCE
 """A linger that only a test which fails waits for."""

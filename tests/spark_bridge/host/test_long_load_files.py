@@ -52,7 +52,7 @@ class Retained:
         self.host.heartbeat()
         if self.batches % 3 == 0:
             for instance in self.host.held.all():
-                self.host.maintenance.upload_snapshot(instance)
+                self.host.maintenance.upload_snapshots([instance])
 
     def time_passes(self, seconds: float) -> None:
         """Retention goes on meanwhile."""

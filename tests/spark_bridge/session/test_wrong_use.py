@@ -31,11 +31,11 @@ def start(df: DataFrame, stream: Stream, **options: str) -> Any:
 
 def refusal(df: DataFrame, stream: Stream, **options: str) -> str:
     """What query.exception() says; and no state may have been touched."""
-    before = sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog"))
+    before = sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog*"))
     query = start(df, stream, **options)
     with pytest.raises(Exception, match=r"."):
         query.processAllAvailable()
-    assert sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog")) == before
+    assert sorted(p.name for p in Path(stream.checkpoint, "statestore").rglob("*.changelog*")) == before
     return str(query.exception())
 
 

@@ -170,7 +170,7 @@ def go_on(sides: Sides, checkpoint: str, partitions: int, provider: str, found: 
     return query
 
 
-@pytest.mark.spark42
+@pytest.mark.spark42_only
 def test_rescaled_restarted_saved_and_queried(sides: Sides, tmp_path: Path) -> None:
     client = QueryableStateClient.connect()
     checkpoint = str(tmp_path / "ck")
@@ -210,7 +210,6 @@ def test_apply_makes_the_output_of_matches(sides: Sides) -> None:
     assert found
 
 
-@pytest.mark.spark42
 def test_rows_nearest_in_time_are_those_of_pandas(sides: Sides) -> None:
     sides.add(3)
     sides.end()

@@ -294,11 +294,13 @@ def test_an_error_of_storage_is_an_error_and_the_next_reader_looks_again(make):
 
 def test_a_look_is_paced(make, monkeypatch):
     monkeypatch.setattr(prepared_versions, "LOOK_SECONDS", HANG)
-    w = make(wait_seconds=0.05)
+    w = make()
     w.batch(filled(1))
     w.write(filled(2))
     assert w.one(3) == (1, 1)
+    w.reads[0]._reader.wait_seconds = 0.05
     with pytest.raises(HostUnavailableError):
         w.one(3)
     w.complete()
+    w.reads[0]._reader.wait_seconds = HANG
     assert w.one(3, COMPLETED) == (2, 2), "who hears of it need not look"
