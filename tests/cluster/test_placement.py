@@ -78,11 +78,16 @@ def test_hosts_stand_where_executors_run(make_lab: Callable[[int], Lab]) -> None
         lab.kill(lost)
         stream.await_batches(2)
 
-        def is_right() -> bool:
-            _, *rest = seen(lab)
-            return len(rest) == 2 and len(rest[0]) == 3 and lab.addresses[lost] not in rest[0] and rest[1] == []
+        last: list[Any] = []
 
-        wait_until(is_right, timeout=200)
+        def is_right() -> bool:
+            last[:] = seen(lab)
+            return len(last) == 3 and len(last[1]) == 3 and lab.addresses[lost] not in last[1] and last[2] == []
+
+        try:
+            wait_until(is_right, timeout=200)
+        except AssertionError as error:
+            raise AssertionError(f"{last}\n{stream.log()[-5000:]}") from error
         stream.await_batches(2)
 
         # Hosts of a machine that is to go hand over while the stream runs.

@@ -63,10 +63,9 @@ class JoinLogic:
     """A join of the rows of two sides that have one key.
 
     ``keys`` are the key columns as stored. ``slots`` are the types of the shared columns in which the rows of both
-    sides come. A row of the right side matches if its time minus that of the left row is from ``lower_us`` to
-    ``upper_us``, both included; None is no bound. ``output`` are the columns of the output: the keys, those of the left
-    side, and those of the right side unless ``how`` asks for left rows only. With ``apply``, they are what that gives;
-    ``given`` are the columns of the two tables that it takes.
+    sides come. ``bounds`` say which of these rows match. ``output`` are the columns of the output: the keys, those of
+    the left side, and those of the right side unless ``how`` asks for left rows only. With ``apply``, they are what
+    that gives; ``given`` are the columns of the two tables that it takes.
     """
 
     schema: OperatorSchema
