@@ -105,6 +105,8 @@ def calls_on(storage: CheckpointStorage) -> dict[str, Callable[[], object]]:
         "put_new": lambda: storage.put_new("new", b"content"),
         "get": lambda: storage.get("there"),
         "read": lambda: storage.read(FileRef("there", 7, digest(b"content"))),
+        "get_range": lambda: storage.get_range("there", 2, 3),
+        "read a part": lambda: storage.read(FileRef("part", 3, digest(b"nte"), "there", 2)),
         "exists": lambda: storage.exists("there"),
         "list": storage.list,
         "delete": lambda: storage.delete("there"),
@@ -332,6 +334,7 @@ def test_transient_errors_are_retried_with_growing_waits(s3: S3, kind: str) -> N
     direct = s3.direct()
     direct.put_new("there", b"content")
     expected = {"get": b"content", "read": b"content", "exists": True, "list": [("there", 7)]}
+    expected |= {"get_range": b"nte", "read a part": b"nte"}
     calls = calls_on(s3.open())
     if kind == "400 RequestTimeout":
         del calls["exists"]  # the answer to HEAD has no body, which alone tells a late request from other errors
