@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.backends.storage.s3_faults import FaultProxy, S3Server, fault_proxy, s3_server
 from tests.effort import IS_THOROUGH, effort, examples
+from tests.scratch import SCRATCH
 
-_MEMORY = Path("/dev/shm")
-if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4 << 30:
-    # Most tests write and sync many small files; what they show does not depend on where.
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", SCRATCH)
 
 # Each process of the suite would start a thread per core for matrices that no test has.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

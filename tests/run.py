@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from tests.scratch import SCRATCH
+
 NOTHING_COLLECTED = 5
 """The status of pytest where its arguments have chosen no test of a part."""
 
@@ -60,7 +62,7 @@ class Outcome:
 def run_part(part: Part, out: TextIO, prefix: str = "") -> Outcome:
     """Run a part; write its output line by line, each behind ``prefix``."""
     begun = time.monotonic()
-    ray_files = tempfile.mkdtemp(prefix="rs-", dir="/tmp")  # a short path: Ray's sockets live below it
+    ray_files = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     last = ""
     try:
         with subprocess.Popen(

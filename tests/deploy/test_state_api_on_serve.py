@@ -15,6 +15,7 @@ import pytest
 
 from tests.deploy.memory_client import TOKEN
 from tests.patience import PATIENCE
+from tests.scratch import SCRATCH
 
 COORDINATOR = "of-state-api"
 
@@ -31,7 +32,7 @@ def address() -> Iterator[str]:
     from coordinator_actor.on_ray.actor import get_or_create_coordinator
     from deploy.state_api import Settings, build_app
 
-    ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
+    ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     ray.init(
         address="local",
         num_cpus=2,

@@ -384,7 +384,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-commit",
         "A commit is answered though its changelog was not written.",
         hasty_commit,
-        range(2481, 2581),
+        range(2511, 2611),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -433,13 +433,13 @@ FAULTS: Sequence[PlantedFault] = (
         "uncommitted-reads",
         "A query reads what tasks have prepared and Spark has not committed.",
         uncommitted_reads,
-        range(107, 157),
+        range(121, 171),
     ),
     PlantedFault(
         "greedy-retention",
         "Maintenance removes the snapshot with which the oldest kept version begins: one too many.",
         greedy_retention,
-        range(106, 206),
+        range(111, 211),
     ),
     PlantedFault(
         "last-speaker",
@@ -506,14 +506,14 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-group",
         "The members of a group are answered before the group is stored.",
         hasty_group,
-        range(100, 300),
+        range(127, 327),
         prepare=on_failing_storage,
     ),
     PlantedFault(
         "swallowed-group",
         "The members of a group do not hear that it could not be stored.",
         swallowed_group,
-        range(100, 200),
+        range(159, 259),
         prepare=on_failing_storage,
     ),
     PlantedFault(

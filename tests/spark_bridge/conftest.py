@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from backends import StateStoreConf
 from backends.encoding.spark_types import from_spark_type
 from tests.patience import HANG, PATIENCE
+from tests.scratch import SCRATCH
 
 # Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times.
 # Cold
@@ -37,8 +38,7 @@ def spark() -> Iterator[SparkSession]:
 
     from spark_bridge import init_spark, stop_spark
 
-    # A short path: Ray's sockets live below it.
-    ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
+    ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     ray.init(
         address="local",
         num_cpus=4,

@@ -19,6 +19,7 @@ from coordinator_actor.on_ray.cluster_store import ClusterStore
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session import host_placement
 from spark_bridge.session.state_cluster import StateCluster
+from tests.scratch import SCRATCH
 from tests.spark_bridge.conftest import wait_until
 
 pytestmark = pytest.mark.ray
@@ -34,7 +35,7 @@ HEALTH = {
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Callable[[str], Any]]:
     """A head at the address of this machine, and what adds a node at another address."""
-    ray_dir = tempfile.mkdtemp(prefix="rs-", dir="/tmp")
+    ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_TMPDIR", ray_dir)  # a Cluster leaves its address there for whoever joins without one
     head = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False, "_system_config": HEALTH}
