@@ -96,6 +96,10 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
 	@touch $@
 
+.PHONY: manifests
+manifests: $(STAMP) ## Write deploy/kubernetes from the chart; needs Debian's golang-go and golang-github-masterminds-sprig-dev
+	$(BIN)/python -m tests.deploy.rendered_chart
+
 .PHONY: bench bench-smoke bench-list
 bench: $(BENCH_STAMP) ## Measure every comparison and write benchmarks/RESULTS.md, hours; ARGS="throughput --keys 100000" for one
 	$(BIN)/python benchmarks/bench.py $(ARGS)

@@ -36,6 +36,8 @@ class StateStoreConf:
 
     - ``fsync``: on local disk, sync each file and its directories before a commit is acknowledged. False is faster, and
       loses the last commits at a power cut. A killed process loses nothing either way.
+    - ``commit_linger``: for so many seconds at most the first commit of a host waits for those of other partitions that
+      have opened the same batch: their changelogs go into one object. 0: each changelog is a file of its own.
     - ``compression``: of changelogs and of the file provider's snapshots: "none", "lz4" or "zstd".
     - ``min_versions_to_retain``: how many versions before the newest can always be opened (Spark:
       ``spark.sql.streaming.minBatchesToRetain``). Files that only older versions need are removed.
@@ -74,6 +76,7 @@ class StateStoreConf:
     provider: str = "rocksdb"
     storage_options: Mapping[str, str] = field(default_factory=dict, hash=False)
     fsync: bool = True
+    commit_linger: float = 0.01
     compression: str = "lz4"
     min_versions_to_retain: int = 100
     deltas_per_snapshot: int = 10
@@ -110,6 +113,9 @@ class StateStoreConf:
         interval = self.maintenance_interval
         if isinstance(interval, bool) or not isinstance(interval, int | float) or not interval > 0:
             raise InvalidStateStoreArgument(f"maintenance_interval={interval!r} must be a number of seconds above 0.")
+        linger = self.commit_linger
+        if isinstance(linger, bool) or not isinstance(linger, int | float) or not 0 <= linger <= 1:
+            raise InvalidStateStoreArgument(f"commit_linger={linger!r} must be a number of seconds from 0 to 1.")
         self._check_range("min_versions_to_retain", 1, None)
         self._check_range("deltas_per_snapshot", 1, None)
         self._check_range("maintenance_threads", 1, 64)

@@ -77,19 +77,24 @@ def proxied_s3(bucket: str) -> Iterator[ProxiedS3]:
 
     with s3_server() as server:
         server.make_bucket(bucket)
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(server.port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            port = json.loads(process.stdout.readline())
-            yield ProxiedS3(f"http://{HOST}:{port}", server.endpoint, process.stdin, process.stdout)
-        finally:
-            process.stdin.close()
-            process.wait(30)
-            process.stdout.close()
+        with proxy_before(server.port) as proxied:
+            yield proxied
+
+
+@contextmanager
+def proxy_before(port: int) -> Iterator[ProxiedS3]:
+    """Run a proxy before the server on ``port``; it ends with the block."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        own_port = json.loads(process.stdout.readline())
+        yield ProxiedS3(f"http://{HOST}:{own_port}", f"http://{HOST}:{port}", process.stdin, process.stdout)
+    finally:
+        process.stdin.close()
+        process.wait(30)
+        process.stdout.close()
 
 
 # -- the proxy's process -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.backends.storage.s3_faults import FaultProxy, S3Server, fault_proxy, s3_server
 from tests.effort import IS_THOROUGH, effort, examples
 
 _MEMORY = Path("/dev/shm")
@@ -21,6 +22,9 @@ if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4 << 30:
 
 # Each process of the suite would start a thread per core for matrices that no test has.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# Nothing that is imported and collected is garbage: to look for some would take a tenth of the time.
+gc.disable()
 
 settings.register_profile("suite", max_examples=examples(100), deadline=None)
 settings.load_profile("suite")
@@ -42,6 +46,13 @@ def scratch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield
 
 
+@pytest.fixture(scope="session")
+def servers() -> Iterator[tuple[S3Server, FaultProxy]]:
+    """One S3 server for all tests of a process, and a proxy before it: it takes longer to start than most tests."""
+    with s3_server() as server, fault_proxy(server) as proxy:
+        yield server, proxy
+
+
 def pytest_report_header() -> str:
     return "effort: " + effort("usual; STATESTORE_TEST_EFFORT=thorough runs the tests marked thorough too", "thorough")
 
@@ -57,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # What was imported and collected stays to the end: no collection of garbage by a test looks through it again.
-    gc.collect()
     gc.freeze()
+    gc.enable()
     # Tests make much and keep little: with Python's own thresholds, a twelfth of their time goes to looking for cycles.
     gc.set_threshold(10_000, 20, 50)

@@ -23,7 +23,7 @@ def effort(usual: T, thorough: T) -> T:
 
 def examples(thorough: int) -> int:
     """Return how many examples of a property to try; each run draws others, so in time there are many."""
-    return effort(max(thorough // 6, 5), thorough)
+    return effort(max(thorough // 10, 4), thorough)
 
 
 def only_thorough(*values: Any, id: str | None = None) -> Any:

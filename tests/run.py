@@ -122,7 +122,7 @@ _QUERIES = [
     *(f"tests/spark_bridge/{name}" for name in ("queryable", "state_data", "transport")),
     "tests/deploy",
 ]
-_STATE = ["tests/backends", "tests/simulation"]
+_STATE = ["tests/backends", "tests/simulation", "tests/benchmarks/test_object_storage.py"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries": _QUERIES,

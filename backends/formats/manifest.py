@@ -6,6 +6,7 @@ V is the one that is found by walking the parents of the newest manifest of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -134,6 +135,12 @@ class Lineage(Struct, frozen=True):
         if self.changelogs:
             return self.changelogs[-1].file.path
         return self.rescaled.head if self.rescaled is not None else None
+
+    @property
+    def oldest(self) -> float:
+        """The lowest version whose changelog is among the files, of earlier layouts too; infinite if there is none."""
+        sources = self.rescaled.sources if self.rescaled is not None else ()
+        return min((*(ref.version for ref in self.changelogs[:1]), *(s.lineage.oldest for s in sources), math.inf))
 
     @property
     def is_empty(self) -> bool:

@@ -37,7 +37,9 @@ class PartitionEntry(Struct, frozen=True):
 class StoredEntries(Struct, frozen=True):
     """The columns as they are written. ``directory`` has ``*`` in the place of the partition's number.
 
-    ``partition`` is None if the partitions are 0, 1, 2 and so on.
+    ``partition`` is None if the partitions are 0, 1, 2 and so on. ``groups`` are the objects that hold changelogs of
+    several partitions, ``group`` the number of the one that has a partition's (-1: the changelog is a file of its own),
+    and ``offset`` where in it, in bytes. None: all changelogs are files of their own, as before there were groups.
     """
 
     directory: str
@@ -47,6 +49,9 @@ class StoredEntries(Struct, frozen=True):
     digest: list[str]
     partition: list[int] | None = None
     snapshots: dict[int, tuple[SnapshotRef, ...]] = {}
+    groups: list[str] = []
+    group: list[int] | None = None
+    offset: list[int] | None = None
 
 
 class PartitionEntries(Mapping[int, PartitionEntry]):
@@ -55,11 +60,15 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
     __slots__ = ("_rows", "stored")
 
     def __init__(self, stored: StoredEntries) -> None:
-        """Take over the columns; raises ``ValueError`` if they differ in length."""
+        """Take over the columns; raises ``ValueError`` if they differ in length or name a group that is not there."""
         numbers = range(len(stored.attempt)) if stored.partition is None else stored.partition
         lengths = {len(c) for c in (stored.attempt, stored.changelog, stored.size, stored.digest, numbers)}
+        if stored.group is not None or stored.offset is not None:
+            lengths |= {len(c or ()) for c in (stored.group, stored.offset)}
         if len(lengths) > 1:
             raise ValueError(f"the columns of the partitions differ in length: {sorted(lengths)}")
+        if any(not -1 <= group < len(stored.groups) for group in stored.group or ()):
+            raise ValueError(f"there are {len(stored.groups)} groups of changelogs, and others are named")
         self.stored = stored
         self._rows: Mapping[int, int] | range = (
             numbers if isinstance(numbers, range) else {p: row for row, p in enumerate(numbers)}
@@ -83,6 +92,10 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
             if parent != directory.replace("*", str(p)):
                 raise ValueError(f"{row.changelog.path} does not lie in {directory}, as the others do")
             names.append(name)
+        groups: dict[str, int] = {}
+        for row in rows:
+            if row.changelog.within is not None:
+                groups.setdefault(row.changelog.within, len(groups))
         return cls(
             StoredEntries(
                 directory,
@@ -92,19 +105,32 @@ class PartitionEntries(Mapping[int, PartitionEntry]):
                 [e.changelog.digest for e in rows],
                 None if numbers == list(range(len(numbers))) else numbers,
                 {p: e.snapshots for p, e in zip(numbers, rows, strict=True) if e.snapshots},
+                list(groups),
+                [-1 if e.changelog.within is None else groups[e.changelog.within] for e in rows] if groups else None,
+                [e.changelog.offset for e in rows] if groups else None,
             )
         )
 
     def __getitem__(self, partition: int) -> PartitionEntry:
         file_path, row, stored = self.head(partition), self._rows[partition], self.stored
-        file = FileRef(file_path, stored.size[row], stored.digest[row])
+        offset = 0 if stored.offset is None else stored.offset[row]
+        file = FileRef(file_path, stored.size[row], stored.digest[row], self._group(row), offset)
         return PartitionEntry(stored.attempt[row], file, self.snapshots.get(partition, ()))
 
     def head(self, partition: int) -> str:
-        """Return the path of a partition's changelog; raises ``KeyError``."""
+        """Return the name of a partition's changelog; raises ``KeyError``."""
         if partition not in self._rows:
             raise KeyError(partition)
         return f"{self.stored.directory.replace('*', str(partition))}/{self.stored.changelog[self._rows[partition]]}"
+
+    def stored_in(self, partition: int) -> str:
+        """Return the path of the object that holds a partition's changelog; raises ``KeyError``."""
+        head = self.head(partition)
+        return self._group(self._rows[partition]) or head
+
+    def _group(self, row: int) -> str | None:
+        stored = self.stored
+        return None if stored.group is None or stored.group[row] < 0 else stored.groups[stored.group[row]]
 
     @property
     def snapshots(self) -> Mapping[int, tuple[SnapshotRef, ...]]:

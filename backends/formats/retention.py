@@ -106,7 +106,8 @@ def garbage(
         above = {base.partition: 0 if base.snapshot is None else base.snapshot.version for base in bases}
         for version in range(segment.first, segment.last + 1):
             held = chain[version].operators[planned.layout.operator].partitions
-            needed.update(held.head(p) for p in held if version > above.get(p, version))
+            # A group stays as long as one of its parts is needed.
+            needed.update(held.stored_in(p) for p in held if version > above.get(p, version))
         for partition, refs in snapshots(chain, segment).items():
             for ref in refs:
                 if ref.version >= above.get(partition, ref.version + 1):

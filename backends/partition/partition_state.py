@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -47,6 +47,14 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 
 log = logging.getLogger(__name__)
+
+WriteChangelog = Callable[[CheckpointStorage, ChangelogMeta, str, bytes], FileRef]
+"""Stores the bytes of a changelog under a name that never existed."""
+
+
+def put_changelog(storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
+    """Store a changelog as a file of its own."""
+    return storage.put_new(path, data)
 
 
 class PartitionState:
@@ -191,11 +199,12 @@ class PartitionState:
         """Return how many requests this process has made to the location of the partition's durable files."""
         return self._storage.requests_made
 
-    def stage(self, meta: ChangelogMeta, changes: Changes) -> FileRef:
+    def stage(self, meta: ChangelogMeta, changes: Changes, write: WriteChangelog = put_changelog) -> FileRef:
         """Make an attempt's changes durable and keep them, invisible until accepted.
 
-        Raises ``LineageMismatchError`` if ``meta.base`` is not held here as the version below, ``HostMemoryError`` if
-        there is no room for the changes. Changes that come again are never refused for room.
+        ``write`` stores the changelog, perhaps together with others, and returns when it is durable. Raises
+        ``LineageMismatchError`` if ``meta.base`` is not held here as the version below, ``HostMemoryError`` if there is
+        no room for the changes. Changes that come again are never refused for room.
         """
         started = time.perf_counter()
         self._versions.check_base(meta)
@@ -213,7 +222,7 @@ class PartitionState:
         fault_points.reached("commit:changelog")
         changelog = write_changelog(changes, meta, self._conf.compression)
         written = self._memory.note(CHANGELOGS, len(changelog))
-        ref = self._storage.put_new(path, changelog)
+        ref = write(self._storage, meta, path, changelog)
         del changelog, written
         fault_points.reached("commit:durable")
         with self._versions.changed:

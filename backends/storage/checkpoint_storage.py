@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_OUT_OF_RANGE = re.compile(r"status code: 416|StartTooLarge")
+"""A range that begins behind the end of a file; one that only ends there is cut short."""
 _REFUSED = re.compile(r"request failed for key .*\(code: (\w+)\)")
 """S3's answer to a bulk removal says 200, and names those that it has not removed."""
 _PASSING = {"InternalError", "SlowDown", "ServiceUnavailable"}
@@ -252,13 +254,38 @@ class CheckpointStorage:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
 
+    def get_range(self, path: str, start: int, length: int) -> bytes:
+        """Return ``length`` bytes of a file from ``start`` on, unchecked; fewer where the file ends before.
+
+        Raises ``MissingFileError``.
+        """
+        if not length:
+            return b""
+        key = self._key(path)
+
+        def fetch() -> bytes | None:
+            try:
+                return bytes(obstore.get_range(self._store, key, start=start, length=length))
+            except FileNotFoundError as error:
+                _check_bucket(error)
+                return None
+            except BaseError as error:
+                if _OUT_OF_RANGE.search(str(error)):
+                    return b""
+                raise
+
+        found = self._retrying("read", path, fetch)
+        if found is None:
+            raise MissingFileError(f"{self.full_location(path)} does not exist.")
+        return found
+
     def read(self, ref: FileRef) -> bytes:
-        """Return a file's content, checked by its size and digest.
+        """Return a file's content, checked by its size and digest; of a group's object only the part.
 
         Raises ``MissingFileError`` or ``DamagedFileError`` naming the file.
         """
         try:
-            data = self.get(ref.path)
+            data = self.get(ref.path) if ref.within is None else self.get_range(ref.within, ref.offset, ref.size)
         except MissingFileError as error:
             raise self._missing(ref) from error
         if len(data) != ref.size or digest(data) != ref.digest:
@@ -267,15 +294,19 @@ class CheckpointStorage:
 
     def _missing(self, ref: FileRef) -> MissingFileError:
         return MissingFileError(
-            f"{self.full_location(ref.path)} ({ref.size} bytes) does not exist, but the state needs it: "
+            f"{self._named(ref)} ({ref.size} bytes) does not exist, but the state needs it: "
             "it was removed, or is kept elsewhere. Restore it from a copy."
         )
 
     def _damaged(self, ref: FileRef, size: int, found: str) -> DamagedFileError:
         return DamagedFileError(
-            f"{self.full_location(ref.path)} is damaged: {size} bytes with digest {found}, "
+            f"{self._named(ref)} is damaged: {size} bytes with digest {found}, "
             f"written were {ref.size} bytes with digest {ref.digest}. Restore it from a copy."
         )
+
+    def _named(self, ref: FileRef) -> str:
+        at = self.full_location(ref.stored_in)
+        return at if ref.within is None else f"{at}, from byte {ref.offset} on {ref.path},"
 
     def exists(self, path: str) -> bool:
         """Return whether a file of that name exists."""

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from backends.exceptions import FileExistsInStorageError, MissingFileError
+from backends.formats.changelog_group import GROUPS
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, epoch_path
@@ -23,7 +24,7 @@ from coordinator_actor.durable.manifests import MANIFESTS, QUERY_FILE, ManifestL
 from coordinator_actor.durable.spark_commits import METADATA, SparkCommits, query_id_of, write_query_id
 from coordinator_actor.exceptions import CheckpointPlaceError
 
-_COPIED = ("schemas", EPOCHS, "operators", "savepoint-ids", HISTORY, MANIFESTS)
+_COPIED = ("schemas", EPOCHS, "operators", GROUPS, "savepoint-ids", HISTORY, MANIFESTS)
 """In this order: what manifests name is there before they are."""
 _THREADS = 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from backends.exceptions import StateStoreError, VersionNotFoundError
@@ -114,8 +115,14 @@ class Batches:
                     f"kept; there are the versions {versions.readable[0]} to {versions.readable[-1]}."
                 )
             found = versions.lineage(operator, partition, version)
-            is_rescaling = found.rescaled is not None
-            run.files_in_use.begin((operator, partition), use, self._registries.clock(), is_rescaling=is_rescaling)
+            run.files_in_use.begin(
+                (operator, partition),
+                use,
+                self._registries.clock(),
+                is_rescaling=found.rescaled is not None,
+                # An upload reads no changelogs.
+                oldest=math.inf if use == UPLOAD else found.oldest,
+            )
             return found
 
     def renew_files(self, run_id: str, operator: str, partition: int, use: str) -> bool:

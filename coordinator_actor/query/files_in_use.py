@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from backends.formats.changelog_group import GROUPS
 from backends.formats.manifest_chain import Layout
 from coordinator_actor.checkpoints.tasks import TaskKey
 
@@ -19,10 +20,14 @@ UPLOAD = "upload"
 
 @dataclass(frozen=True)
 class _Use:
-    """What one load or upload uses, and until when, by the coordinator's clock. ``is_rescaling``: an earlier layout."""
+    """What one load or upload uses, and until when, by the coordinator's clock. ``is_rescaling``: an earlier layout.
+
+    ``oldest`` is the lowest version whose changelogs it reads.
+    """
 
     until: float
     is_rescaling: bool
+    oldest: float
 
 
 class FilesInUse:
@@ -41,26 +46,36 @@ class FilesInUse:
         """Take all files for being used: loads that an earlier coordinator knew of have yet to say that they go on."""
         self._all_until = now + BUSY_SECONDS
 
-    def begin(self, task: TaskKey, use: str, now: float, *, is_rescaling: bool) -> None:
-        """Take note that a host loads a partition; ``is_rescaling``: from the files of an earlier layout."""
-        self._uses[task, use] = _Use(now + BUSY_SECONDS, is_rescaling)
+    def begin(self, task: TaskKey, use: str, now: float, *, is_rescaling: bool, oldest: float) -> None:
+        """Take note that a host loads a partition with the changelogs of versions from ``oldest`` on.
+
+        ``is_rescaling``: from the files of an earlier layout.
+        """
+        self._uses[task, use] = _Use(now + BUSY_SECONDS, is_rescaling, oldest)
 
     def renew(self, task: TaskKey, use: str, now: float) -> bool:
         """Take note that a load goes on. Return False if it is not known, or was given up: then files may be gone."""
         known = self._uses.get((task, use))
         if known is None or known.until <= now:
             return False
-        self._uses[task, use] = _Use(now + BUSY_SECONDS, known.is_rescaling)
+        self._uses[task, use] = replace(known, until=now + BUSY_SECONDS)
         return True
 
     def end(self, task: TaskKey, use: str) -> None:
         """Take note that a load or an upload is over."""
         self._uses.pop((task, use), None)
 
+    def oldest(self, now: float) -> float:
+        """Return the lowest version of which changelogs are being read; infinite if none is.
+
+        Groups of changelogs lie in no partition's directory.
+        """
+        return min((use.oldest for use in self._uses.values() if use.until > now), default=math.inf)
+
     def directories(self, layouts: Mapping[str, Layout], now: float) -> tuple[str, ...]:
         """Return the directories in which nothing may be removed now."""
         self._uses = {key: use for key, use in self._uses.items() if use.until > now}
         if now < self._all_until or any(use.is_rescaling for use in self._uses.values()):
             # New partitions are being made from the files of the old ones, whichever these are.
-            return ("operators/",)
+            return ("operators/", f"{GROUPS}/")
         return tuple({f"{layouts[o].directory(p)}/" for (o, p), _ in self._uses})

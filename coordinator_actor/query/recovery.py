@@ -7,16 +7,23 @@ each names its run and its base.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeAlias
 
 from backends.formats.changelog import read_changelog_meta
+from backends.formats.changelog_group import GROUPS, SUFFIX, read_index
+from backends.formats.file_names import version_in
 from backends.formats.manifest import PartitionEntry
 from backends.formats.manifest_chain import Layout
 from backends.storage.checkpoint_storage import digest
 from backends.storage.file_ref import FileRef
 from coordinator_actor.checkpoints.tasks import TaskKey, named_tasks
 from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.durable.record_files import READERS
 from coordinator_actor.query.query_versions import QueryVersions, tasks_of
+
+_Commit: TypeAlias = "tuple[str, int, int, str, str | None]"
+"""Operator, number of partitions, partition, run id, base."""
 
 
 class StoredChanges(NamedTuple):
@@ -42,6 +49,7 @@ def stored_changes(
     seen other rows.
     """
     found = dict(acknowledged)
+    grouped = _grouped(log, version) if any(task not in found for task in tasks_of(versions.layouts)) else {}
     runs = {
         run_id: versions.layouts,
         **{r: {x.operator: x for x in file.layouts} for r, file in log.epochs.runs().items() if r != run_id},
@@ -51,7 +59,7 @@ def stored_changes(
             continue
         for name, partition in tasks_of(layouts):
             if (name, partition) not in found:
-                changes = _stored_changelog(log, versions, layouts[name], partition, version, of_run)
+                changes = _stored_changelog(log, versions, layouts[name], partition, version, of_run, grouped)
                 if changes is not None:
                     found[(name, partition)] = changes
         if found:
@@ -59,10 +67,36 @@ def stored_changes(
     return StoredChanges(run_id, versions.layouts, found)
 
 
+def _grouped(log: ManifestLog, version: int) -> dict[_Commit, PartitionEntry]:
+    """Return the changes of a version that lie in groups, of every run. Reads the indices of that version's groups.
+
+    Raises ``DamagedFileError`` if one cannot be read.
+    """
+    listed = log.storage.list(GROUPS)
+    groups = [(p, size) for p, size in listed if version_in(p) == version and p.endswith(SUFFIX)]
+    with ThreadPoolExecutor(READERS) as pool:
+        indices = list(pool.map(lambda group: read_index(log.storage, *group), groups))
+    return {
+        (m.operator, m.num_partitions, m.partition, m.query_run_id, m.base): PartitionEntry(m.attempt, file)
+        for index in indices
+        for m, file in index
+        if m.version == version
+    }
+
+
 def _stored_changelog(
-    log: ManifestLog, versions: QueryVersions, layout: Layout, partition: int, version: int, run_id: str
+    log: ManifestLog,
+    versions: QueryVersions,
+    layout: Layout,
+    partition: int,
+    version: int,
+    run_id: str,
+    grouped: Mapping[_Commit, PartitionEntry],
 ) -> PartitionEntry | None:
     base = versions.head_in(layout, partition, version - 1)
+    in_group = grouped.get((layout.operator, layout.num_partitions, partition, run_id, base))
+    if in_group is not None:
+        return in_group
     for path, size in reversed(log.storage.list(f"{layout.directory(partition)}/")):
         name = path.rsplit("/", 1)[-1]
         if not name.startswith(f"{version}-") or not name.endswith(".changelog"):

@@ -10,7 +10,9 @@ import logging
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats import retention, snapshot
+from backends.formats.changelog_group import GROUPS
 from backends.formats.checkpoint_size import full_bytes
+from backends.formats.file_names import version_in
 from backends.formats.manifest import Manifest, SnapshotRef
 from coordinator_actor.query.query_state import QueryState
 
@@ -24,6 +26,7 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     """
     storage, versions = run.manifests.storage, run.versions
     sizes = dict(storage.list("operators"))
+    groups = storage.list(GROUPS)
     with run.lock:
         run.require_current()
         refs = _snapshots(run)
@@ -43,19 +46,26 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         if recorded is None or recorded.oldest == 0:
             return []
         in_use = run.files_in_use.directories(versions.layouts, now)
+        oldest_in_use = run.files_in_use.oldest(now)
         _read_descriptors(run, [*refs, *unnamed])
         # Neither is ever changed, only replaced. A load that begins from now on is told of no file that is not kept.
         chain, descriptors = versions.chain, versions.descriptors
         manifests = run.manifests.forget({m.id for m in chain.values()})
     # Without the lock, since there may be a million files.
     try:
-        files = [*sizes, *storage.unfinished("operators")]
+        files = [*sizes, *(path for path, _ in groups)]
+        files += [path for directory in ("operators", GROUPS) for path in storage.unfinished(directory)]
         found = retention.garbage(files, chain, recorded, lambda s: descriptors[s.file.path].paths, unnamed)
     except KeyError as error:
         # As long as that snapshot is kept, nobody can tell which files belong to it.
         log.warning("Nothing of run %s is removed: the snapshot %s is damaged", run.run_id, error)
         found = []
-    removed = [path for path in found if not path.startswith(in_use)] + manifests
+
+    def is_in_use(path: str) -> bool:
+        is_group = path.startswith(f"{GROUPS}/")
+        return path.startswith(in_use) or (is_group and version_in(path) >= oldest_in_use)
+
+    removed = [path for path in found if not is_in_use(path)] + manifests
     storage.delete_all(removed)
     return removed
 

@@ -30,6 +30,7 @@ from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.copy_loading import CopyLoading
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
+from spark_bridge.host.group_commit import GroupCommits
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import spec_of
 from spark_bridge.host.maintenance import Maintenance
@@ -57,11 +58,12 @@ class Host:
     that was killed may have left its state; ``open_storage(location, options)`` opens the durable files of a query.
 
     The parts, each with its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
-    ``task_commits``, ``reads``, ``completed``, ``prepared`` and ``version_requests`` (which versions are completed),
-    ``maintenance``, ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage). Locks are taken
-    in the order: the loading lock of a partition (``PartitionLoading``), its commit lock (``Instance``), the lock of
-    the tables (``HeldPartitions``), and last the locks that ``Grants``, ``VersionRequests``, ``CompletedVersions`` and
-    ``Counters`` hold for their own tables.
+    ``task_commits``, ``group_commits`` (which changelogs are stored together), ``reads``, ``completed``, ``prepared``
+    and ``version_requests`` (which versions are completed), ``maintenance``, ``exports`` (savepoints) and
+    ``copy_loading`` (copies of partitions from storage). Locks are taken in the order: the loading lock
+    of a partition (``PartitionLoading``), its commit lock (``Instance``), the lock of the tables (``HeldPartitions``),
+    and last the locks that ``Grants``, ``VersionRequests``, ``CompletedVersions``, ``GroupCommits`` and ``Counters``
+    hold for their own tables.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class Host:
         )
         self.shared_loads = SharedLoads(self.loading, self.held, clock)
         self.prepared = PreparedVersions(registration, self.held, self.completed, self.files.open_storage)
-        self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters)
+        self.group_commits = GroupCommits(conf.commit_linger, self.memory)
+        self.held.on_run_ended(self.group_commits.forget)
+        self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters, self.group_commits)
         self.reads = PartitionReads(
             registration, self.held, self.loading, self.grants, self.completed, self.prepared, self.counters
         )
@@ -151,6 +155,7 @@ class Host:
                 "a second time. Something behind the operator merges its partitions (coalesce, union); "
                 "put .repartition(n) between the operator and it."
             )
+        self.group_commits.opened(task.run_id, task.batch_id + 1, task.operator, task.partition)
         schema = spec_of(grant.registration, task.operator).schema
         return OpenReply(None, grant.version, grant.registration.key_groups, schema, grant.times)
 
@@ -214,6 +219,7 @@ class Host:
             "node_id": self.info.node_id,
             **self.counters.read(),
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
+            "waiting_commits": self.memory.num_waiting,
             "storage_requests": self.files.requests.read(),
             "instances": described,
             "loading": self.loading.loads_under_way() + self.copy_loading.loads_under_way(),

@@ -28,6 +28,7 @@ from coordinator_actor.messages import (
 from spark_bridge.exceptions import not_open
 from spark_bridge.host.acknowledgements import Acknowledgements
 from spark_bridge.host.counters import Counters
+from spark_bridge.host.group_commit import GroupCommits
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import REMEMBERED_COMMITS, Instance
 from spark_bridge.host.prepared_versions import PreparedVersions
@@ -39,12 +40,18 @@ class TaskCommits:
     """Commits the changes of tasks, each under its partition's ``commit_lock``."""
 
     def __init__(
-        self, registration: HostRegistration, held: HeldPartitions, prepared: PreparedVersions, counters: Counters
+        self,
+        registration: HostRegistration,
+        held: HeldPartitions,
+        prepared: PreparedVersions,
+        counters: Counters,
+        groups: GroupCommits,
     ) -> None:
         self._registration = registration
         self._held = held
         self._prepared = prepared
         self._counters = counters
+        self._groups = groups
         self._asking = threading.Lock()
         self._asked: BoundedDict[str, int] = BoundedDict(REMEMBERED_LOCATIONS)
         info = registration.info
@@ -80,7 +87,7 @@ class TaskCommits:
                 base=instance.state.head,
             )
             try:
-                file = instance.state.stage(meta, changes)
+                file = instance.state.stage(meta, changes, self._groups.put)
                 if instance.key_windows is not None:
                     instance.key_windows.add(meta.base, file.path, changes)
             except (LineageMismatchError, StoreClosedError) as error:

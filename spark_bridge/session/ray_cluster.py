@@ -18,15 +18,21 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
     """Join a Ray cluster or start one here; return whether one was started.
 
     Joins the cluster that this process is in, else the one at ``address`` or ``RAY_ADDRESS``, else the one that runs on
-    this machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given.
+    this machine. Raises ``EnvironmentProblemError`` if nothing answers at the address given, or if this process is, or
+    would be, a client of Ray's outside the cluster: RayDP starts Spark's driver here, which executors must reach.
     """
     import ray
+    from ray.util.client import ray as client
 
     if ray.is_initialized():
+        if client.is_connected():
+            raise _outside("the address that ray.init was given")
         return False
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
     named = address or os.environ.get("RAY_ADDRESS")
     if named:
+        if named.startswith("ray://"):
+            raise _outside(repr(named))
         try:
             ray.init(address=named, **quiet)
         except ConnectionError as error:
@@ -45,6 +51,14 @@ def join_or_start_ray(address: str | None, cpus: int) -> bool:
     num_cpus = max(cpus, os.cpu_count() or 1)
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=None, _system_config=system_config(), **quiet)
     return True
+
+
+def _outside(address: str) -> EnvironmentProblemError:
+    return EnvironmentProblemError(
+        f"Ray's client (ray://) does not do for Spark on Ray: {address} is the address of a proxy, and Spark's driver "
+        "must run where its executors can reach it. Run the program in the cluster, by `ray job submit --address "
+        "http://<head>:8265 -- python my_stream.py`, or on a machine of it with RAY_ADDRESS=<head>:6379."
+    )
 
 
 def system_config() -> dict[str, int]:

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from comparisons.object_storage import dollars_a_month
 from played_stream import Shape, played_stream
-from s3_proxy import kind_of, proxied_s3
+from s3_proxy import kind_of, proxy_before
 
 from backends.exceptions import MissingFileError
 from backends.storage.checkpoint_storage import CheckpointStorage
+from tests.backends.storage.s3_faults import FaultProxy, S3Server
 
 
 @pytest.mark.parametrize(
@@ -33,10 +34,12 @@ def test_a_month_of_a_put_and_a_look_a_batch() -> None:
     assert dollars_a_month({"PUT": 1.0, "HEAD": 1.0, "DELETE": 3.0}) == pytest.approx(2_592_000 * 5.4e-6)
 
 
-def test_the_proxy_counts_what_passes_and_starts_anew_after_a_look() -> None:
-    with proxied_s3("counted") as s3:
-        through = CheckpointStorage.open("s3://counted/ck", s3.options())
-        past = CheckpointStorage.open("s3://counted/ck", s3.options(s3.direct))
+def test_the_proxy_counts_what_passes_and_starts_anew_after_a_look(servers: tuple[S3Server, FaultProxy]) -> None:
+    server, _ = servers
+    server.make_bucket("counted-by-kind")
+    with proxy_before(server.port) as s3:
+        through = CheckpointStorage.open("s3://counted-by-kind/ck", s3.options())
+        past = CheckpointStorage.open("s3://counted-by-kind/ck", s3.options(s3.direct))
         past.put_new("uncounted", b"x")
         through.put_new("a", b"12345")
         assert through.get("a") == b"12345" and through.exists("a") and len(through.list()) == 2

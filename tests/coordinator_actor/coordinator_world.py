@@ -14,10 +14,12 @@ import pyarrow as pa
 
 from backends.encoding.schema import StateSchema
 from backends.formats.changelog import ChangelogMeta, Changes, write_changelog
+from backends.formats.changelog_group import GroupMember, group_path, write_group
 from backends.formats.file_names import changelog_path
 from backends.formats.manifest import Manifest
 from backends.formats.sealed import unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.messages import (
@@ -116,13 +118,32 @@ class World:
 
     def stage(self, grant: OpenGrant, partition: int, batch: int, attempt: str, run: str = "run1") -> Acknowledge:
         """What a host does before it acknowledges: the changelog is durable."""
+        member = self._member(grant, partition, batch, attempt, run)
+        ref = self.storage(grant.registration.state_location, {}).put_new(member.path, member.data)
+        return self._message(grant, member.meta, ref)
+
+    def stage_group(self, grants: Mapping[int, OpenGrant], batch: int, attempt: str, run: str) -> list[Acknowledge]:
+        """The same with the changelogs of several partitions in one object."""
+        members = [self._member(grant, p, batch, attempt, run) for p, grant in grants.items()]
+        path = group_path(batch + 1)
+        data, refs = write_group(path, members)
+        self.storage(next(iter(grants.values())).registration.state_location, {}).put_new(path, data)
+        return [
+            self._message(grant, member.meta, ref)
+            for grant, member, ref in zip(grants.values(), members, refs, strict=True)
+        ]
+
+    @staticmethod
+    def _member(grant: OpenGrant, partition: int, batch: int, attempt: str, run: str) -> GroupMember:
         n = grant.registration.operators[0].num_partitions
         meta = ChangelogMeta(run, "op", partition, n, batch + 1, attempt, grant.head)
         data = write_changelog(Changes.of(pa.array([b"k"]), pa.array([attempt.encode()])), meta)
-        path = changelog_path("op", n, partition, "default", batch + 1, uuid.uuid4().hex)
-        ref = self.storage(grant.registration.state_location, {}).put_new(path, data)
-        owner = grant.owner
-        return Acknowledge(run, "op", partition, batch + 1, attempt, owner.host_id, owner.incarnation, ref, grant.head)
+        return GroupMember(meta, changelog_path("op", n, partition, "default", batch + 1, uuid.uuid4().hex), data)
+
+    @staticmethod
+    def _message(grant: OpenGrant, meta: ChangelogMeta, file: FileRef) -> Acknowledge:
+        owner, run, p = grant.owner, meta.query_run_id, meta.partition
+        return Acknowledge(run, "op", p, meta.version, meta.attempt, owner.host_id, owner.incarnation, file, grant.head)
 
     def run_batch(self, c: Coordinator, batch: int, n: int = 2, run: str = "run1", attempt: str = "t") -> list[Any]:
         answers = []
@@ -130,6 +151,12 @@ class World:
             answers.append(acknowledge(c, self.stage(self.open(c, batch, p, run), p, batch, attempt, run)))
         self.commit_spark(batch)
         return answers
+
+    def run_grouped_batch(self, c: Coordinator, batch: int, n: int = 2, run: str = "run1", attempt: str = "t") -> None:
+        """A batch whose changelogs are all in one object."""
+        for message in self.stage_group({p: self.open(c, batch, p, run) for p in range(n)}, batch, attempt, run):
+            acknowledge(c, message)
+        self.commit_spark(batch)
 
     def manifests(self) -> list[dict[str, Any]]:
         """What is written, with an entry for each partition instead of columns."""

@@ -14,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from backends.exceptions import MissingFileError, StorageError
+from backends.formats.changelog import read_changelog
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.durable.moved_checkpoints import BoundCheckpoint, fork_checkpoint, move_checkpoint
 from coordinator_actor.exceptions import CheckpointPlaceError
 from coordinator_actor.messages import QueryRegistration
@@ -50,7 +52,10 @@ class Elsewhere(World):
     def batch(self, c: Coordinator, run: str, number: int, checkpoint: str = "ck") -> None:
         self.plan(number, checkpoint)
         self.running = checkpoint
-        self.run_batch(c, number, run=run)
+        if number % 2:
+            self.run_grouped_batch(c, number, run=run)
+        else:
+            self.run_batch(c, number, run=run)
 
     def commit_spark(self, batch: int) -> None:
         path = self.root / self.running / "commits" / str(batch)
@@ -187,6 +192,17 @@ def test_a_copy_that_is_not_complete_or_too_old_is_not_forked(world: Elsewhere) 
     ):
         fork_checkpoint(copy, world.base)
     assert [p.name for p in (world.root / "base").iterdir()] == ["q"]
+
+
+def test_a_fork_has_all_changelogs_those_in_groups_too(world: Elsewhere) -> None:
+    forked = fork_checkpoint(world.copy(), world.base)
+    log = ManifestLog(CheckpointStorage.open(forked.state_location), "test")
+    log.refresh()
+    files = [e.changelog for m in log.chain().values() for o in m.operators.values() for e in o.partitions.values()]
+    assert [file.within is None for file in files] == [False, False, True, True]
+    for file in files:
+        meta, _ = read_changelog(log.storage.read(file))
+        assert f"/{meta.partition}/default/{meta.version}-" in file.path
 
 
 def test_what_an_earlier_fork_has_made_of_its_state_is_not_taken_for_the_originals(world: Elsewhere) -> None:

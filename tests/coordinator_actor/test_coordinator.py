@@ -33,7 +33,7 @@ from coordinator_actor.messages import (
 from coordinator_actor.query.partition_owners import assign
 from spark_bridge.transport.error_codec import rebuilt_error
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
-from tests.coordinator_actor.coordinators import acknowledge
+from tests.coordinator_actor.coordinators import acknowledge, run_of
 
 OTHER_KEY = StateSchema(pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())])).to_json()
 OTHER_STATE = StateSchema(pa.schema([("k", pa.int64())]), pa.schema([("n", pa.float64())])).to_json()
@@ -261,6 +261,35 @@ def test_a_batch_of_which_only_a_part_ran_is_named_with_its_remedy(world: World,
         world.open(started, 1)
     refusal = world.coordinator().register_query(world.registration("run2")).refusal
     assert refusal is not None and "foreachBatch" in refusal and "commits/0" in refusal
+
+
+def test_a_version_without_a_manifest_is_put_together_from_groups_and_files(world: World, started: Coordinator) -> None:
+    """Of one partition the last attempt has a file of its own; a group of another run of the batch does not count."""
+    world.run_grouped_batch(started, 0)
+    grants = {p: world.open(started, 1, p) for p in range(2)}
+    in_group = world.stage_group({0: grants[0]}, 1, "t", "run1")
+    alone = world.stage(grants[1], 1, 1, "t")
+    world.stage_group(grants, 1, "other", "run0")
+    world.commit_spark(1)
+    c = world.coordinator()
+    assert c.register_query(world.registration("run2")).refusal is None
+    entries = run_of(c, "run2").versions.chain[2].operators["op"].partitions
+    assert [entries[p].changelog for p in range(2)] == [in_group[0].file, alone.file]
+    assert entries[0].changelog.within is not None and entries[1].changelog.within is None
+
+
+def test_a_damaged_index_of_a_group_that_a_version_may_need_is_named(world: World, started: Coordinator) -> None:
+    world.run_grouped_batch(started, 0)
+    world.stage_group({p: world.open(started, 1, p) for p in range(2)}, 1, "t", "run1")
+    world.commit_spark(1)
+    older, group = sorted((world.root / "ck/statestore/groups").iterdir())
+    whole = group.read_bytes()
+    group.write_bytes(whole[:-1])
+    with pytest.raises(DamagedFileError, match=f"{group.name} is damaged: it has no footer"):
+        world.coordinator().register_query(world.registration("run2"))
+    group.write_bytes(whole)
+    older.write_bytes(b"x")  # its version has a manifest
+    assert world.coordinator().register_query(world.registration("run2")).refusal is None
 
 
 def test_changes_of_two_runs_never_make_one_version(world: World, started: Coordinator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from backends.formats.manifest_chain import Layout
@@ -12,12 +13,13 @@ from tests.coordinator_actor.coordinators import run_of
 LAYOUTS = {"op": Layout("op", 2, "file")}
 TASK = ("op", 0)
 OWN = ("operators/op/2/0/default/",)
+EVERYTHING = ("operators/", "groups/")
 
 
 def test_uses_of_one_partition_end_none_but_themselves() -> None:
     files = FilesInUse()
     for use in ("h0", "copy", UPLOAD):
-        files.begin(TASK, use, 0.0, is_rescaling=False)
+        files.begin(TASK, use, 0.0, is_rescaling=False, oldest=7)
     for use in ("h0", UPLOAD, "unknown"):
         files.end(TASK, use)
         assert files.directories(LAYOUTS, 1.0) == OWN
@@ -27,13 +29,16 @@ def test_uses_of_one_partition_end_none_but_themselves() -> None:
 
 def test_a_use_that_is_renewed_goes_on_and_one_that_is_not_runs_out() -> None:
     files = FilesInUse()
-    files.begin(TASK, "long", 0.0, is_rescaling=False)
-    files.begin(("op", 1), "dead", 0.0, is_rescaling=True)
+    files.begin(TASK, "long", 0.0, is_rescaling=False, oldest=7)
+    files.begin(("op", 1), "dead", 0.0, is_rescaling=True, oldest=3)
     now = 0.0
-    assert files.directories(LAYOUTS, now) == ("operators/",)
+    assert files.directories(LAYOUTS, now) == EVERYTHING
+    assert files.oldest(now) == 3
     while now < 10 * BUSY_SECONDS:
         now += RENEW_SECONDS
         assert files.renew(TASK, "long", now)
+    assert files.oldest(now) == files.oldest(now + BUSY_SECONDS - 1) == 7
+    assert files.oldest(now + BUSY_SECONDS) == math.inf
     assert files.directories(LAYOUTS, now + BUSY_SECONDS - 1) == OWN
     assert files.directories(LAYOUTS, now + BUSY_SECONDS) == ()
     assert not files.renew(TASK, "long", now + BUSY_SECONDS), "its files may be gone"
@@ -79,7 +84,7 @@ def test_a_coordinator_that_was_restarted_lets_no_file_go_before_it_has_heard_of
     again = world.coordinator()
     assert again.register_query(world.registration()).refusal is None
     files = run_of(again, "run1").files_in_use
-    assert files.directories(LAYOUTS, world.now + BUSY_SECONDS - 1) == ("operators/",)
+    assert files.directories(LAYOUTS, world.now + BUSY_SECONDS - 1) == EVERYTHING
     assert not again.renew_files("run1", "op", 0, "copy"), "whoever loads asks for the lineage again"
     again.lineage("run1", "op", 0, 1, "copy")
     assert again.renew_files("run1", "op", 0, "copy")

@@ -201,6 +201,53 @@ def test_nothing_is_removed_before_a_manifest_says_so_and_while_a_partition_is_l
     assert names(world, 0, "changelog") == list(range(7, 14))
 
 
+def groups(world: World) -> list[int]:
+    return sorted(int(f.name.partition("-")[0]) for f in (world.root / "ck/statestore/groups").glob("*"))
+
+
+def run_grouped_batches(world: World, c: Coordinator, first: int, last: int) -> None:
+    for batch in range(first, last + 1):
+        plan_spark(world, batch)
+        world.run_grouped_batch(c, batch)
+        c.batch_committed("run1", batch)
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts(world: World, behind: int) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_grouped_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            if p != behind or end == 2:
+                upload(world, c, p)
+    maintain(world, c)
+    run_grouped_batches(world, c, 12, 12)
+    maintain(world, c)
+    # One partition begins with a snapshot of version 6, the other with one of version 3.
+    assert world.manifests()[-1]["oldest"] == 6 and groups(world) == list(range(4, 14))
+    storage = world.storage(str(world.root / "ck/statestore"), {})
+    lineage = begin(world, "run2").lineage("run2", "op", behind, 13)
+    assert [s.version for s in lineage.snapshots] == [3]
+    assert all(len(storage.read(r.file)) == r.file.size for r in lineage.changelogs if r.version > 3)
+
+
+def test_no_group_is_removed_that_a_load_reads(world: World) -> None:
+    c = begin(world)
+    for end in (2, 5, 8, 11):
+        run_grouped_batches(world, c, end - 2, end)
+        for p in (0, 1):
+            upload(world, c, p)
+    maintain(world, c)
+    run_grouped_batches(world, c, 12, 12)
+    c.lineage("run1", "op", 0, 13)  # a host begins to load partition 0
+    c.lineage("run1", "op", 1, 13, UPLOAD)  # which reads no changelogs
+    maintain(world, c)
+    assert groups(world) == list(range(6, 14)), "the load may begin with any version that the last manifest keeps"
+    world.now += BUSY_SECONDS
+    maintain(world, c)
+    assert groups(world) == list(range(7, 14))
+
+
 def test_litter_goes_when_its_version_is_no_longer_kept(world: World) -> None:
     c = begin(world)
     run_batches(world, c, 0, 0)

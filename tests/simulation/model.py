@@ -15,7 +15,8 @@ from operator import attrgetter
 import pyarrow as pa
 
 from backends.formats import manifest_chain as chains
-from backends.formats.changelog import read_changelog
+from backends.formats.changelog import ChangelogMeta, read_changelog
+from backends.formats.changelog_group import GroupIndex
 from backends.formats.file_names import version_in
 from backends.formats.manifest import Lineage, Manifest, PartitionEntry, SnapshotRef
 from backends.formats.manifest_chain import Layout
@@ -24,6 +25,7 @@ from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
 from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
+from tests.simulation.storage import content_of
 
 KEY_GROUPS = 16
 DIGEST = 8
@@ -202,7 +204,7 @@ class Model:
         whose = dict(self.attempts[earlier.id]) if earlier is not None else {}
         for operator, partition, entry in entries(manifest):
             name = f"{operator}/{partition} in manifest {manifest.id} (version {manifest.version})"
-            content = files.get(entry.changelog.path)
+            content = content_of(entry.changelog, files)
             if content is None or (len(content), digest(content)) != (entry.changelog.size, entry.changelog.digest):
                 raise Violation(f"The changelog {entry.changelog.path} of {name} is not there as the manifest says.")
             meta, changes = read_changelog(content)
@@ -294,7 +296,7 @@ class Model:
         """Whether the files that are there lead to a version."""
         lowest = lineage.version
         for ref in reversed(lineage.changelogs):
-            if ref.version != lowest or ref.file.path not in files:
+            if ref.version != lowest or ref.file.stored_in not in files:
                 break
             lowest -= 1
         if any(lowest <= s.version <= lineage.version and self._is_sound(s, files) for s in lineage.snapshots):
@@ -304,8 +306,8 @@ class Model:
         return lowest == 0
 
     def _missing(self, lineage: Lineage, files: dict[str, bytes]) -> str:
-        gone = [ref.version for ref in lineage.changelogs if ref.file.path not in files]
-        there = [ref.version for ref in lineage.changelogs if ref.file.path in files]
+        gone = [ref.version for ref in lineage.changelogs if ref.file.stored_in not in files]
+        there = [ref.version for ref in lineage.changelogs if ref.file.stored_in in files]
         sound = [s.version for s in lineage.snapshots if self._is_sound(s, files)]
         below = (
             ""
@@ -333,21 +335,32 @@ class Model:
         if above is plan:
             return  # it comes late: others have gone on from there
         found = set()
-        for path, data in files.items():
-            if version_in(path) == plan.batch + 1 and path.endswith(".changelog"):
-                meta, _ = read_changelog(data)
-                if (meta.query_run_id, meta.num_partitions) != (run_id, n):
-                    continue
-                layout = Layout(meta.operator, n, backend)
-                base = chains.head_of(chain, plan.batch, layout, meta.partition, KEY_GROUPS)
-                if meta.base == base:
-                    found.add((meta.operator, meta.partition))
+        for meta in _commits(files, plan.batch + 1):
+            if (meta.query_run_id, meta.num_partitions) != (run_id, n):
+                continue
+            layout = Layout(meta.operator, n, backend)
+            base = chains.head_of(chain, plan.batch, layout, meta.partition, KEY_GROUPS)
+            if meta.base == base:
+                found.add((meta.operator, meta.partition))
         if lacking := {(o, p) for o in self.operators for p in range(n)} - found:
             raise Violation(
                 f"Spark has committed batch {plan.batch} ({plan.token}) of {run_id}, but no manifest names it, and "
                 "nothing "
                 f"is durable of {sorted(lacking)}."
             )
+
+
+def _commits(files: dict[str, bytes], version: int) -> Iterator[ChangelogMeta]:
+    """Which commits of a version are durable."""
+    for path, data in files.items():
+        if version_in(path) != version:
+            continue
+        if path.endswith(".changelog"):
+            yield read_changelog(data)[0]
+        elif path.endswith(".changelogs"):
+            length = int.from_bytes(data[-16:-8], "little")
+            index = unseal(data[-16 - length : -16], GroupIndex, path)
+            yield from (read_changelog(data[p.offset : p.offset + p.size])[0] for p in index.parts)
 
 
 def manifest_name(manifest_id: int) -> str:

@@ -15,6 +15,7 @@ what the manifest names) and any-base (a host applies changes to what the manife
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +26,9 @@ import pytest
 
 from backends.exceptions import StorageError
 from backends.formats import manifest_chain, retention
+from backends.formats.changelog_group import group_path, write_group
+from backends.formats.manifest import OperatorEntry
+from backends.formats.partition_entries import PartitionEntries
 from backends.formats.retention import Retention
 from backends.partition.loading import Loading
 from backends.partition.pending_changes import PendingChanges
@@ -35,10 +39,14 @@ from coordinator_actor.handlers import batches
 from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.query import recovery
+from coordinator_actor.query.files_in_use import FilesInUse
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query.running_batch import RunningBatch
 from coordinator_actor.query_threads import QueryThreads
+from spark_bridge.host import group_commit
+from spark_bridge.host.group_commit import GroupCommit, GroupCommits
 from spark_bridge.host.host import Host
+from spark_bridge.host.instance import Instance
 from spark_bridge.host.partition_loading import PartitionLoading
 from spark_bridge.queryable.reads.answer_version import PartitionView, VersionedReader
 from spark_bridge.queryable.routing.monotonic_reads import SeenVersions
@@ -174,9 +182,9 @@ def any_base(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: Callable[..., Any] = recovery._stored_changelog
 
-    def of_any_run(log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str) -> Any:
+    def of_any_run(log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str, held: Any) -> Any:
         runs = [run_id, *log.epochs.runs()]
-        found = (stored(log, versions, layout, partition, version, one) for one in runs)
+        found = (stored(log, versions, layout, partition, version, one, held) for one in runs)
         return next((entry for entry in found if entry is not None), None)
 
     monkeypatch.setattr(recovery, "_stored_changelog", of_any_run)
@@ -244,6 +252,14 @@ def forgotten_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_chain, "_sources", fewer)
 
 
+def unseen_duplicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Instance, "loaded_at", property(lambda self: -1, lambda self, version: None))
+
+
+def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperatorEntry, "stage_of", lambda self, partition: self.stage)
+
+
 def no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SeenVersions, "floor", lambda self, run_id, at: at)
 
@@ -259,6 +275,59 @@ def first_attempt_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         return accepted
 
     monkeypatch.setattr(PendingChanges, "accept", keeping)
+
+
+def hasty_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Callable[..., None] = GroupCommits._store
+
+    def hasty(self: Any, storage: Any, group: GroupCommit) -> None:
+        if len(group.members) == 1:
+            store(self, storage, group)
+            return
+        path = group_path(group.members[0].meta.version)
+        data, refs = write_group(path, group.members)
+        with self._changed:
+            group.refs = refs
+            self._changed.notify_all()
+        with suppress(StorageError):
+            storage.put_new(path, data)
+
+    monkeypatch.setattr(GroupCommits, "_store", hasty)
+
+
+def swallowed_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: Callable[..., list[FileRef]] = GroupCommits._stored
+
+    def swallowing(self: Any, storage: Any, members: Any) -> list[FileRef]:
+        try:
+            return stored(self, storage, members)
+        except StorageError:
+            return write_group(group_path(members[0].meta.version), members)[1]
+
+    monkeypatch.setattr(GroupCommits, "_stored", swallowing)
+
+
+def wrong_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    write: Callable[..., tuple[bytes, list[FileRef]]] = group_commit.write_group
+
+    def shifted(path: str, members: Any) -> tuple[bytes, list[FileRef]]:
+        data, refs = write(path, members)
+        return data, [msgspec.structs.replace(ref, offset=ref.offset + 1) if ref.offset else ref for ref in refs]
+
+    monkeypatch.setattr(group_commit, "write_group", shifted)
+
+
+def first_part_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored_in: Callable[..., str] = PartitionEntries.stored_in
+
+    def of_first(self: PartitionEntries, partition: int) -> str:
+        return stored_in(self, partition) if partition == min(self) else self.head(partition)
+
+    monkeypatch.setattr(PartitionEntries, "stored_in", of_first)
+
+
+def loads_pin_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FilesInUse, "oldest", lambda self, now: math.inf)
 
 
 FAULTS: Sequence[PlantedFault] = (
@@ -381,6 +450,20 @@ FAULTS: Sequence[PlantedFault] = (
         range(115, 315),
     ),
     PlantedFault(
+        "unseen-duplicate",
+        "A host that has loaded a partition for a duplicate attempt alone does not look whether Spark has gone on.",
+        unseen_duplicate,
+        test="tests/spark_bridge/queryable/reads/test_prepared_versions.py::"
+        "test_a_host_that_a_duplicate_attempt_has_opened_is_not_behind_spark",
+    ),
+    PlantedFault(
+        "one-stage",
+        "Behind a restart all changes that a manifest names count as of the highest stage that it names.",
+        one_stage,
+        test="tests/coordinator_actor/test_repeated_batches.py::"
+        "test_a_task_that_is_tried_again_within_a_repeat_hides_no_later_one",
+    ),
+    PlantedFault(
         "no-floor",
         "A client does not say which version it has seen, and takes an older one.",
         no_floor,
@@ -392,5 +475,39 @@ FAULTS: Sequence[PlantedFault] = (
         first_attempt_stays,
         range(9, 169, 10),  # calm worlds: elsewhere state may be loaded again
         None,
+    ),
+    PlantedFault(
+        "hasty-group",
+        "The members of a group are answered before the group is stored.",
+        hasty_group,
+        range(100, 300),
+        prepare=on_failing_storage,
+    ),
+    PlantedFault(
+        "swallowed-group",
+        "The members of a group do not hear that it could not be stored.",
+        swallowed_group,
+        range(100, 200),
+        prepare=on_failing_storage,
+    ),
+    PlantedFault(
+        "wrong-offset",
+        "Manifests say that a part of a group begins a byte later than it does.",
+        wrong_offset,
+        range(100, 200),
+    ),
+    PlantedFault(
+        "first-part-counts",
+        "Maintenance removes a group although another part of it than the first partition's is needed.",
+        first_part_counts,
+        range(100, 300),
+        None,
+        "tests/coordinator_actor/test_retention.py::test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts",
+    ),
+    PlantedFault(
+        "loads-pin-no-groups",
+        "Maintenance removes groups that a load reads.",
+        loads_pin_no_groups,
+        test="tests/coordinator_actor/test_retention.py::test_no_group_is_removed_that_a_load_reads",
     ),
 )

@@ -66,6 +66,12 @@ class Disk:
         return {p: data for held in self.files.get(location, {}).values() for p, data in held.items()}
 
 
+def content_of(ref: FileRef, files: dict[str, bytes]) -> bytes | None:
+    """What is at the place that a reference names; None if there is no such file."""
+    held = files.get(ref.stored_in)
+    return held if held is None or ref.within is None else held[ref.offset : ref.offset + ref.size]
+
+
 class SimulatedStorage:
     """The interface of ``backends.storage.checkpoint_storage.CheckpointStorage``. A file is there, whole and
     durable, or not at all.
@@ -134,11 +140,15 @@ class SimulatedStorage:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return data
 
+    def get_range(self, path: str, start: int, length: int) -> bytes:
+        """Some bytes of a file."""
+        return self.get(path)[start : start + length]
+
     def read(self, ref: FileRef) -> bytes:
-        """A file's content, checked."""
-        data = self.get(ref.path)
+        """A file's content, checked; of a group's object the part."""
+        data = self.get(ref.path) if ref.within is None else self.get_range(ref.within, ref.offset, ref.size)
         if len(data) != ref.size or digest(data) != ref.digest:
-            raise DamagedFileError(f"{self.full_location(ref.path)} is damaged.")
+            raise DamagedFileError(f"{self.full_location(ref.stored_in)} is damaged.")
         return data
 
     def read_to_file(self, ref: FileRef, target: Path) -> None:

@@ -460,6 +460,7 @@ TIME = types.SimpleNamespace(
 
 MODULES = (
     "backends.partition.",
+    "backends.formats.changelog_group",
     "backends.formats.snapshot",
     "backends.formats.manifest_chain",
     "backends.formats.retention",

@@ -19,6 +19,7 @@ from backends.conf import StateStoreConf
 from backends.encoding.operator_schema import OperatorSchema
 from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError
+from backends.formats.changelog_group import GROUPS
 from backends.formats.file_names import partition_directory, version_in
 from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
@@ -210,6 +211,8 @@ class World:
             offsets.pop(f"offsets/{n}", None)
         for path in [p for p in commits if int(p.split("/")[1]) >= first]:
             del commits[path]
+        # Who looks for these commits of a run that is over finds none of them.
+        stream.committed = {run_id: min(version, first) for run_id, version in stream.committed.items()}
         self.scheduler.log("USER goes back to batch", first, "of", stream.name)
 
     def _trouble(self) -> None:
@@ -254,7 +257,7 @@ class World:
     def _lie_in_wait(self) -> None:
         """Whatever keeps state dies just after the next file of some kind has been written, perhaps with all else."""
         r = self.scheduler.random
-        kind = r.choice((".changelog", "manifests/", "commits/", "offsets/", "epochs/", ".snapshot"))
+        kind = r.choice((".changelog", ".changelogs", "manifests/", "commits/", "offsets/", "epochs/", ".snapshot"))
         self._ambush = (kind, r.choice((self._kill_state, self._kill_state, self._kill_all, self._ask_to_go_back)))
 
     def _kill_driver(self) -> None:
@@ -344,7 +347,8 @@ class World:
         if location == stream.state:
             if path.startswith("manifests/"):
                 data = self.disk.directory(location, path)[path]
-                stream.model.manifest_written(data, self.disk.directory(location, "operators"))
+                files = {**self.disk.directory(location, "operators"), **self.disk.directory(location, GROUPS)}
+                stream.model.manifest_written(data, files)
             elif path.startswith("epochs/"):
                 stream.model.epoch = max(stream.model.epoch, int(path.split("/")[1].split(".", maxsplit=1)[0]))
         elif path.startswith("commits/"):
@@ -358,7 +362,7 @@ class World:
     def _check_calm_read(self, location: str, path: str) -> None:
         """Check that hosts which go on holding a query read no state of it: each read is a request that is paid for."""
         stream = self.streams[0]
-        is_state = location == stream.state and path.endswith((".changelog", ".sst"))
+        is_state = location == stream.state and path.endswith((".changelog", ".changelogs", ".sst"))
         # Of a request that fails nobody knows what it has done, so the state is loaded.
         if is_state and stream.batches >= SETTLED_BATCHES and not self.faults.storage_error:
             raise Violation(f"{path} of {stream.name} is read behind batch {stream.batches}, though nothing has moved.")
@@ -440,7 +444,7 @@ class World:
             return f"Version {head.version} still keeps version {head.oldest}."
         num_manifests = sum(p.startswith("manifests/") for p in files)
         # Snapshots share their .sst files with later ones.
-        logs = [p for p in files if p.startswith("operators/") and not p.endswith(".sst")]
+        logs = [p for p in files if p.startswith(("operators/", f"{GROUPS}/")) and not p.endswith(".sst")]
         old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
         if len(old) > 3 * stream.num_partitions * len(stream.model.operators) or num_manifests > 6 * KEEP + 40:
             return f"{num_manifests} manifests, and {len(old)} files of versions long not kept: {old[:5]}."

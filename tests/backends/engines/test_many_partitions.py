@@ -53,7 +53,7 @@ def descriptors() -> int:
 @pytest.mark.parametrize(
     ("number", "buffer_bytes"),
     [
-        pytest.param(25, 8 * MIB, id="25 partitions with a sixteenth of the usual write buffers"),
+        pytest.param(12, 4 * MIB, id="12 partitions with a thirty-second of the usual write buffers"),
         # The case above stands in for this one.
         pytest.param(500, 128 * MIB, id="500 partitions", marks=pytest.mark.thorough),
     ],

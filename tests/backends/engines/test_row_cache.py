@@ -325,7 +325,7 @@ def test_the_work_of_a_cache_does_not_grow_with_the_number_of_the_others(monkeyp
     for below in caches:
         below.pairs = dict.fromkeys(keys, b"value")
     num_looks = []
-    for _ in range(20):
+    for _ in range(6):
         room[0] = MIB
         for below in caches:
             looks.clear()

@@ -4,8 +4,8 @@ It reads jobs from its input, a line each, and ends every answer with a line ``e
 
 ``prepare <provider> <directory>``: makes the versions that ``maintain`` begins with.
 ``commit <provider> <directory> <every>``: says what the steps are of a process that commits the very first version, in
-order; then, for every so-manieth step k, forks such a process in ``<directory>/<k>``, which dies by ``os._exit`` just
-before it; and at last one that lives.
+order; then, for every so-manieth step k, and for those at which a file gets its name and just behind, forks such a
+process in ``<directory>/<k>``, which dies by ``os._exit`` just before it; and at last one that lives.
 ``maintain <provider> <directory>``: the same with a commit, maintenance that takes a snapshot and removes
 files, the loading of an older version into a copy, and going back to it; ``<directory>/before`` is copied first.
 ``copies <provider> <directory>``: the same while an older version is read.
@@ -200,7 +200,8 @@ def run_steps(call, backend, directory, every):
     steps = [word for word in said.split() if word != "acknowledged"]
     SAY(1, f"{' '.join(steps)}\n".encode())
     assert ended == DONE
-    for step in range(0, len(steps), every):
+    named = [i for i, step in enumerate(steps) if step == "link"]
+    for step in sorted({*range(0, len(steps), every), *named, *(i + 1 for i in named)}):
         ended, line = heard(call, backend, directory / str(step), step)
         SAY(1, line.encode() if ended == KILLED else f"{line}{step} not killed\n".encode())
     ended, line = heard(call, backend, directory / str(len(steps)), len(steps))

@@ -137,7 +137,7 @@ def check_ends(server, mode, backend, tmp_path, acknowledged):
     """After each death, all is well; returns the steps there are, and the newest version found after some of them."""
     ends = {}
     looks, seen = 0, None
-    answer = server.run(mode, backend, tmp_path, effort(8, 1))
+    answer = server.run(mode, backend, tmp_path, effort(24, 1))
     kinds = next(answer).split()
     for line in answer:
         number = int(re.search(r"(\d+) (?:killed|done)", line)[1])
@@ -193,7 +193,7 @@ def test_a_process_killed_at_any_step_loses_and_leaves_nothing(server, before, t
 def test_a_process_killed_at_any_moment_loses_nothing_it_reported(server, tmp_path, backend):
     moments = random.Random(backend)
     reached = 0
-    for _ in range(3):
+    for _ in range(effort(2, 3)):
         answer = server.run("forever", backend, tmp_path)
         process = int(next(answer))
         reported = int(next(answer))

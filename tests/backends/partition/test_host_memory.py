@@ -89,7 +89,7 @@ def arrow_bytes():
 @pytest.mark.parametrize(
     ("number", "limit", "rows", "batches"),
     [
-        pytest.param(20, 40 * MIB, 1000, 6, id="20 partitions"),
+        pytest.param(10, 20 * MIB, 1000, 4, id="10 partitions"),
         # The case above stands in for this one.
         pytest.param(500, 512 * MIB, 100, 3, id="500 partitions", marks=pytest.mark.thorough),
     ],

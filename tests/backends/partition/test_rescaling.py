@@ -661,6 +661,53 @@ def test_entries_come_out_as_they_went_in(numbers):
     assert PartitionEntries.of(packed) is packed
 
 
+def test_entries_know_the_groups_that_their_changelogs_lie_in():
+    given = {p: entry(p, f"1-{p}.changelog") for p in (1, 2, 4, 5)}
+    for p, group, offset in ((1, "groups/1-b.changelogs", 40), (2, "groups/1-a.changelogs", 0)):
+        given[p] = msgspec.structs.replace(
+            given[p], changelog=msgspec.structs.replace(given[p].changelog, within=group, offset=offset)
+        )
+    given[5] = msgspec.structs.replace(
+        given[5], changelog=msgspec.structs.replace(given[5].changelog, within="groups/1-b.changelogs", offset=7)
+    )
+    packed = PartitionEntries.of(given)
+    assert dict(packed) == given
+    assert [packed.stored_in(p) for p in packed] == [given[p].changelog.stored_in for p in (1, 2, 4, 5)]
+    assert packed.stored_in(4) == packed.head(4) and packed.stored_in(5) == packed.stored_in(1) != packed.head(1)
+    with pytest.raises(KeyError):
+        packed.stored_in(3)
+    manifest = Manifest(1, None, 1, 1, "run", 0, {"op": OperatorEntry(6, "s", "file", packed)})
+    again = unseal(seal(manifest), Manifest, "x").operators["op"].partitions
+    assert dict(again) == given and seal(manifest).count(b"1-b.changelogs") == 1
+    more = packed.with_snapshots({1: (REF,)})
+    assert more[1].changelog == given[1].changelog and more[4].changelog.within is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"group": [0]}, "differ in length"),
+        ({"offset": None}, "differ in length"),
+        ({"group": [0, 1]}, "1 groups"),
+        ({"group": [-2, 0]}, "1 groups"),
+    ],
+)
+def test_groups_that_do_not_fit_the_columns_are_damage(changes, match):
+    file = msgspec.structs.replace(entry(0).changelog, within="groups/1-a.changelogs", offset=0)
+    packed = PartitionEntries.of({0: PartitionEntry("try0", file), 1: entry(1)})
+    with pytest.raises(ValueError, match=match):
+        PartitionEntries(msgspec.structs.replace(packed.stored, **changes))
+
+
+def test_entries_of_a_release_without_groups_are_read():
+    packed = PartitionEntries.of({p: entry(p) for p in range(2)})
+    manifest = Manifest(1, None, 1, 1, "run", 0, {"op": OperatorEntry(2, "s", "file", packed)})
+    text = seal(manifest).split(b"\n")[0]
+    before = text.replace(b',"groups":[],"group":null,"offset":null', b"")
+    assert before != text
+    assert unseal(before + b"\n" + seal_digest(before), Manifest, "x") == manifest
+
+
 def test_entries_that_differ_are_not_equal():
     one = PartitionEntries.of({0: entry(0), 1: entry(1)})
     assert one == PartitionEntries.of({1: entry(1), 0: entry(0)})

@@ -137,7 +137,7 @@ def test_a_commit_waits_at_its_task_until_the_host_has_room(tmp_path, monkeypatc
         deltas = host.memory.claim("deltas", 20 * MIB, "A commit")
         threads[1].start()
         wait_until(lambda: host.memory.num_waiting == 1)
-        assert held(host)["requests"] == 0
+        assert held(host)["requests"] == 0 and host.describe()["waiting_commits"] == 1
         go_on.set()
         for thread in threads:
             thread.join(PATIENCE)

@@ -11,6 +11,7 @@ import pytest
 from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.session import java
 from spark_bridge.session import lifecycle as session
+from spark_bridge.session.ray_cluster import join_or_start_ray
 
 
 @pytest.fixture
@@ -47,3 +48,12 @@ def test_a_wrong_pair_of_raydp_and_pyspark_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metadata, "version", {"raydp": "1.6.5", "pyspark": "4.2.1"}.__getitem__)
     with pytest.raises(EnvironmentProblemError, match=r"(?s)raydp 1\.6\.5 and pyspark 4\.2\.1.*pyspark 3\.5"):
         session._check_pair()
+
+
+@pytest.mark.parametrize("given", ["argument", "environment"])
+def test_a_client_outside_the_cluster_is_told_to_run_inside(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "ray://head:10001"
+    if given == "environment":
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(EnvironmentProblemError, match=r"'ray://head:10001' is .*ray job submit"):
+        join_or_start_ray(address if given == "argument" else None, 1)

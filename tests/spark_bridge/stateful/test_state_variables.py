@@ -643,6 +643,30 @@ def test_a_text_stands_for_the_only_field(tmp_path: Path) -> None:
     LocalPartition(tmp_path, init).handle([KEY], use)
 
 
+def test_a_field_that_is_not_nullable_takes_a_null_all_the_same(tmp_path: Path) -> None:
+    """A later schema may add fields, which are null in what was stored before."""
+
+    def init(handle: Any) -> None:
+        held["value"] = handle.getValueState("value", "x INT NOT NULL")
+        held["list"] = handle.getListState("list", "x INT NOT NULL")
+        held["map"] = handle.getMapState("map", "k INT NOT NULL", "v INT NOT NULL")
+
+    def write(_: Any) -> None:
+        held["value"].update((None,))
+        held["list"].put([(1,), (None,)])
+        held["map"].updateValue((1,), (None,))
+
+    def read(_: Any) -> None:
+        assert held["value"].get() == (None,)
+        assert list(held["list"].get()) == [(1,), (None,)]
+        assert list(held["map"].iterator()) == [((1,), (None,))]
+
+    held: dict[str, Any] = {}
+    partition = LocalPartition(tmp_path, init)
+    partition.handle([KEY], write)
+    partition.handle([KEY], read)
+
+
 @pytest.mark.parametrize("n", [10, 200])
 def test_iterators_show_what_there_was_when_they_were_asked_for(tmp_path: Path, n: int) -> None:
     def init(handle: Any) -> None:

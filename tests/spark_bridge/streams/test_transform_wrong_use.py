@@ -170,9 +170,16 @@ def test_a_restart_with_another_time_mode_is_refused_by_name(make_stream: Callab
     """A time mode brings a source, of which Spark only asserts that the checkpoint has as many."""
     stream = make_stream("k long, v double")
 
-    def start(time_mode: str) -> Any:
+    def start(time_mode: str, output_mode: str = "update") -> Any:
         counts = transform_with_state(
-            stream.read(), "k", Counts(), OUTPUT, operator="counts", time_mode=time_mode, num_partitions=1
+            stream.read(),
+            "k",
+            Counts(),
+            OUTPUT,
+            output_mode=output_mode,
+            operator="counts",
+            time_mode=time_mode,
+            num_partitions=1,
         )
         return counts.writeStream.format("noop").option("checkpointLocation", stream.checkpoint).start()
 
@@ -184,6 +191,6 @@ def test_a_restart_with_another_time_mode_is_refused_by_name(make_stream: Callab
     with pytest.raises(Exception, match=r"AFTER_RESTART\] time_mode cannot change from 'none' to 'processingtime'"):
         refused.processAllAvailable()
     stream.add([(1, 1.0)])
-    query = start("none")
+    query = start("none", "append")  # another output mode changes nothing in the state
     query.processAllAvailable()
     assert query.lastProgress["batchId"] == 1

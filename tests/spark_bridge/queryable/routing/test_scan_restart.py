@@ -27,6 +27,7 @@ from spark_bridge.queryable.protocol.messages import At, ScanRequest
 from spark_bridge.queryable.protocol.state_reads import StateAnswer
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.routing.routed_scan import RoutedScan
+from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client_world import TOKEN, Cluster
 from tests.spark_bridge.queryable.rollback import go_back
@@ -90,7 +91,7 @@ def test_the_next_run_gives_the_rest(cluster: Cluster, direct: bool, runs_asked:
     assert "run3" in runs_asked, "for the rest"
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [True, only_thorough(False)])
 def test_a_version_that_was_made_anew_is_refused(cluster: Cluster, direct: bool) -> None:
     scan, _ = begun(cluster, direct=direct)
     go_back(cluster, 1, "run2")
@@ -100,7 +101,7 @@ def test_a_version_that_was_made_anew_is_refused(cluster: Cluster, direct: bool)
         list(scan)
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [only_thorough(True), False])
 def test_rows_that_went_into_other_partitions_are_refused(cluster: Cluster, direct: bool) -> None:
     scan, _ = begun(cluster, direct=direct)
     cluster.partitions = 3
@@ -110,7 +111,7 @@ def test_rows_that_went_into_other_partitions_are_refused(cluster: Cluster, dire
         list(scan)
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [True, only_thorough(False)])
 def test_a_query_that_does_not_come_back_is_waited_for(cluster: Cluster, direct: bool) -> None:
     scan, _ = begun(cluster, direct=direct)
     cluster.c.deactivate_instances(cluster.run)
@@ -125,7 +126,7 @@ def test_a_query_that_does_not_come_back_is_waited_for(cluster: Cluster, direct:
     assert 1.0 < sum(waited) < 2.0, "a client has time"
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [only_thorough(True), False])
 def test_a_query_that_has_ended_and_comes_back_goes_on(cluster: Cluster, direct: bool, runs_asked: set[str]) -> None:
     scan, batches = begun(cluster, direct=direct)
     cluster.c.deactivate_instances(cluster.run)

@@ -1,0 +1,165 @@
+"""Group commit: changelogs that a host commits at about the same time go to storage in one object.
+
+On object storage each write is a request, which costs money and takes 30 to 100 ms however small it is. On a local disk
+each file is synced with its directory. So the number of writes of a batch should follow the hosts, not the partitions.
+A host knows which of its partitions have opened the batch and have not committed: these are waited for, for a bounded
+time. The format is in ``backends/formats/changelog_group.py``.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from backends.formats.changelog import ChangelogMeta
+from backends.formats.changelog_group import GroupMember, group_path, write_group
+from backends.host_memory import CHANGELOGS, HostMemory
+from backends.storage.checkpoint_storage import CheckpointStorage
+from backends.storage.file_ref import FileRef
+
+LARGE_BYTES = 4 << 20
+"""A changelog of so many bytes goes alone: its transfer takes longer than a request, and the others would wait for it.
+"""
+GROUP_BYTES = 16 << 20
+"""A group that has come to so many bytes waits for no more."""
+
+
+class GroupCommit:
+    """One group, from its first member on until it is stored. The lock of ``GroupCommits`` guards everything here.
+
+    The thread of the first member stores the group for all: ``refs`` has each member's part then, or ``error`` says why
+    there is none.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[GroupMember] = []
+        self.nbytes = 0
+        self.is_closed = False
+        self.refs: list[FileRef] | None = None
+        self.error: BaseException | None = None
+
+    def add(self, member: GroupMember) -> int:
+        """Take a member in; return its number."""
+        self.members.append(member)
+        self.nbytes += len(member.data)
+        return len(self.members) - 1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is known what has become of the group."""
+        return self.refs is not None or self.error is not None
+
+
+@dataclass
+class _Batch:
+    """The newest batch of a run that this host has opened, which makes ``version``.
+
+    ``about_to_commit`` are the partitions that have opened the batch and have not committed since; ``group`` is the one
+    that still takes members.
+    """
+
+    version: int
+    about_to_commit: set[tuple[str, int]] = field(default_factory=set)
+    group: GroupCommit | None = None
+
+
+class GroupCommits:
+    """The groups of one host. Thread-safe: ``_changed`` guards everything, and is free while storage is written.
+
+    A group is stored once every partition is in it that is about to commit, or has come to ``linger`` seconds or
+    ``GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for each run of the host.
+    """
+
+    def __init__(self, linger: float, memory: HostMemory) -> None:
+        self._linger = linger
+        self._memory = memory
+        self._changed = threading.Condition()
+        self._batches: dict[str, _Batch] = {}
+
+    def opened(self, run_id: str, version: int, operator: str, partition: int) -> None:
+        """Take note that a task has opened a partition, and will commit changes that lead to ``version``."""
+        with self._changed:
+            batch = self._batches.get(run_id)
+            if batch is None or batch.version < version:
+                batch = self._batches[run_id] = _Batch(version)
+            if batch.version == version:
+                batch.about_to_commit.add((operator, partition))
+
+    def forget(self, run_id: str | None) -> None:
+        """Forget a run that is over; None: all of them. Groups that have members are stored all the same."""
+        with self._changed:
+            if run_id is None:
+                self._batches.clear()
+            else:
+                self._batches.pop(run_id, None)
+
+    def put(self, storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
+        """Store a changelog, alone or with others; return when it is durable.
+
+        ``path`` is its name. Raises what storing it raises; of a group every member does.
+        """
+        member = GroupMember(meta, path, data)
+        with self._changed:
+            group, number = self._joined(member)
+            if group is None:
+                pass
+            elif number == 0:
+                self._changed.wait_for(lambda: group.is_closed, self._linger)
+                self._close(group, meta)
+            else:
+                self._changed.wait_for(lambda: group.is_over)
+        if group is None:
+            return storage.put_new(path, data)
+        if number == 0:
+            self._store(storage, group)
+        if group.error is not None:
+            raise group.error
+        assert group.refs is not None
+        return group.refs[number]
+
+    def _joined(self, member: GroupMember) -> tuple[GroupCommit | None, int]:
+        """Return the group that a changelog has joined, and its number there; None if it is to go alone."""
+        meta = member.meta
+        batch = self._batches.get(meta.query_run_id)
+        if batch is None or batch.version != meta.version:
+            return None, 0  # late: nobody else commits that version
+        batch.about_to_commit.discard((meta.operator, meta.partition))
+        group = batch.group
+        if not self._linger or len(member.data) >= LARGE_BYTES:
+            number = -1
+        else:
+            group = batch.group = group or GroupCommit()
+            number = group.add(member)
+        if group is not None and (not batch.about_to_commit or group.nbytes >= GROUP_BYTES):
+            self._close(group, meta)
+        return (None, 0) if number < 0 else (group, number)
+
+    def _close(self, group: GroupCommit, meta: ChangelogMeta) -> None:
+        """Let a group take no more members."""
+        group.is_closed = True
+        batch = self._batches.get(meta.query_run_id)
+        if batch is not None and batch.group is group:
+            batch.group = None
+        self._changed.notify_all()
+
+    def _store(self, storage: CheckpointStorage, group: GroupCommit) -> None:
+        """Store a closed group, and tell its members what has become of it."""
+        refs: list[FileRef] | None = None
+        error: BaseException | None = None
+        try:
+            refs = self._stored(storage, group.members)
+        except BaseException as failed:  # noqa: BLE001 - every member raises it
+            error = failed
+        with self._changed:
+            group.refs, group.error = refs, error
+            self._changed.notify_all()
+
+    def _stored(self, storage: CheckpointStorage, members: list[GroupMember]) -> list[FileRef]:
+        if len(members) == 1:
+            return [storage.put_new(members[0].path, members[0].data)]
+        path = group_path(members[0].meta.version)
+        data, refs = write_group(path, members)
+        written = self._memory.note(CHANGELOGS, len(data))
+        storage.put_new(path, data)
+        del written
+        return refs
