@@ -226,7 +226,7 @@ class CheckpointStorage:
             raise self._damaged(ref, target.stat().st_size, found)
 
     def check(self, ref: FileRef) -> None:
-        """Read a file a piece at a time, and keep nothing of it. Raises as ``read`` does."""
+        """Read a whole file, a piece at a time, and keep nothing of it. Raises as ``read`` does."""
         key = self._key(ref.path)
 
         def hash_all() -> tuple[int, str] | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats import snapshot
+from backends.formats.changelog_group import GROUPS
 from backends.formats.file_names import version_in
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
@@ -86,10 +87,11 @@ def _keep_changes(versions: StateVersions, kept: dict[str, list[str]]) -> None:
     for version, manifest in versions.chain.items():
         for entry in manifest.operators.values():
             for partition in entry.partitions if version > oldest else ():
-                kept.setdefault(entry.partitions.head(partition), []).append(f"version {version}")
+                # A group is kept as long as one of its parts is.
+                kept.setdefault(entry.partitions.stored_in(partition), []).append(f"version {version}")
     for lineage in _lineages(versions, oldest):
         for ref in _loaded_from(lineage)[1]:
-            kept.setdefault(ref.file.path, []).append(f"version {oldest}, the oldest one")
+            kept.setdefault(ref.file.stored_in, []).append(f"version {oldest}, the oldest one")
 
 
 def _lineages(versions: StateVersions, version: int) -> Iterator[Lineage]:
@@ -145,7 +147,7 @@ def _of_version(storage: CheckpointStorage, versions: StateVersions, version: in
         while left:
             lineage = left.pop()
             base = versions.base(lineage)
-            found.update(ref.file.path for ref in lineage.changelogs if ref.version > base)
+            found.update(ref.file.stored_in for ref in lineage.changelogs if ref.version > base)
             refs += [ref for ref in lineage.snapshots if ref.version >= base]
             if lineage.rescaled is not None and base < 0:
                 left += [source.lineage for source in lineage.rescaled.sources]
@@ -158,6 +160,9 @@ def _of_version(storage: CheckpointStorage, versions: StateVersions, version: in
 def _described(path: str, size: int, kept: Iterable[str], versions: StateVersions) -> StoredFile:
     top = path.partition("/")[0]
     kept_by = tuple(dict.fromkeys(kept))
+    if top == GROUPS:
+        why = "" if kept_by else _why_not(version_in(path), versions)
+        return StoredFile(path, size, "changelogs", version=version_in(path), kept_by=kept_by, why=why)
     if top == "operators":
         return _of_partition(path, size, kept_by, versions)
     if top == MANIFESTS:

@@ -6,13 +6,14 @@ changelogs behind it, a damaged newer one is got round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
 from backends.formats import snapshot
 from backends.formats.changelog import read_changelog
+from backends.formats.changelog_group import GROUPS, read_index
 from backends.formats.file_names import version_in
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.formats.snapshot import SnapshotDescriptor
@@ -27,7 +28,10 @@ THREADS = 8
 
 @dataclass(frozen=True)
 class Damage:
-    """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own."""
+    """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own.
+
+    Of a changelog that lies in one object with others, ``path`` is the object's.
+    """
 
     path: str
     operator: str
@@ -68,10 +72,18 @@ class _File:
     snapshot: SnapshotRef | None = None
 
     @property
+    def ref(self) -> FileRef:
+        held = self.changelog or self.snapshot
+        assert held is not None
+        return held.file
+
+    @property
     def path(self) -> str:
-        ref = self.changelog.file if self.changelog is not None else self.snapshot.file if self.snapshot else None
-        assert ref is not None
-        return ref.path
+        return self.ref.path
+
+    @property
+    def stored_in(self) -> str:
+        return self.ref.stored_in
 
 
 @dataclass(frozen=True)
@@ -109,24 +121,31 @@ def verify_version(
     nbytes = 0
     parts: dict[str, _Part] = {}
 
-    def note(path: str, of: _File, read: tuple[int, str | None]) -> None:
+    def note(path: str, where: str, of: _File, read: tuple[int, str | None]) -> None:
         nonlocal nbytes
         nbytes += read[0]
         if read[1] is not None:
-            damages[path] = Damage(path, of.operator, of.partition, version_in(path), read[1])
+            damages[path] = Damage(where, of.operator, of.partition, version_in(path), read[1])
 
     with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-verify") as pool:
         first = pool.map(lambda f: _check(storage, f), files.values())
         for done, (file, (size, what, descriptor)) in enumerate(zip(files.values(), first, strict=True), 1):
-            note(file.path, file, (size, what))
+            note(file.path, file.stored_in, file, (size, what))
             for held in () if descriptor is None else descriptor.files:
                 if held.file is not None:
                     parts.setdefault(held.file.path, _Part(held.file, file)).snapshots.add(file.path)
             progress(done, len(files) + len(parts))
         second = pool.map(lambda part: _check_part(storage, part), parts.values())
         for done, (path, part, read) in enumerate(zip(parts, parts.values(), second, strict=True), len(files) + 1):
-            note(path, part.of, read)
+            note(path, path, part.of, read)
             progress(done, len(files) + len(parts))
+        # A damaged index keeps no version from being loaded: it is there for a version without a manifest.
+        groups = {f.stored_in: f for f in files.values() if f.stored_in != f.path}
+        sizes = dict(storage.list(GROUPS)) if groups else {}
+        for path, of, what in zip(
+            groups, groups.values(), pool.map(lambda at: _check_index(storage, at, sizes), groups), strict=True
+        ):
+            note(path, path, of, (0, what))
     bad = {*damages, *(path for part in damages if part in parts for path in parts[part].snapshots)}
     lost = [f"{o}/{p}" for (o, p), piece in pieces.items() if not _is_loadable(versions, piece.lineage, bad)]
     rows = None
@@ -175,6 +194,15 @@ def _check(storage: CheckpointStorage, file: _File) -> tuple[int, str | None, Sn
         return file.snapshot.file.size, None, snapshot.read_descriptor(storage, file.snapshot)
     except (DamagedFileError, MissingFileError) as error:
         return 0, str(error), None
+
+
+def _check_index(storage: CheckpointStorage, path: str, sizes: Mapping[str, int]) -> str | None:
+    try:
+        if path in sizes:  # else its parts are missing already
+            read_index(storage, path, sizes[path])
+    except (DamagedFileError, MissingFileError) as error:
+        return str(error)
+    return None
 
 
 def _check_part(storage: CheckpointStorage, part: _Part) -> tuple[int, str | None]:

@@ -15,7 +15,8 @@ import pytest
 
 from backends.exceptions import MissingFileError, StateStoreError, VersionNotFoundError
 from backends.formats.changelog import read_changelog, write_changelog
-from backends.formats.manifest import Manifest
+from backends.formats.changelog_group import GroupMember, group_path, write_group
+from backends.formats.manifest import Manifest, OperatorEntry
 from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import digest
 from coordinator_actor.reading.partition_reader import opened_partition
@@ -152,6 +153,52 @@ def test_files_that_were_exchanged_are_damage(checkpoint: Path, tmp_path: Path, 
             path.write_bytes(seal(manifest))
     found = verified(tmp_path)
     assert ["exchanged" in d.what for d in found.damages] == [True] and found.lost == ("op/0",)
+
+
+def grouped(checkpoint: Path, root: Path) -> Path:
+    """A copy in which the changelogs of version 5 lie in one object, whose path is returned."""
+    shutil.copytree(checkpoint / "ck", root / "ck")
+    base = root / "ck/statestore"
+    object_path = group_path(5)
+    for path in (base / "manifests").iterdir():
+        manifest = unseal(path.read_bytes(), Manifest, path.name)
+        if manifest.version == 5:
+            held = manifest.operators["op"]
+            files = [base / held.partitions.head(p) for p in held.partitions]
+            members = [
+                GroupMember(read_changelog(f.read_bytes())[0], held.partitions.head(p), f.read_bytes())
+                for p, f in enumerate(files)
+            ]
+            data, refs = write_group(object_path, members)
+            entries = {p: msgspec.structs.replace(held.partitions[p], changelog=ref) for p, ref in enumerate(refs)}
+            (base / object_path).parent.mkdir(exist_ok=True)
+            (base / object_path).write_bytes(data)
+            operator = OperatorEntry.of(2, held.schema_id, held.backend, entries)
+            path.write_bytes(seal(msgspec.structs.replace(manifest, operators={"op": operator})))
+            for file in files:
+                file.unlink()
+    return base / object_path
+
+
+def test_changelogs_in_one_object(checkpoint: Path, tmp_path: Path) -> None:
+    file = grouped(checkpoint, tmp_path)
+    name = f"groups/{file.name}"
+    whole = file.read_bytes()
+    assert verified(tmp_path).is_sound
+    (described,) = (f for f in stored_files(versions_at(tmp_path)) if f.path == name)
+    assert (described.kind, described.kept_by) == ("changelogs", ("version 5",))
+    assert name in {f.path for f in stored_files(versions_at(tmp_path), VERSION)}
+
+    file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    found = verified(tmp_path)
+    assert [(d.path, d.partition) for d in found.damages] == [(name, 0)] and found.lost == ("op/0",)
+    # The index says where parts are if there is no manifest. With one, all can be read.
+    file.write_bytes(whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:])
+    found = verified(tmp_path)
+    assert [d.path for d in found.damages] == [name] and found.lost == ()
+    file.unlink()
+    found = verified(tmp_path)
+    assert {d.path for d in found.damages} == {name} and found.lost == ("op/0", "op/1")
 
 
 def test_older_versions_can_be_verified(checkpoint: Path) -> None:
