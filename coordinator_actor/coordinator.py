@@ -26,6 +26,7 @@ from coordinator_actor.handlers.figures import Figures
 from coordinator_actor.handlers.hosts import Hosts
 from coordinator_actor.handlers.instances import Instances
 from coordinator_actor.handlers.locations import Locations
+from coordinator_actor.handlers.owners import plan_moves
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.savepoints import Savepoints
@@ -99,7 +100,7 @@ class Coordinator(CoordinatorPort):
         return self._answers[method](*args_taken, **kwargs_taken)
 
     def expire(self, stood_still: float = 0.0) -> None:
-        """Drop hosts and runs whose leases have run out, warn of slow batches, and give up overdue savepoints.
+        """Drop hosts and runs whose leases have run out, plan moves, warn of slow batches, give up overdue savepoints.
 
         Leases do not run while the coordinator itself has stood still, for ``stood_still`` seconds since the last call:
         heartbeats of that time may wait to be heard, or their senders may have stood still as well.
@@ -112,6 +113,7 @@ class Coordinator(CoordinatorPort):
             gone = self._queries.overdue(now)
         self._queries.forget(gone)
         for run in self.registries.runs.current():
+            plan_moves(self.registries, run)
             self._look_at(run)
 
     def _look_at(self, run: QueryState) -> None:

@@ -316,13 +316,46 @@ class SavepointStatus(Struct, frozen=True):
     failure: Refused | None = None
 
 
+class HandOver(Struct, frozen=True):
+    """How far a host is with partitions that are to move, as its heartbeat says.
+
+    ``number`` grows with each heartbeat: of two that overtake each other, the higher one counts. ``warm`` has the
+    versions of the copies that it has loaded of partitions that are to become its own, by run, operator and partition.
+    Of the runs in ``giving`` the host takes no version for the newest without a look at Spark's log.
+    """
+
+    number: int = 0
+    warm: dict[str, dict[str, dict[int, int]]] = field(default_factory=dict)
+    giving: tuple[str, ...] = ()
+
+
+class WarmUp(Struct, frozen=True):
+    """A host is to load copies of partitions that are to become its own, while their owner goes on (Kafka Streams).
+
+    ``heads`` has the path of the changelog that made ``version``, by operator and partition; None for version 0.
+    """
+
+    registration: QueryRegistration
+    epoch: int
+    version: int
+    heads: dict[str, dict[int, str | None]]
+
+
+class SessionPlacement(Struct, frozen=True):
+    """The answer to a driver that says which hosts are to go: those in ``released`` own nothing any more."""
+
+    released: tuple[str, ...] = ()
+
+
 class HostOrders(Struct, frozen=True):
     """The answer to a host's heartbeat. ``known`` False asks the host to register again with its report.
 
     ``savepoints`` come again until the partitions are acknowledged. A savepoint that is not ``pending`` (checkpoint ids
     by run) any more is given up. ``revoked_tokens`` are the ids of all revoked read-only tokens. The
     lease runs for ``lease_seconds`` from the heartbeat on: no partition of the host is given to another host meanwhile
-    where no batch begins, unless its node is dead. A host without an answer for so long may have been replaced.
+    where no batch begins, unless its node is dead, or the host has said that it is ``giving``. A host without an answer
+    for so long may have been replaced. ``warm_up`` comes again until the partitions have moved. ``giving`` has the runs
+    of which partitions of the host may move, each with its completed version.
     """
 
     known: bool
@@ -332,6 +365,8 @@ class HostOrders(Struct, frozen=True):
     pending: dict[str, list[int]] = field(default_factory=dict)
     revoked_tokens: tuple[str, ...] = ()
     lease_seconds: float = 10.0
+    warm_up: tuple[WarmUp, ...] = ()
+    giving: dict[str, int] = field(default_factory=dict)
 
 
 class RunningOperator(Struct, frozen=True):

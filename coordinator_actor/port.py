@@ -22,6 +22,7 @@ from coordinator_actor.messages import (
     Acknowledged,
     BatchGrant,
     Completed,
+    HandOver,
     HostInfo,
     HostOrders,
     HostReport,
@@ -34,6 +35,7 @@ from coordinator_actor.messages import (
     RunningOperator,
     SavepointExported,
     SavepointStatus,
+    SessionPlacement,
     SnapshotUploaded,
 )
 
@@ -96,11 +98,18 @@ class CoordinatorPort:
         """
 
     @message(Group.LEASES)
-    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
+    def heartbeat_host(
+        self,
+        host_id: str,
+        incarnation: str,
+        held: Mapping[str, int] | None = None,
+        hand_over: HandOver | None = None,
+    ) -> HostOrders:
         """Renew the lease of a host. Return what the host is to do about the runs that it holds.
 
-        ``held`` is the lowest version that the host has of each run. The answer follows from ``held`` alone, so it does
-        not matter whether an earlier answer arrived. Waits for the storage of no query.
+        ``held`` is the lowest version that the host has of each run, ``hand_over`` says how far it is with partitions
+        that are to move. The answer follows from these alone, so it does not matter whether an earlier answer arrived.
+        Waits for the storage of no query.
         """
 
     @message(Group.LEASES)
@@ -108,8 +117,12 @@ class CoordinatorPort:
         """End a driver's session: its hosts are gone. Return whether other hosts are left."""
 
     @message(Group.LEASES)
-    def place_session(self, session_id: str, problems: Sequence[str]) -> None:
-        """Report where the hosts of a driver's session do not stand as they should, for ``describe``."""
+    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
+        """Report where the hosts of a driver's session do not stand as they should, for ``describe``.
+
+        The hosts ``leaving`` are to go: their partitions move to the others. The driver says it again and again, until
+        the answer names them as released.
+        """
 
     @message(Group.LEASES)
     def verify_instances(

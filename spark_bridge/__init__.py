@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spark_bridge.host_actor.actor import StateStoreHost
     from spark_bridge.operators.aggregate.operator import aggregate
     from spark_bridge.operators.deduplicate.operator import deduplicate
+    from spark_bridge.operators.join.operator import join, join_asof
     from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client.client import QueryableStateClient
     from spark_bridge.queryable.client.state_scan import StateScan
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.request_limits import RequestLimits
     from spark_bridge.queryable.server.server import KvStateServer
-    from spark_bridge.session.lifecycle import attach, init_spark, stop_spark
+    from spark_bridge.session.lifecycle import attach, init_spark, scale_hosts, stop_spark
     from spark_bridge.session.operator_progress import (
         StateOperatorListener,
         StateOperatorProgress,
@@ -90,12 +91,15 @@ __all__ = [
     "describe_savepoint",
     "functions",
     "init_spark",
+    "join",
+    "join_asof",
     "list_savepoints",
     "read_state",
     "read_state_changes",
     "rebalance",
     "remove_state_operator_listener",
     "restore_savepoint",
+    "scale_hosts",
     "state_batches",
     "state_changes_batches",
     "state_changes_table",
@@ -141,6 +145,8 @@ _HOMES = {
     "delete_savepoint": "spark_bridge.session.savepoints",
     "describe_savepoint": "spark_bridge.session.savepoints",
     "init_spark": "spark_bridge.session.lifecycle",
+    "join": "spark_bridge.operators.join.operator",
+    "join_asof": "spark_bridge.operators.join.operator",
     "list_savepoints": "spark_bridge.session.savepoints",
     "read_state": "spark_bridge.state_data.spark_frames",
     "read_state_changes": "spark_bridge.state_data.spark_frames",
@@ -154,6 +160,7 @@ _HOMES = {
     "state_metadata_table": "spark_bridge.state_data.metadata",
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
+    "scale_hosts": "spark_bridge.session.lifecycle",
     "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",

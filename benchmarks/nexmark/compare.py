@@ -197,8 +197,9 @@ def expected_batches(query: str, batches: Sequence[pa.RecordBatch], times_ms: Se
     """
     if query == "q12":
         return list(expected.processing_time_counts(batches, times_ms))
-    if query in ("q18", "q19"):
-        return list({"q18": expected.last_bids, "q19": expected.top_bids}[query](batches))
+    each = {"q18": expected.last_bids, "q19": expected.top_bids, "q20": expected.bids_of_category}
+    if query in each:
+        return list(each[query](batches))
     return [{"q9": expected.winning_bids, "q11": expected.sessions}[query](batches)]
 
 

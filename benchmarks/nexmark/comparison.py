@@ -21,6 +21,7 @@ TITLES = {
     "q12": "q12, bids per bidder and 10 s of processing time",
     "q18": "q18, last bid per bidder and auction",
     "q19": "q19, top 10 bids per auction",
+    "q20": "q20, bids with their auctions",
 }
 
 

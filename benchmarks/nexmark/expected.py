@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from .generator import TIME, auctions_of, bids_of
-from .queries import OUTPUTS, WINDOW_MS
+from .queries import OUTPUTS, Q20_CATEGORY, WINDOW_MS
 
 TOP = 10
 SESSION_GAP = pd.Timedelta(seconds=10)
@@ -113,6 +113,18 @@ def winning_bids(batches: Sequence[pa.RecordBatch]) -> pa.Table:
     )
     best = ranked.drop_duplicates("id").drop(columns=["date_time", "expires"])
     return _table("q9", auctions.merge(best, on="id"))
+
+
+def bids_of_category(batches: Sequence[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Return q20, batch by batch: bids with their auctions, one of which came in the batch."""
+    all_bids, all_auctions = [], []
+    for number, batch in enumerate(batches):
+        bids = _bids(batch).rename(columns={"date_time": "bid_date_time", "extra": "bid_extra"})
+        auctions = auctions_of(batch).to_pandas().rename(columns={"id": "auction"})
+        all_bids.append(bids.assign(bid_batch=number))
+        all_auctions.append(auctions[auctions["category"] == Q20_CATEGORY].assign(auction_batch=number))
+        both = pd.concat(all_bids).merge(pd.concat(all_auctions), on="auction")
+        yield _table("q20", both[both[["bid_batch", "auction_batch"]].max(axis=1) == number])
 
 
 def _bids(batch: pa.RecordBatch) -> pd.DataFrame:

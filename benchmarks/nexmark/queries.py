@@ -10,8 +10,10 @@ queries, which leave open what comes first among equals, these are the readings 
   has one time, that in its entry in ``offsets/``. What never changes is the sum over the windows of a bidder.
 - q9, auctions with their winning bid: the highest one from date_time to expires, both included, then the earliest, then
   the lowest (bidder, extra); emitted when the watermark has reached expires. Auctions without such a bid are left out.
+- q20, bids with their auctions, of auctions of one category. No watermark: all bids and auctions are kept.
 
-q18, q19 and q12 emit what has changed in each batch. The watermark is nexmark-flink's, 4 seconds behind.
+q18, q19 and q12 emit what has changed in each batch, q20 the pairs of which one row came in it. The watermark is
+nexmark-flink's, 4 seconds behind.
 """
 
 from __future__ import annotations
@@ -53,7 +55,26 @@ OUTPUTS = {
     "q12": ["bidder", "bid_count", "start_time", "end_time"],
     "q18": ["auction", "bidder", "price", "channel", "url", "date_time", "extra"],
     "q19": ["auction", "bidder", "price", "channel", "url", "date_time", "extra", "rank_number"],
+    "q20": [
+        "auction",
+        "bidder",
+        "price",
+        "channel",
+        "url",
+        "bid_date_time",
+        "bid_extra",
+        "item_name",
+        "description",
+        "initial_bid",
+        "reserve",
+        "date_time",
+        "expires",
+        "seller",
+        "category",
+        "extra",
+    ],
 }
+Q20_CATEGORY = 10
 CLOSES_BY_WATERMARK = frozenset({"q9", "q11"})
 """Queries that emit what the watermark has closed; the others emit what each batch has changed."""
 
@@ -336,6 +357,26 @@ def q9_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
     )
 
 
+# q20: bids with their auctions
+
+
+def q20_join(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    from spark_bridge import join
+
+    return join(*_bids_and_auctions(events), on="auction", operator="bids_of_category").select(*OUTPUTS["q20"])
+
+
+def q20_native(events: DataFrame, conf: NexmarkConf) -> DataFrame:
+    of_bids, of_auctions = _bids_and_auctions(events)
+    return of_bids.join(of_auctions, "auction").select(*OUTPUTS["q20"])
+
+
+def _bids_and_auctions(events: DataFrame) -> tuple[DataFrame, DataFrame]:
+    of_bids = bids(events).withColumnRenamed("date_time", "bid_date_time").withColumnRenamed("extra", "bid_extra")
+    of_auctions = auctions(events).where(F.col("category") == Q20_CATEGORY).withColumnRenamed("id", "auction")
+    return of_bids, of_auctions
+
+
 def _longest_auction_ms(conf: NexmarkConf) -> int:
     events_ahead = conf.num_in_flight_auctions * conf.total_proportion // conf.auction_proportion
     start, end = conf.times(np.array([0, events_ahead], np.int64))
@@ -397,6 +438,8 @@ CONTESTANTS = (
     NexmarkContestant("q18", "native", "Spark groupBy().agg()", q18_native, "update"),
     NexmarkContestant("q18", "spark_rows", _SPARK_ROWS, q18_spark_rows, "update", True, True),
     NexmarkContestant("q18", "spark_pandas", _SPARK_PANDAS, q18_spark_pandas, "update", True, True),
+    NexmarkContestant("q20", "join", "join", q20_join),
+    NexmarkContestant("q20", "native", "Spark join", q20_native),
     NexmarkContestant("q19", "aggregate", "aggregate", q19_aggregate),
     NexmarkContestant("q19", "rows", "transform_with_state", q19_rows),
     NexmarkContestant("q19", "native", "Spark groupBy().agg(max_by(..., 10))", q19_native, "update", True),

@@ -62,7 +62,7 @@ class Batches:
                 )
             is_new = batch_id > run.batch.highest_opened
             waiting = [task for task in request.waiting if run.has_partition(*task)]
-            assignment = assigned(self._registries, run, rebalance=is_new, waiting=waiting)
+            assignment = assigned(self._registries, run, moves=is_new, waiting=waiting)
             run.batch.begin(batch_id)
             run.history.begun(batch_id + 1, self._registries.clock())
             is_news = request.assignment != assignment.number

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from backends.bounded_dict import BoundedDict
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import ReplacedHostError, UnknownHostError
-from coordinator_actor.messages import HostInfo
+from coordinator_actor.messages import HandOver, HostInfo
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +24,14 @@ class HostLease:
     """One host, and when it was last heard of, in seconds by the coordinator's clock.
 
     ``is_reported``: what the host has reported is taken up, or is being taken up. ``held`` has the partitions that it
-    held when it registered, by run and operator.
+    held when it registered, by run and operator. ``hand_over`` is what its last heartbeat has said of moves.
     """
 
     info: HostInfo
     seen: float
     is_reported: bool = True
     held: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    hand_over: HandOver = field(default_factory=HandOver)
 
 
 class HostLeases(UserDict[str, HostLease]):
@@ -64,6 +65,7 @@ class HostRegistry:
     def __init__(self) -> None:
         self.leases = HostLeases()
         self._newest: BoundedDict[str, tuple[int, str]] = BoundedDict(REMEMBERED_HOSTS)
+        self._leaving: dict[str, frozenset[str]] = {}
         self._nodes: dict[str, Mapping[str, str]] = {}
         self._nodes_generation = 0
 
@@ -91,11 +93,18 @@ class HostRegistry:
     def holders(self, run_id: str) -> dict[TaskKey, str]:
         """Return the host of each partition of a run that a live host held when it registered: the first one's."""
         found: dict[TaskKey, str] = {}
-        for host_id, lease in self.leases.items():
-            for operator, partitions in lease.held.get(run_id, {}).items():
-                for partition in partitions:
-                    found.setdefault((operator, partition), host_id)
+        for task, host_id in self.reported(run_id):
+            found.setdefault(task, host_id)
         return found
+
+    def reported(self, run_id: str) -> list[tuple[TaskKey, str]]:
+        """Return the partitions of a run that live hosts held when they registered, each with its host."""
+        return [
+            ((operator, partition), host_id)
+            for host_id, lease in self.leases.items()
+            for operator, partitions in lease.held.get(run_id, {}).items()
+            for partition in partitions
+        ]
 
     def renew(self, host_id: str, incarnation: str, now: float) -> HostLease | None:
         """Renew and return a lease; None if this incarnation is not known."""
@@ -127,6 +136,20 @@ class HostRegistry:
             infos.sort(key=lambda info: info.host_id)
             nodes = self._nodes[session_id] = MappingProxyType({info.host_id: info.node_id for info in infos})
         return nodes
+
+    def leave(self, session_id: str, host_ids: Collection[str]) -> None:
+        """Take note that these hosts of a session, and no others, are to hand over what they own and go."""
+        leaving = frozenset(host_ids)
+        if self._leaving.get(session_id, frozenset()) != leaving:
+            self._leaving[session_id] = leaving
+            self.leases.generation += 1
+        if not leaving:
+            self._leaving.pop(session_id, None)
+
+    def staying(self, session_id: str) -> Mapping[str, str]:
+        """Return the node of each live host of a session that is not to go; of all of them if all are to go."""
+        nodes, leaving = self.nodes_of_session(session_id), self._leaving.get(session_id, frozenset())
+        return {host_id: node for host_id, node in nodes.items() if host_id not in leaving} or nodes
 
     def of_session(self, session_id: str) -> list[str]:
         """Return the live hosts of a session, in a fixed order."""

@@ -16,10 +16,19 @@ from backends.formats.manifest import PartitionEntry
 from coordinator_actor.access_tokens import AccessTokens
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import CoordinatorError, QueryBusyError, ReplacedHostError
-from coordinator_actor.handlers.owners import assigned
+from coordinator_actor.handlers.owners import assigned, gives, needed_by, warm_up
 from coordinator_actor.handlers.queries import Queries
 from coordinator_actor.handlers.registries import Registries
-from coordinator_actor.messages import Completed, HostInfo, HostOrders, HostReport, QueryRegistration, SavepointOrder
+from coordinator_actor.messages import (
+    Completed,
+    HandOver,
+    HostInfo,
+    HostOrders,
+    HostReport,
+    QueryRegistration,
+    SavepointOrder,
+    SessionPlacement,
+)
 from coordinator_actor.query.query_state import QueryState
 from coordinator_actor.query_threads import Apart
 
@@ -129,7 +138,13 @@ class Hosts:
         if refusal is not None:
             self._runs.remember_over(registration.run_id, refusal)
 
-    def heartbeat_host(self, host_id: str, incarnation: str, held: Mapping[str, int] | None = None) -> HostOrders:
+    def heartbeat_host(
+        self,
+        host_id: str,
+        incarnation: str,
+        held: Mapping[str, int] | None = None,
+        hand_over: HandOver | None = None,
+    ) -> HostOrders:
         """See ``CoordinatorPort``."""
         held = held or {}
         with self._registries.lock:
@@ -137,13 +152,20 @@ class Hosts:
             if lease is None:
                 return HostOrders(False, revoked_tokens=self._tokens.revoked(), lease_seconds=self._timeout)
             self._registries.needed()
+            if hand_over is not None and hand_over.number > lease.hand_over.number:
+                lease.hand_over = hand_over
             known = {run_id: run for run_id in held if (run := self._runs.find(run_id)) is not None}
             over = {r for r in held if (known[r].ended if r in known else self._runs.is_over(r))}
             of_session = self._runs.of_session(lease.info.session_id)
+        current = [run for run in of_session if run.is_current and run.assignment.is_made]
+        # Before what is completed: a run goes from this list with the version that is announced below.
+        giving = {run.run_id: run.versions.completed for run in current if gives(run, host_id)}
         completed: list[Completed] = []
         for run_id, run in known.items():
             announced = None if run_id in over else run.announcement(host_id)
-            if announced is not None and held[run_id] < announced.version:
+            # What the host has given away has moved, or stays: it goes on from this version as usual.
+            is_over = run_id in lease.hand_over.giving and run_id not in giving and run in current
+            if announced is not None and (held[run_id] < announced.version or is_over):
                 completed.append(announced)
         # Also of runs of which the host holds nothing yet: it may own partitions that no task has opened.
         savepoints = tuple(order for run in of_session for order in self._savepoint_orders(run, host_id))
@@ -157,6 +179,8 @@ class Hosts:
             pending={run_id: ids for run_id, ids in pending.items() if ids},
             revoked_tokens=self._tokens.revoked(),
             lease_seconds=self._timeout,
+            warm_up=tuple(order for run in current if (order := warm_up(run, host_id)) is not None),
+            giving=giving,
         )
 
     def _savepoint_orders(self, run: QueryState, host_id: str) -> list[SavepointOrder]:
@@ -173,11 +197,20 @@ class Hosts:
         """See ``CoordinatorPort``."""
         return self._registries.end_session(session_id)
 
-    def place_session(self, session_id: str, problems: Sequence[str]) -> None:
+    def place_session(self, session_id: str, problems: Sequence[str], leaving: Sequence[str] = ()) -> SessionPlacement:
         """See ``CoordinatorPort``."""
         with self._registries.lock:
-            if not self._registries.has_ended(session_id):
-                self._registries.placement_problems[session_id] = tuple(problems)
+            if self._registries.has_ended(session_id):
+                return SessionPlacement()
+            self._registries.placement_problems[session_id] = tuple(problems)
+            self._registries.hosts.leave(session_id, leaving)
+            runs = [run for run in self._runs.of_session(session_id) if run.is_current]
+            lost = {host_id for host_id in leaving if host_id not in self._registries.hosts.leases}
+            stays = set(self._registries.hosts.staying(session_id))
+        needed = {host_id for run in runs for host_id in needed_by(run)}
+        is_known = not any(run.assignment.awaits_reports for run in runs) or not self._registries.expects_reports()
+        released = [h for h in leaving if h in lost or (is_known and h not in needed and h not in stays)]
+        return SessionPlacement(tuple(released))
 
     def verify_instances(
         self, host_id: str, incarnation: str, run_ids: Sequence[str]

@@ -3,61 +3,89 @@
 A coordinator that was just started knows no owner of the runs that were there before it. For a while it goes by what
 hosts report that they hold, and leaves the other partitions without an owner: the host that reports first must not be
 given what the others hold. Only a partition that a task waits for is given to whoever is there.
+
+A partition whose owner is lost has another one at once. One whose owner lives moves warm: the new owner loads a copy
+while the old one goes on (``HostOrders.warm_up``), and takes over between two batches, once its copy is nearly there
+and the old owner answers nothing any more without a look at Spark's log (``HostOrders.giving``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 
 from backends.ids import StateStoreId, StateStoreProviderId
 from coordinator_actor.checkpoints.tasks import TaskKey
 from coordinator_actor.exceptions import UnknownHostError
 from coordinator_actor.handlers.registries import Registries
+from coordinator_actor.messages import WarmUp
 from coordinator_actor.query.current_assignment import Assignment
 from coordinator_actor.query.partition_owners import assign
 from coordinator_actor.query.query_state import QueryState
 
+WARM_VERSIONS = 10
+"""A copy that is so many versions behind is warm: their changelogs are read when the new owner opens the partition."""
+
 
 def assigned(
-    registries: Registries, run: QueryState, *, rebalance: bool = False, waiting: Collection[TaskKey] = ()
+    registries: Registries,
+    run: QueryState,
+    *,
+    moves: bool = False,
+    rebalance: bool = False,
+    waiting: Collection[TaskKey] = (),
 ) -> Assignment:
     """Return the assignment of a run, a new one if hosts have come or gone. Waits for no storage.
 
-    Partitions move away from a living host only with ``rebalance``, where a batch begins, and not while hosts still
-    report. Tasks wait for the partitions in ``waiting``: these have owners, also while hosts still report. Raises
-    ``UnknownHostError`` if the session has no live host.
+    With ``moves``, partitions whose new owners are warm move away from living hosts; with ``rebalance`` all that are to
+    move do so now. Both are for moments between two batches, and nothing moves while hosts still report. Tasks wait for
+    the partitions in ``waiting``: these have owners, also while hosts still report. Raises ``UnknownHostError`` if the
+    session has no live host.
     """
     with run.assignment.lock:
-        return _assigned(registries, run, rebalance=rebalance, waiting=waiting)
+        return _assigned(registries, run, moves=moves, rebalance=rebalance, waiting=waiting)
 
 
-def _assigned(registries: Registries, run: QueryState, *, rebalance: bool, waiting: Collection[TaskKey]) -> Assignment:
+def _assigned(
+    registries: Registries, run: QueryState, *, moves: bool, rebalance: bool, waiting: Collection[TaskKey]
+) -> Assignment:
     held = run.assignment
     with registries.lock:
         current, generation = held.current, registries.hosts.generation
         reporting = held.awaits_reports and registries.expects_reports()
-        balances = rebalance and not reporting
+        moving = {} if reporting or current is None or not moves else _ready(registries, run, current)
         if (
             current is not None
             and current.generation == generation
-            and not (balances and held.is_unbalanced)
+            and not moving
+            and not (held.is_unbalanced and not reporting)
+            and not (rebalance and held.planned)
             and not (current.is_partial and _may_be_completed(current, held.reports, waiting, reporting=reporting))
         ):
             return current
         nodes = registries.hosts.nodes_of_session(run.registration.session_id)
         if not nodes:
             raise UnknownHostError(f"No state store host of session {run.registration.session_id} is alive.")
+        staying = registries.hosts.staying(run.registration.session_id)
         infos = [registries.hosts.leases[host_id].info for host_id in nodes]
+        reported = registries.hosts.reported(run.run_id) if current is None or current.is_partial else ()
         owned = {**registries.hosts.holders(run.run_id), **held.reported}
     tasks = list(run.tasks())
     if current is not None:
         owned.update({t: owner.host_id for t in tasks if (owner := current.find(*t)) is not None})
+        # Whoever was to have the partition of a lost host may have it loaded.
+        owned.update({t: receiver for t, receiver in held.planned.items() if owned.get(t) not in nodes})
+    before = {task: host_id for task, host_id in owned.items() if host_id in nodes}
     names = {f"{operator}/{partition}": (operator, partition) for operator, partition in tasks}
-    known = {name: owned[task] for name, task in names.items() if owned.get(task) in nodes}
+    known = {name: host_id for name, task in names.items() if (host_id := moving.get(task, before.get(task)))}
     # Only what is kept or waited for is placed, so that each host has its share of that.
     wanted = set(waiting)
     placed = [name for name, task in names.items() if not reporting or name in known or task in wanted]
-    owners = assign(placed, nodes, known, rebalance=balances, salt=run.registration.query_id)
+    salt = run.registration.query_id
+    at_once = rebalance and not reporting
+    owners = _placed(placed, nodes, staying, known, salt, rebalance=at_once)
+    target = owners if reporting or at_once else assign(placed, staying, owners, rebalance=True, salt=salt)
+    planned = {names[name]: host_id for name, host_id in target.items() if owners[name] != host_id}
     # Another coordinator, or this one after a restart, must not give the same number to another assignment.
     number = (run.manifests.epoch << 20) + 1 if current is None else current.number + 1
     by_task = {task: owners.get(name) for name, task in names.items()}
@@ -66,12 +94,106 @@ def _assigned(registries: Registries, run: QueryState, *, rebalance: bool, waiti
     with registries.lock:
         for task in tasks:
             owner = assignment.find(*task)
-            before = None if current is None else current.find(*task)
-            if owner is not None and (before is None or before.host_id != owner.host_id):
+            former = None if current is None else current.find(*task)
+            if owner is not None and (former is None or former.host_id != owner.host_id):
                 instance = StateStoreProviderId(StateStoreId(location, *task), run.run_id)
                 registries.instances.report(instance, owner.ip, owner.host_id)
-    held.change(assignment, is_balanced=balances)
+    completed = run.versions.completed
+    # Of several that an earlier coordinator has let hold a partition, all but the owner have given it away.
+    givers = [*before.items(), *reported]
+    given = {host_id: completed for task, host_id in givers if by_task.get(task) not in (None, host_id)}
+    held.given = {**{host_id: at for host_id, at in held.given.items() if at >= completed}, **given}
+    held.change(assignment, None if reporting else planned)
     return assignment
+
+
+def _placed(
+    partitions: Collection[str],
+    nodes: Mapping[str, str],
+    staying: Mapping[str, str],
+    known: Mapping[str, str],
+    salt: str,
+    *,
+    rebalance: bool,
+) -> dict[str, str]:
+    """Return the owner of each partition: those that are free go to hosts that stay."""
+    if rebalance:
+        return assign(list(partitions), staying, known, rebalance=True, salt=salt)
+    leaving = {name: host_id for name, host_id in known.items() if host_id not in staying and host_id in nodes}
+    rest = assign([name for name in partitions if name not in leaving], staying, known, salt=salt)
+    return {name: leaving.get(name) or rest[name] for name in partitions}
+
+
+def _ready(registries: Registries, run: QueryState, current: Assignment) -> dict[TaskKey, str]:
+    """Return the planned moves that can be made now, each with its new owner. The registries are locked."""
+    ready, leases, completed = {}, registries.hosts.leases, run.versions.completed
+    for task, receiver in run.assignment.planned.items():
+        owner = current.find(*task)
+        giver = None if owner is None else leases.get(owner.host_id)
+        lease = leases.get(receiver)
+        if giver is None or lease is None or run.run_id not in giver.hand_over.giving:
+            continue
+        warm = lease.hand_over.warm.get(run.run_id, {}).get(task[0], {}).get(task[1])
+        if warm is not None and warm >= completed - WARM_VERSIONS:
+            ready[task] = receiver
+    return ready
+
+
+def plan_moves(registries: Registries, run: QueryState) -> None:
+    """Take hosts into account that have come or are to go, and make moves if no batch is under way.
+
+    Waits for nobody: who is at work on the run may wait for storage. Plans nothing before all partitions have owners.
+    """
+    held = run.assignment
+    if not held.is_made:
+        return
+    with suppress(UnknownHostError):  # the last host is just going
+        assigned(registries, run)
+        if held.planned and run.lock.acquire(blocking=False):
+            try:
+                before = held.current
+                is_idle = run.is_current and run.batch.highest_opened < run.versions.completed
+                if is_idle and assigned(registries, run, moves=True) is not before:
+                    run.announce()
+            finally:
+                run.lock.release()
+
+
+def warm_up(run: QueryState, host_id: str) -> WarmUp | None:
+    """Return what a host is to load of a run since it is to become its own. Needs no lock of the run."""
+    wanted = [task for task, receiver in run.assignment.planned.items() if receiver == host_id]
+    if not wanted:
+        return None
+    completed = run.versions.completed
+    heads: dict[str, dict[int, str | None]] = {}
+    for operator, partition in wanted:
+        heads.setdefault(operator, {})[partition] = run.versions.head(completed, operator, partition)
+    return WarmUp(run.registration, run.manifests.epoch, completed, heads)
+
+
+def gives(run: QueryState, host_id: str) -> bool:
+    """Return whether partitions of a host are to move, or have moved and the host was not told of a later version."""
+    held, announced = run.assignment, run.announcement(host_id)
+    with held.lock:
+        current = held.current
+        if announced is not None and held.given.get(host_id, -1) >= announced.version:
+            return True
+        return current is not None and any(
+            owner.host_id == host_id for task in held.planned if (owner := current.find(*task)) is not None
+        )
+
+
+def needed_by(run: QueryState) -> set[str]:
+    """Return the hosts that own partitions of a run, or that tasks of the batch under way may ask for owners.
+
+    These tasks know the hosts that were there when the batch began. Needs no lock of the run.
+    """
+    with run.assignment.lock:
+        current, given = run.assignment.current, dict(run.assignment.given)
+    owning = set() if current is None else {host_id for host_id, tasks in current.of_host.items() if tasks}
+    completed = run.versions.completed
+    asked = {host_id for host_id, at in given.items() if at >= completed}
+    return owning | asked if run.batch.highest_opened >= completed else owning
 
 
 def _may_be_completed(current: Assignment, reports: int, waiting: Collection[TaskKey], *, reporting: bool) -> bool:

@@ -58,6 +58,7 @@ class Registries:
             # The hosts are told to stop only afterwards, and must not bring the session back meanwhile.
             self._ended_sessions[session_id] = None
             self.placement_problems.pop(session_id, None)
+            self.hosts.leave(session_id, ())
             for host_id in self.hosts.of_session(session_id):
                 del self.hosts.leases[host_id]
             gone = self.runs.of_session(session_id)

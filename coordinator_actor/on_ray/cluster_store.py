@@ -1,6 +1,6 @@
-"""The secret of a cluster and the registry of its tokens, in Ray's own key-value store.
+"""The secret of a cluster, the registry of its tokens and its drained nodes, in Ray's own key-value store.
 
-The store lives as long as the Ray cluster. So the tokens of clients outlive coordinators, streams and drivers. Every
+The store lives as long as the Ray cluster. So these outlive coordinators, streams and drivers. Every
 process attached to the cluster can read it, just as it can ask the coordinator.
 """
 
@@ -31,3 +31,17 @@ class ClusterStore:
     def save(self, content: bytes) -> None:
         """See ``TokenStore``."""
         internal_kv._internal_kv_put(f"{self._prefix}/tokens", content, overwrite=True, namespace=KV_NAMESPACE)
+
+    def drain(self, node_id: str) -> None:
+        """Take note that a node is to go: drivers let their hosts hand over what they own, and start none there."""
+        internal_kv._internal_kv_put(f"{self._prefix}/drained/{node_id}", b"", namespace=KV_NAMESPACE)
+
+    def keep(self, node_id: str) -> None:
+        """Take note that a node stays after all."""
+        internal_kv._internal_kv_del(f"{self._prefix}/drained/{node_id}", namespace=KV_NAMESPACE)
+
+    def drained(self) -> frozenset[str]:
+        """Return the ids of the nodes that are to go."""
+        prefix = f"{self._prefix}/drained/"
+        keys = internal_kv._internal_kv_list(prefix, namespace=KV_NAMESPACE)
+        return frozenset(str(key, "utf-8").removeprefix(prefix) for key in keys)

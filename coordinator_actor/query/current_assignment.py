@@ -72,8 +72,12 @@ class RunAssignment:
 
     ``current`` is None until the first batch or question. ``reported`` has the hosts that acknowledgements of
     partitions came from; ``reports`` counts them. ``awaits_reports``: another coordinator has known the run, so hosts
-    may hold partitions of it. ``is_unbalanced``: hosts may have more than their share, since partitions move between
-    living hosts only where a batch begins.
+    may hold partitions of it. ``is_unbalanced``: hosts may have more than their share, and what is to move is not
+    planned yet.
+
+    ``planned`` has the new owner of each partition that is to move from one living host to another: the difference to
+    the target assignment. ``given`` has the completed version at which a host has given partitions away last. Until a
+    later version is completed, that host does not know.
 
     ``lock`` guards all changes here. Nobody waits for storage while it is held, so clients learn of owners while a
     query's storage hangs. It is taken behind the lock of the run, and before that of the registries.
@@ -86,6 +90,14 @@ class RunAssignment:
         self.awaits_reports = False
         self.reported: dict[TaskKey, str] = {}
         self.reports = 0
+        self.planned: Mapping[TaskKey, str] = {}
+        self.given: dict[str, int] = {}
+
+    @property
+    def is_made(self) -> bool:
+        """Return whether all partitions have had an owner, as far as this coordinator knows."""
+        current = self.current
+        return current is not None and not current.is_partial
 
     def report(self, task: TaskKey, host_id: str, *, overrides: bool = False) -> None:
         """Take note that a host has a partition. The first report counts, unless this one ``overrides`` it."""
@@ -99,8 +111,9 @@ class RunAssignment:
         with self.lock:
             self.is_unbalanced = True
 
-    def change(self, assignment: Assignment, *, is_balanced: bool) -> None:
-        """Put an assignment in force."""
+    def change(self, assignment: Assignment, planned: Mapping[TaskKey, str] | None) -> None:
+        """Put an assignment in force, and the moves that are to follow; None if nobody has planned them."""
         with self.lock:
             self.current = assignment
-            self.is_unbalanced = not is_balanced
+            self.planned = planned or {}
+            self.is_unbalanced = planned is None

@@ -31,6 +31,7 @@ from spark_bridge.host.copy_loading import CopyLoading
 from spark_bridge.host.counters import Counters
 from spark_bridge.host.grants import Grants
 from spark_bridge.host.group_commit import GroupCommits
+from spark_bridge.host.hand_overs import HandOvers
 from spark_bridge.host.held_partitions import HeldPartitions
 from spark_bridge.host.instance import spec_of
 from spark_bridge.host.maintenance import Maintenance
@@ -59,11 +60,11 @@ class Host:
 
     The parts, each with its own idea: ``held`` (which partitions are loaded), ``grants`` (who owns what), ``loading``,
     ``task_commits``, ``group_commits`` (which changelogs are stored together), ``reads``, ``completed``, ``prepared``
-    and ``version_requests`` (which versions are completed), ``maintenance``, ``exports`` (savepoints) and
-    ``copy_loading`` (copies of partitions from storage). Locks are taken in the order: the loading lock
-    of a partition (``PartitionLoading``), its commit lock (``Instance``), the lock of the tables (``HeldPartitions``),
-    and last the locks that ``Grants``, ``VersionRequests``, ``CompletedVersions``, ``GroupCommits`` and ``Counters``
-    hold for their own tables.
+    and ``version_requests`` (which versions are completed), ``hand_overs`` (partitions that move), ``maintenance``,
+    ``exports`` (savepoints) and ``copy_loading`` (copies of partitions from storage). Locks are taken in the order: the
+    loading lock of a partition (``PartitionLoading``), its commit lock (``Instance``), the lock of the tables
+    (``HeldPartitions``), and last the locks that ``Grants``, ``VersionRequests``, ``CompletedVersions``,
+    ``GroupCommits`` and ``Counters`` hold for their own tables.
     """
 
     def __init__(
@@ -102,7 +103,10 @@ class Host:
             clock,
         )
         self.shared_loads = SharedLoads(self.loading, self.held, clock)
-        self.prepared = PreparedVersions(registration, self.held, self.completed, self.files.open_storage)
+        self.hand_overs = HandOvers(info, self.loading, self.completed, clock)
+        self.prepared = PreparedVersions(
+            registration, self.held, self.completed, self.files.open_storage, self.hand_overs.gives
+        )
         self.group_commits = GroupCommits(conf.commit_linger, self.memory)
         self.held.on_run_ended(self.group_commits.forget)
         self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters, self.group_commits)
@@ -173,7 +177,8 @@ class Host:
 
     def heartbeat(self) -> None:
         """Renew the lease and carry out what the coordinator answers. Waits for the storage of no query."""
-        orders = self.registration.renew()
+        hand_over = self.hand_overs.report()
+        orders = self.registration.renew(hand_over)
         # Answers may overtake each other, and a token that is revoked stays revoked.
         self._revoked_tokens = self._revoked_tokens.union(orders.revoked_tokens)
         self._revoked_until = self._clock() + REVOKED_SECONDS
@@ -186,6 +191,8 @@ class Host:
             by_run.setdefault(run_id, []).append(partial(self.loading.unload_run, run_id))
         for run_id, renew in (*self.loading.due_leases(), *self.copy_loading.due_leases()):
             by_run.setdefault(run_id, []).append(renew)
+        # Before the versions are noted: what may move is looked after from here on.
+        self.hand_overs.follow(hand_over.number, orders)
         self._orders.carry_out(by_run)
         if orders.known:
             self.exports.give_up_others(orders.pending)

@@ -22,7 +22,7 @@ from backends.exceptions import (
 from backends.formats.manifest import Lineage
 from backends.partition.load_watch import LoadProgress, LoadWatch
 from coordinator_actor.exceptions import CoordinatorError, RetiredRunError, StaleBatchError
-from coordinator_actor.messages import Completed, OpenGrant
+from coordinator_actor.messages import Completed, OpenGrant, QueryRegistration
 from spark_bridge.exceptions import HostUnavailableError, SparkBridgeError
 from spark_bridge.host.completed_versions import CompletedVersions
 from spark_bridge.host.counters import Counters
@@ -132,10 +132,51 @@ class PartitionLoading:
         finally:
             lock.release()
 
+    def warm_up(
+        self, grant: OpenGrant, operator: str, partition: int, is_abandoned: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Load a copy of a partition that is to become this host's, and keep it for the load by the first task.
+
+        Does nothing if the partition is held or being loaded, or the copy is there already. Raises as ``load`` does.
+        """
+        key = (grant.registration.query_id, operator, partition)
+        run_id = grant.registration.run_id
+        lock = self.lock_of(key)
+        if not lock.acquire(blocking=False):
+            return
+        try:
+            warm = self.warm_version(grant.registration, operator, partition)
+            with self._held.lock:
+                held = self._held.instances.get(key)
+            if (held is not None and held.registration.run_id == run_id) or (warm or -1) >= grant.version:
+                return
+            with self._noted_as_loading(run_id), self._watching(key, grant, is_abandoned) as watch:
+                self._brought(grant, operator, partition, watch, for_read=False, holds=False)
+        finally:
+            lock.release()
+
+    def warm_version(self, registration: QueryRegistration, operator: str, partition: int) -> int | None:
+        """Return the version of the copy of a partition that a load has left here whole; None if there is none."""
+        with self._held.lock:
+            kept = self._kept.get((registration.query_id, operator, partition))
+        if kept is None or kept.registration.run_id != registration.run_id or kept.loaded_at != kept.state.version:
+            return None
+        return kept.loaded_at
+
     def _brought(
-        self, grant: OpenGrant, operator: str, partition: int, watch: LoadWatch | None, *, for_read: bool
+        self,
+        grant: OpenGrant,
+        operator: str,
+        partition: int,
+        watch: LoadWatch | None,
+        *,
+        for_read: bool,
+        holds: bool = True,
     ) -> Instance | None:
-        """Return the partition at the version of the grant; None if files must be fetched and there is no ``watch``."""
+        """Return the partition at the version of the grant; None if files must be fetched and there is no ``watch``.
+
+        Unless it ``holds`` the partition, the host keeps it like one that is loaded in part, and returns None.
+        """
         registration = grant.registration
         key = (registration.query_id, operator, partition)
         with self._held.lock:
@@ -179,7 +220,7 @@ class PartitionLoading:
             else:
                 _destroy(instance)
             raise
-        if is_there:
+        if is_there and holds:
             self._held.put(instance)
             return instance
         with self._held.lock:

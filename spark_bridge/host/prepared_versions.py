@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backends.bounded_dict import BoundedDict
@@ -51,6 +52,7 @@ class PreparedVersions:
     A version that storage or the coordinator says nothing about makes reads of its run fail until one does, and of no
     other run. The table is read without a lock, and changed under ``_noting``. A look takes one request to storage and,
     once a version, two messages to the coordinator. One thread looks for all readers of a run, who wait without a lock.
+    ``gives`` says whether partitions of a run may be another host's by now.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class PreparedVersions:
         held: HeldPartitions,
         completed: CompletedVersions,
         open_storage: OpenStorage,
+        gives: Callable[[str], bool] = lambda run_id: False,
     ) -> None:
         self._registration = registration
+        self._gives = gives
         self._held = held
         self._completed = completed
         self._open_storage = open_storage
@@ -76,14 +80,17 @@ class PreparedVersions:
                 self._prepared[registration.run_id] = _Prepared(registration, version)
 
     def _doubt(self, run_id: str) -> None:
-        """Take the next version for prepared if this host has no lease: other hosts may have made it meanwhile.
+        """Take the next version for prepared if other hosts may have made it without this one knowing.
 
-        A host behind a cut cable is asked by clients that still reach it. As long as Spark has committed no batch
-        behind the last one that is known here, its answers are right.
+        That is if this host has no lease: behind a cut cable it is asked by clients that still reach it. Or if it gives
+        partitions away. As long as Spark has committed no batch behind the last one that is known here, its answers are
+        right.
         """
         newest = self._completed.newest(run_id)
         registration = self._held.registrations.get(run_id)
-        if newest is not None and registration is not None and not self._registration.is_leased:
+        if newest is None or registration is None:
+            return
+        if not self._registration.is_leased or self._gives(run_id):
             self.accepted(registration, newest.version + 1)
 
     def is_settled(self, run_id: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from coordinator_actor.exceptions import ReplacedHostError, StaleOwnerError, UnknownHostError, UnknownRunError
-from coordinator_actor.messages import HostInfo, HostOrders
+from coordinator_actor.messages import HandOver, HostInfo, HostOrders
 from coordinator_actor.port import CoordinatorPort
 from spark_bridge.host.held_partitions import HeldPartitions
 
@@ -59,10 +59,11 @@ class HostRegistration:
         finally:
             self._registered_at = self._clock()
 
-    def renew(self) -> HostOrders:
+    def renew(self, hand_over: HandOver) -> HostOrders:
         """Send a heartbeat with what the host holds, and return the answer: the lease runs on from the sending."""
         sent = self._clock()
-        orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, self._held.versions())
+        held = self._held.versions()
+        orders = self.coordinator.heartbeat_host(self.info.host_id, self.info.incarnation, held, hand_over)
         self._lease_seconds = orders.lease_seconds
         self._leased_until = sent + orders.lease_seconds if orders.known else -math.inf
         return orders

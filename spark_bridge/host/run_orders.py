@@ -29,12 +29,13 @@ class RunOrders:
     heartbeat until they are done. A thread is made only where there are orders.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait_seconds: float = CARRY_OUT_SECONDS) -> None:
+        self._wait_seconds = wait_seconds
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
 
     def carry_out(self, orders: Mapping[str, Sequence[Order]]) -> None:
-        """Carry out orders, by run id. Return when all are done, or after ``CARRY_OUT_SECONDS``."""
+        """Carry out orders, by run id. Return when all are done, or after ``wait_seconds``."""
         begun = []
         with self._lock:
             self._threads = {r: t for r, t in self._threads.items() if t.is_alive()}
@@ -46,8 +47,8 @@ class RunOrders:
                     self._threads[run_id] = thread
                     thread.start()
                     begun.append(thread)
-        deadline = time.monotonic() + CARRY_OUT_SECONDS
-        for thread in begun:
+        deadline = time.monotonic() + self._wait_seconds
+        for thread in begun if self._wait_seconds else ():
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 

@@ -13,7 +13,13 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, Coor
 from spark_bridge.exceptions import EnvironmentProblemError, SessionError
 from spark_bridge.host_actor.session_options import DEFAULT_RECOVERY_TIMEOUT, SessionOptions
 from spark_bridge.queryable.server.request_limits import RequestLimits
-from spark_bridge.session.current import Session, begin_session, end_session, require_no_session
+from spark_bridge.session.current import (
+    Session,
+    begin_session,
+    current_cluster,
+    end_session,
+    require_no_session,
+)
 from spark_bridge.session.executors import await_executors, executor_cores
 from spark_bridge.session.java import ensure_java
 from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
@@ -158,6 +164,17 @@ def attach(
     return spark
 
 
+def scale_hosts(num_hosts: int | None) -> None:
+    """Have so many hosts in this process's session from now on; None for one per executor core.
+
+    Returns when further hosts are being started. Partitions move to them, and away from hosts that are to go, while the
+    streams run: each is loaded by its new owner first, and handed over between two batches. Raises ``SessionError`` if
+    there is no session or ``num_hosts`` is below 1.
+    """
+    _require_hosts(num_hosts)
+    current_cluster().placement.scale(num_hosts)
+
+
 def stop_spark() -> None:
     """End this process's session: queries, hosts, Spark if ``init_spark`` made it, Ray if this process started it."""
     session = end_session()
@@ -180,6 +197,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
     listener = StateStoreQueryListener(spark, cluster)
     spark.streams.addListener(listener)
     listener.publish_endpoints()
+    cluster.placement.publish = listener.publish_addresses
 
     def stop() -> None:
         try:

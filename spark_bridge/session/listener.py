@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -51,12 +51,14 @@ TEMPORARY_CHECKPOINT = re.compile(r"/temporary-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9
 
 
 class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
-    """Joins the queries of one Spark session to one state cluster. ``_lock`` guards the registrations."""
+    """Joins the queries of one Spark session to one state cluster. ``_lock`` guards the tables of runs."""
 
     def __init__(self, spark: SparkSession, cluster: StateCluster) -> None:
         self._spark = spark
         self._cluster = cluster
         self._registrations: dict[str, QueryRegistration] = {}
+        self._properties: dict[str, Any] = {}
+        """By run, the local properties of the thread that runs the query, which its later jobs are given."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
@@ -138,6 +140,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             return refusal
         with self._lock:
             self._registrations[registration.run_id] = registration
+            self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._heartbeats.add(registration)
         self._set(properties.RUN_ID, registration.run_id)
         self.publish_endpoints()
@@ -170,6 +173,13 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._set(properties.HOST_FILES, self._cluster.host_files)
         self._set(properties.TIMEOUT, str(options.recovery_timeout))
         self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
+
+    def publish_addresses(self, addresses: Sequence[str]) -> None:
+        """Tell the jobs that running queries start from now on where the hosts are."""
+        with self._lock:
+            running = list(self._properties.values())
+        for of_query in running:
+            of_query.setProperty(properties.ADDRESSES, json.dumps(list(addresses)))
 
     def _state_location(self, checkpoint: str, query_id: str) -> str:
         base = self._spark.conf.get(STATE_LOCATION_CONF, "") or ""
@@ -229,6 +239,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         run_id = str(event.runId)
         with self._lock:
             known = self._registrations.pop(run_id, None)
+            self._properties.pop(run_id, None)
         self._heartbeats.remove(run_id)
         if known is not None and not self._stopping.is_set():
             try:

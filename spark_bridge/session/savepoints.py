@@ -173,7 +173,8 @@ def _options(given: Mapping[str, str] | None) -> dict[str, str]:
 def rebalance(query: str | None = None) -> dict[str, int]:
     """Give every host its share of the partitions now, of one query or of all; return how many have moved, by run id.
 
-    At the start of each batch this happens by itself; call it for streams without new batches.
+    By itself this happens as soon as new owners have loaded what becomes theirs. This does not wait for that: the next
+    batch waits for the loads.
     """
     moved = current_cluster().coordinator.rebalance(query)
     return moved

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
+from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.host_actor.actor import host_files_dir
@@ -47,7 +48,8 @@ class StateCluster:
         self.token = self.coordinator.token()
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
-        self.placement = HostPlacement(options, self.token, executors, self._report_placement)
+        drained = ClusterStore(options.namespace, options.coordinator_name).drained
+        self.placement = HostPlacement(options, self.token, executors, drained, self._report_placement)
         try:
             self.placement.begin()
         except BaseException:
@@ -59,11 +61,12 @@ class StateCluster:
         """Return the actors of the session's hosts."""
         return [host.actor for host in self.placement.hosts]
 
-    def _report_placement(self, problems: Sequence[str]) -> None:
+    def _report_placement(self, problems: Sequence[str], leaving: Sequence[str]) -> tuple[str, ...]:
         try:
-            self.leases.place_session(self.session_id, tuple(problems))
+            return self.leases.place_session(self.session_id, tuple(problems), tuple(leaving)).released
         except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
             log.warning("The coordinator was not told where the hosts stand: %s", error)
+            return ()
 
     def addresses(self) -> list[str]:
         """Return the Flight addresses of the hosts that answer now; a host that is being restarted is left out."""

@@ -19,6 +19,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _LETTER = re.compile(r"[A-Za-z0-9_]")
 CHUNKS = ".-chunks"
 """The part of a list that has all elements but the last ones."""
+CHUNKS_BY_TIME = ".-due"
+"""The part of a side of ``join`` that has its chunks by the time at which their first row is due."""
 ENTRIES = ".-entries"
 """The part of a map that has the entries of large maps."""
 TIMERS_BY_KEY = ".-keys"

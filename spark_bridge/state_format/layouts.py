@@ -11,6 +11,11 @@ sessions       ``default``                           ``sessions`` (an array, asc
 deduplicated   ``default``                           ``present``, or ``__expires_at`` where keys expire
 ..             ``default.-expiry``  ``__expires_at`` ``present``
                                     first
+joined side    ``left``, ``right``                   as a list: the rows that wait, ``matched`` where it is needed
+..             ``left.-chunks``     ``__chunk``      as a list
+..             ``left.-due``        ``__due`` first, ``present``
+                                    ``__chunk``
+                                    last
 value ``n``    ``n``                                 the fields of the value
 list ``n``     ``n``                                 ``length``, ``chunks``, ``tail`` (the last elements)
 ..             ``n.-chunks``        ``__chunk``      ``elements``
@@ -29,7 +34,7 @@ Clients and hosts import this module: it must not import Spark or pandas, whose 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 
@@ -38,6 +43,7 @@ from backends.encoding.schema import StateSchema
 from backends.ids import DEFAULT_FAMILY
 from spark_bridge.state_format.families import (
     CHUNKS,
+    CHUNKS_BY_TIME,
     ENDS_FAMILY,
     ENTRIES,
     EXPIRY_FAMILY,
@@ -57,7 +63,13 @@ PRESENT = pa.schema([pa.field("present", pa.bool_())])
 SESSIONS, START, END = "sessions", "start", "end"
 """The column that holds the sessions of a key, and the bounds of each session; also the kind of such state."""
 DUE = "__due"
-"""A time before which no session of the key ends."""
+"""A time before which no session of the key ends, or no row of the chunk can be removed."""
+LEFT, RIGHT = "left", "right"
+"""The state variables of ``join``: the rows of each side that may still find a match."""
+MATCHED = "matched"
+"""Whether a row of ``join`` has found a match; behind the row's own columns, under another name if they have one."""
+TAIL_NUMBER = -1
+"""Stands for the last rows of a key, which are in no chunk, among the chunks of ``join`` by time."""
 EXPIRES_AT = "__expires_at"
 """When a deduplicated key expires."""
 
@@ -112,6 +124,27 @@ def deduplicate_schema(keys: pa.Schema, key_columns: tuple[str, ...], expiry: pa
         EXPIRY_FAMILY: StateSchema(pa.schema([*expires, *keys]), PRESENT),
     }
     return OperatorSchema((StateVariable(DEFAULT_FAMILY, ROWS, families),), key_columns)
+
+
+def join_schema(
+    keys: pa.Schema,
+    key_columns: tuple[str, ...],
+    sides: Mapping[str, Sequence[pa.Field]],
+    by_time: Collection[str],
+    settings: Mapping[str, str],
+) -> OperatorSchema:
+    """Return what ``join`` keeps: the waiting rows of each side as a list, with the columns ``sides`` has for it.
+
+    The sides that are named in ``by_time`` have their chunks by time as well.
+    """
+    variables = []
+    for name, fields in sides.items():
+        families = list_families(name, keys, fields)
+        if name in by_time:
+            key = pa.schema([pa.field(DUE, pa.int64()), *keys, pa.field(CHUNK_NUMBER, pa.int64())])
+            families[stored_name(name) + CHUNKS_BY_TIME] = StateSchema(key, PRESENT)
+        variables.append(StateVariable(name, LIST, families))
+    return OperatorSchema(tuple(variables), key_columns, settings)
 
 
 # -- state variables of a processor ------------------------------------------------------------

@@ -42,6 +42,21 @@ def without_expiry(keys: pa.BinaryArray) -> pa.BinaryArray:
     return join([_sliced(keys, 0, GROUP_BYTES), _sliced(keys, GROUP_BYTES + LONG_BYTES)])
 
 
+def last_longs(keys: pa.BinaryArray) -> npt.NDArray[np.int64]:
+    """Return the int64 that is the last column of each key; none is null."""
+    content, offsets = binary_content(keys)
+    longs: npt.NDArray[np.int64] = (
+        gather_fixed(content, offsets[1:] - 8, np.dtype(">u8")).astype(np.uint64).view(np.int64)
+    )
+    return longs ^ np.iinfo(np.int64).min
+
+
+def without_last_long(keys: pa.BinaryArray) -> pa.BinaryArray:
+    """Return the keys without their last column, an int64."""
+    content, offsets = binary_content(keys)
+    return binary_array(*gather_ranges(content, offsets[:-1], offsets[1:] - LONG_BYTES))
+
+
 def expired_ranges(key_groups: tuple[int, int], until_ms: int) -> list[KeyRange]:
     """Return where the keys of ``by_expiry`` lie whose expiry is at most ``until_ms``, a range per key group.
 

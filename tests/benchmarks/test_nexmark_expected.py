@@ -50,6 +50,20 @@ def test_last_bids_are_those_of_the_pairs_touched_with_the_greatest_at_one_time(
     assert rows(other, *names) == {(5, 1, 30, "b", at(1)), (5, 2, 2, "", at(0)), (6, 2, 1, "", at(3))}
 
 
+def test_bids_come_with_their_auction_in_the_batch_of_the_later_one() -> None:
+    def of_category(number: int, category: int) -> dict[str, Any]:
+        one = auction(number, 0, 9)
+        one["auction"]["category"] = category
+        return one
+
+    first = batch(of_category(1, 10), of_category(2, 11), bid(1, 5, 10, 0), bid(2, 5, 11, 0), bid(3, 5, 12, 0))
+    second = batch(of_category(3, 10), bid(1, 6, 13, 1), bid(4, 6, 14, 1))
+    one, other = expected.bids_of_category([first, second])
+    names = ("auction", "price", "item_name")
+    assert rows(one, *names) == {(1, 10, "item_name 1")}
+    assert rows(other, *names) == {(3, 12, "item_name 3"), (1, 13, "item_name 1")}
+
+
 def test_top_bids_are_ten_and_the_later_of_equal_prices_comes_first() -> None:
     first = batch(*(bid(1, i, 100 + i, 0) for i in range(9)), bid(2, 1, 5, 0), bid(2, 1, 5, 1))
     second = batch(bid(1, 50, 104, 1), bid(1, 51, 1, 0), bid(3, 1, 1, 0))

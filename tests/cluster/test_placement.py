@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +19,7 @@ from tests.spark_bridge.conftest import wait_until
 
 # Otherwise: tests/spark_bridge/session/test_host_placement.py, on the nodes of a Ray cluster on one machine.
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
-SEEN = """
-import json, sys
-from spark_bridge.cli.status import gather
-coordinator, hosts = gather(sys.argv[1])
-seen = [host["address"].rpartition("//")[2].rpartition(":")[0] for host in hosts]
-print("SEEN", json.dumps([coordinator["node_ip"], sorted(seen), coordinator["problems"]]))
-"""
+STATESTORE = str(Path(sys.executable).with_name("statestore"))
 
 
 class StreamOnLab:
@@ -57,10 +52,15 @@ class StreamOnLab:
 
 
 def seen(lab: Lab) -> list[Any]:
-    """The address of the coordinator, those of the hosts, and what ``statestore status`` warns of."""
-    said = lab.run(0, [sys.executable, "-c", SEEN, ray_address(lab)], ray_environment(), check=False).stdout
-    found = [line for line in said.splitlines() if line.startswith("SEEN ")]
-    return list(json.loads(found[0].removeprefix("SEEN "))) if found else [said]
+    """The address of the coordinator, those of the hosts, and what ``statestore status`` says of their places."""
+    argv = [STATESTORE, "status", "--address", ray_address(lab), "--json"]
+    said = lab.run(0, argv, ray_environment(), check=False).stdout
+    found = [line for line in said.splitlines() if line.startswith("{")]
+    if not found:
+        return [said]
+    told = json.loads(found[0])
+    hosts = sorted(host["address"].rpartition("//")[2].rpartition(":")[0] for host in told["hosts"])
+    return [told["coordinator"]["node_ip"], hosts, told["coordinator"]["problems"]]
 
 
 def test_hosts_stand_where_executors_run(make_lab: Callable[[int], Lab]) -> None:
@@ -84,5 +84,12 @@ def test_hosts_stand_where_executors_run(make_lab: Callable[[int], Lab]) -> None
 
         wait_until(is_right, timeout=200)
         stream.await_batches(2)
+
+        # Hosts of a machine that is to go hand over while the stream runs.
+        drained = next(a for a in seen(lab)[1] if a != lab.addresses[0])
+        said = lab.run(0, [STATESTORE, "drain", drained, "--address", ray_address(lab)], ray_environment(), timeout=300)
+        assert f"No host stands on {drained} any more" in said.stdout
+        stream.await_batches(2)
+        assert drained not in seen(lab)[1]
     finally:
         stream.end()

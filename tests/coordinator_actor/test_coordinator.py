@@ -427,17 +427,6 @@ def test_owners_are_balanced_stay_put_and_move_when_their_host_is_lost(world: Wo
     assert c.heartbeat_host("h2", "a").known is False
 
 
-def test_a_new_host_takes_its_share_where_the_next_batch_begins(world: World) -> None:
-    c = world.coordinator(hosts=1)
-    c.register_query(world.registration(n=4))
-    world.open(c, 0)
-    c.register_host(world.host(1), HostReport())
-    assert {o.host_id for o in c.locate("op").owners} == {"h0"}
-    world.run_batch(c, 0, n=4)
-    world.open(c, 1)
-    assert sorted(o.host_id for o in c.locate("op").owners) == ["h0", "h0", "h1", "h1"]
-
-
 def test_a_restarted_host_is_a_new_incarnation(world: World, started: Coordinator) -> None:
     started.register_host(world.host(0, "b"), HostReport())
     assert started.heartbeat_host("h0", "a").known is False

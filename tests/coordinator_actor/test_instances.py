@@ -130,9 +130,12 @@ def test_a_host_unloads_at_its_maintenance_what_has_moved_and_nothing_else(strea
     s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {0: [0, 1, 2, 3]}
     s.add_host(1)
-    s.batch(1)
+    s.heartbeat_until(lambda: sorted(owners(s)) == ["h0", "h0", "h1", "h1"])
+    s.begin(1, dict.fromkeys(range(30), 1))
     moved = loaded(s)[1]
     assert len(moved) == 2 and loaded(s)[0] == [0, 1, 2, 3]
+    s.commit(1)
+    s.at[2] = {**s.at[1], **dict.fromkeys(range(30), 1)}
     s.hosts[0].maintenance.do_maintenance()
     assert loaded(s) == {0: [p for p in range(4) if p not in moved], 1: moved}
     assert s.rows() == s.at[2]
@@ -150,22 +153,6 @@ def test_a_coordinator_that_does_not_know_the_owners_yet_has_nothing_unloaded(st
 
 
 # -- owners ------------------------------------------------------------------------------------
-
-
-def test_a_new_host_gets_its_share_where_the_next_batch_begins_and_no_task_fails(stream):
-    s = stream(hosts=1)
-    s.begin(1, dict.fromkeys(range(30), 1), range(2))
-    s.add_host(1)
-    s.world.now += 2  # what the host was told of the batch is old by now: it asks again
-    s.begin(1, dict.fromkeys(range(30), 1), range(2, 4))  # of a batch that has begun, none moves
-    assert set(owners(s)) == {"h0"}
-    s.commit(1)
-    s.at[2] = {**s.at[1], **dict.fromkeys(range(30), 1)}
-    assert set(owners(s)) == {"h0"}, "nor between batches"
-    s.batch(2)
-    assert sorted(owners(s)) == ["h0", "h0", "h1", "h1"]
-    assert s.c.get_locations([instance(s, p) for p in range(4)]) == [f"executor_127.0.0.1_{h}" for h in owners(s)]
-    assert s.rows() == s.at[3]
 
 
 def test_rebalancing_a_quiet_stream_moves_no_more_than_the_new_hosts_share(stream):

@@ -114,11 +114,19 @@ class HostSlot:
         """Those that nobody kills though another one has taken their place: they must end themselves."""
         self._moves = 0
         self._starts = 0
+        self._has_gone = False
         self.start()
+
+    def end(self) -> None:
+        """It owns nothing any more, and is not started again (``spark_bridge.session.host_placement``)."""
+        self._has_gone = True
+        for process in (self.process, *self.replaced):
+            if process is not None:
+                self.session.world.scheduler.kill(process)
 
     def start(self) -> None:
         """A new incarnation, on the same node, or with an empty disk on another one."""
-        if not self.session.is_alive:
+        if not self.session.is_alive or self._has_gone:
             return
         s = self.session.world.scheduler
         if s.random.random() < 0.3:
@@ -227,7 +235,10 @@ class Session:
         self.hosts: list[HostSlot] = []
         self.executors = [s.process(f"executor-{self.session_id}-{i}") for i in range(2)]
         self.hosts = [HostSlot(self, i) for i in range(world.num_hosts)]
+        self._num_started = world.num_hosts
+        self.leaving: list[HostSlot] = []
         self.driver.on_death.append(self._died)
+        s.spawn(self.driver, self._place, "placement")
 
     @property
     def is_alive(self) -> bool:
@@ -244,6 +255,36 @@ class Session:
                     lambda stream=stream: self.world.drive(self, stream),  # type: ignore[misc]
                     stream.name,
                 )
+
+    def scale_out(self) -> None:
+        """Executors have come: one more host is started."""
+        self.hosts.append(HostSlot(self, self._num_started))
+        self._num_started += 1
+
+    def scale_in(self) -> None:
+        """A host is to go, unless it is the last one that stays."""
+        staying = [slot for slot in self.hosts if slot not in self.leaving]
+        if len(staying) > 1:
+            slot = self.world.scheduler.random.choice(staying)
+            self.world.scheduler.log("LEAVING", slot.host_id)
+            self.leaving.append(slot)
+
+    def _place(self) -> None:
+        """What ``spark_bridge.session.host_placement`` does: tell which hosts are to go, and end those that may."""
+        s, port = self.world.scheduler, self.cluster.port()
+        while True:
+            s.sleep(self.world.slowness)
+            leaving = [slot.host_id for slot in self.leaving]
+            try:
+                answer = port.place_session(self.session_id, (), leaving)
+            except KNOWN_ERRORS as error:
+                s.log("placement of", self.session_id, "was not taken:", str(error))
+                continue
+            for slot in [slot for slot in self.leaving if slot.host_id in answer.released]:
+                s.log("RELEASED", slot.host_id)
+                self.leaving.remove(slot)
+                self.hosts.remove(slot)
+                slot.end()
 
     def _died(self) -> None:
         """Ray ends the actors of a driver that is gone; Spark's executors notice as well."""

@@ -35,7 +35,7 @@ from backends.partition.pending_changes import PendingChanges
 from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
 from coordinator_actor.durable.fencing import EPOCHS, Epochs
-from coordinator_actor.handlers import batches
+from coordinator_actor.handlers import batches, owners
 from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.messages import Acknowledged
 from coordinator_actor.query import recovery
@@ -45,6 +45,7 @@ from coordinator_actor.query.running_batch import RunningBatch
 from coordinator_actor.query_threads import QueryThreads
 from spark_bridge.host import group_commit
 from spark_bridge.host.group_commit import GroupCommit, GroupCommits
+from spark_bridge.host.hand_overs import HandOvers
 from spark_bridge.host.host import Host
 from spark_bridge.host.instance import Instance
 from spark_bridge.host.partition_loading import PartitionLoading
@@ -54,6 +55,7 @@ from tests.simulation.searches import (
     STEPS,
     Prepare,
     as_it_is,
+    in_which_hosts_come_and_go,
     in_which_plans_run_again,
     on_failing_storage,
     restless_in_two_clusters,
@@ -330,6 +332,30 @@ def loads_pin_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FilesInUse, "oldest", lambda self, now: math.inf)
 
 
+def unheard_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartitionLoading, "warm_version", lambda self, registration, operator, partition: None)
+
+
+def cold_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready: Callable[..., Any] = owners._ready
+
+    def hasty(registries: Any, run: Any, current: Any) -> Any:
+        planned = run.assignment.planned
+        for receiver in planned.values():
+            if (lease := registries.hosts.leases.get(receiver)) is not None:
+                warm: dict[str, dict[int, int]] = {}
+                for operator, partition in planned:
+                    warm.setdefault(operator, {})[partition] = run.versions.completed
+                lease.hand_over = msgspec.structs.replace(lease.hand_over, warm={run.run_id: warm})
+        return ready(registries, run, current)
+
+    monkeypatch.setattr(owners, "_ready", hasty)
+
+
+def trusting_givers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HandOvers, "gives", lambda self, run_id: False)
+
+
 FAULTS: Sequence[PlantedFault] = (
     PlantedFault(
         "no-fencing",
@@ -509,5 +535,26 @@ FAULTS: Sequence[PlantedFault] = (
         "Maintenance removes groups that a load reads.",
         loads_pin_no_groups,
         test="tests/coordinator_actor/test_retention.py::test_no_group_is_removed_that_a_load_reads",
+    ),
+    PlantedFault(
+        "unheard-copies",
+        "A new owner does not say that it has loaded what is to move, so that nothing moves.",
+        unheard_copies,
+        range(0, 40),
+        None,
+        prepare=in_which_hosts_come_and_go,
+    ),
+    PlantedFault(
+        "cold-moves",
+        "Partitions move to a host that has not loaded them.",
+        cold_moves,
+        test="tests/coordinator_actor/test_moves.py::test_nothing_moves_to_a_host_that_has_not_loaded_it",
+    ),
+    PlantedFault(
+        "trusting-givers",
+        "A host whose partitions have moved takes the version that it knows for the newest.",
+        trusting_givers,
+        test="tests/coordinator_actor/test_moves.py::"
+        "test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch",
     ),
 )

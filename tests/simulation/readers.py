@@ -27,6 +27,8 @@ ANSWER_SECONDS = 20.0
 """A client waits so long for an answer."""
 EXACT = 0.3
 """How often a client asks for one of the last versions, and not for the last completed one."""
+KEPT = 0.7
+"""How often a client goes by the owners that it knows, and does not ask for them anew."""
 OLDER = 3
 """So many versions before the last one that it has seen a client asks for at most."""
 
@@ -92,6 +94,7 @@ class QueryClient:
         connections: Any = SimulatedConnections(world)
         self._router = StateRouter(connections, clock=clock, sleep=world.scheduler.sleep)
         self._seen: dict[str, int] = {}
+        self._located: dict[tuple[str, str], OperatorLocation] = {}
 
     def run(self) -> None:
         """Ask until the world ends."""
@@ -100,9 +103,12 @@ class QueryClient:
             s.sleep(s.random.random() * 3 * self._world.slowness)
             stream = s.random.choice(self._world.streams)
             operator = s.random.choice(stream.model.operators)
+            known = self._located.pop((stream.name, operator), None)
             try:
-                location = self._world.sessions[-1].cluster.port().locate(operator, stream.name)
-                self._ask(stream, location, self._version(location.run_id))
+                if known is None or s.random.random() >= KEPT:
+                    known = self._world.sessions[-1].cluster.port().locate(operator, stream.name)
+                self._ask(stream, known, self._version(known.run_id))
+                self._located[stream.name, operator] = known
             except (UnreachableError, *KNOWN_ERRORS) as error:
                 s.log("a query was not answered:", type(error).__name__, str(error))
 

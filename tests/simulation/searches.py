@@ -32,6 +32,17 @@ def in_which_plans_run_again(world: World) -> None:
         stream.num_partitions = max(2, stream.num_partitions)
 
 
+def in_which_hosts_come_and_go(world: World) -> None:
+    """Have hosts come and go all the time, and little else go wrong, while many ask; messages are late or lost."""
+    world.faults.heal()
+    world.faults.message_lost = world.faults.message_late = 0.02
+    world.only = [world._scale]
+    world.restless, world.pace, world.num_clients, world.is_calm = 1.0, 0.5, 6, False
+    for stream in world.streams:
+        stream.most_seconds = None
+        stream.num_partitions = max(3, stream.num_partitions)
+
+
 def first_failure(seeds: range, max_steps: int | None = STEPS, prepare: Prepare = as_it_is) -> Result:
     """Return the result of the first of these seeds that fails. Raises ``AssertionError`` if none does."""
     for seed in seeds:

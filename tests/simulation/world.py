@@ -127,6 +127,9 @@ class World:
         self.healed_at: float | None = None
         self.clusters: list[Cluster] = []
         self.sessions: list[Session] = []
+        self.num_clients = 1
+        self.only: list[Callable[[], None]] = []
+        """What goes wrong, if it is this alone."""
         self._going_back = False
         self._is_over = False
         self._ambush: tuple[str, Callable[[], None]] | None = None
@@ -144,7 +147,8 @@ class World:
         s = self.scheduler
         self.clusters.append(Cluster(self, "cluster0"))
         self.start_session()
-        s.spawn(self.outside, QueryClient(self).run, "query client")
+        for _ in range(self.num_clients):
+            s.spawn(self.outside, QueryClient(self).run, "query client")
         s.spawn(self.outside, self._trouble, "trouble")
 
     def start_session(self) -> Session:
@@ -221,12 +225,13 @@ class World:
         kinds = [
             self._kill_host, self._kill_coordinator, self._kill_driver, self._kill_executor, self._kill_all,
             self._kill_state, self._pause, self._cut_off, self._turn_clock, self._second_driver, self._ask_to_go_back,
-            self._unload_all, self._lie_in_wait,
+            self._unload_all, self._lie_in_wait, self._scale,
         ]  # fmt: skip
         if len(self.streams) > 1:
             kinds.append(self._hang_storage)
         if self.is_calm:
             kinds = [self._hang_storage]
+        kinds = self.only or kinds
         chosen = [k for k in kinds if r.random() < 0.6] or kinds
         while s.now < self.troubled_for:
             s.sleep(r.expovariate(1.0 / self.restless))
@@ -248,6 +253,13 @@ class World:
     def _kill_host(self) -> None:
         if hosts := self._hosts():
             self.scheduler.kill(self.scheduler.random.choice(hosts).process)
+
+    def _scale(self) -> None:
+        """Executors come or go, and hosts with them."""
+        session = self.sessions[-1]
+        if session.is_alive:
+            out = len(session.hosts) < 2 or (len(session.hosts) < 5 and self.scheduler.random.random() < 0.5)
+            session.scale_out() if out else session.scale_in()
 
     def _kill_coordinator(self) -> None:
         cluster = self.scheduler.random.choice(self.clusters)
@@ -418,6 +430,12 @@ class World:
                 if s.now > patience:
                     raise Violation(f"After {BUSY_SECONDS + PATIENCE:.0f} s without faults: {litter}")
                 s.sleep(5.0)
+        patience = s.now + PATIENCE
+        while session.leaving:
+            self.pace, self.slowness = 60.0, 4.0
+            if s.now > patience:
+                raise Violation(f"{[slot.host_id for slot in session.leaving]} still own partitions.")
+            s.sleep(1.0)
         self._is_over = True
         session.is_wanted = False
         s.sleep(60.0)

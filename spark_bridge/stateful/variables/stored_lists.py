@@ -19,8 +19,7 @@ from backends.encoding.columns import Offsets
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import CHUNKS, family_of
 from spark_bridge.state_format.layouts import ELEMENTS, LENGTH, NUM_CHUNKS, TAIL
-from spark_bridge.state_format.stored_keys import longs_of_key, prefix_range, with_more
-from spark_bridge.stateful.values.ranges import (
+from spark_bridge.state_format.ranges import (
     LazyLists,
     alive_lists,
     flat_ranges,
@@ -30,6 +29,7 @@ from spark_bridge.stateful.values.ranges import (
     sizes_of,
     structs,
 )
+from spark_bridge.state_format.stored_keys import longs_of_key, prefix_range, with_more
 from spark_bridge.stateful.values.state_values import StateValues
 from spark_bridge.stateful.variables.declaration import Declaration
 from spark_bridge.stateful.variables.step import Step

@@ -19,8 +19,8 @@ from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import ENTRIES, family_of
 from spark_bridge.state_format.layouts import ENTRY_KEY, ENTRY_VALUE, IS_LARGE, MAP_ENTRIES, TTL_COLUMN
+from spark_bridge.state_format.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of, sizes_of, structs
 from spark_bridge.state_format.stored_keys import columns_of_key, prefix_range, with_more
-from spark_bridge.stateful.values.ranges import LazyLists, alive_lists, offsets_of, pick, rows_of, sizes_of, structs
 from spark_bridge.stateful.values.state_values import StateValues
 from spark_bridge.stateful.variables.declaration import Declaration
 from spark_bridge.stateful.variables.step import Step

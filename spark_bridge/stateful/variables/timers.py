@@ -14,8 +14,8 @@ from backends.encoding.columns import list_array, list_parts
 from backends.encoding.operator_schema import StateVariable
 from spark_bridge.state_format.families import TIMERS_BY_EXPIRY, TIMERS_BY_KEY, family_of
 from spark_bridge.state_format.layouts import EXPIRIES, is_present
+from spark_bridge.state_format.ranges import offsets_of
 from spark_bridge.state_format.stored_keys import by_expiry, expired_ranges, without_expiry
-from spark_bridge.stateful.values.ranges import offsets_of
 from spark_bridge.stateful.variables.step import Step
 
 

@@ -31,8 +31,8 @@ from spark_bridge.state_format.layouts import (
     TTL_COLUMN,
     VALUE,
 )
+from spark_bridge.state_format.ranges import offsets_of, rows_of
 from spark_bridge.state_format.stored_keys import group_range, prefix_range
-from spark_bridge.stateful.values.ranges import offsets_of, rows_of
 from spark_bridge.stateful.variables.step import INT64_MAX, Step
 
 SWEPT_ROWS = 20_000

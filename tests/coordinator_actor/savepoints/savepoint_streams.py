@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,10 +173,19 @@ class Stream:
             self.background.pop(0)()
 
     def heartbeat(self, *hosts: int) -> None:
-        """All hosts, or some, hear of their orders and carry them out."""
+        """The coordinator looks at its runs; all hosts, or some, hear of their orders and carry them out."""
+        self.c.expire()
         for i in hosts or tuple(self.hosts):
             self.hosts[i].heartbeat()
             self.hosts[i].exports._pool.submit(lambda: None).result(PATIENCE)
+
+    def heartbeat_until(self, is_so: Callable[[], bool]) -> None:
+        """All hosts hear of their orders again and again: what they load apart takes its time."""
+        deadline = time.monotonic() + PATIENCE
+        while not is_so():
+            assert time.monotonic() < deadline, is_so
+            self.heartbeat()
+            time.sleep(0.01)
 
     def status(self, request: str = "r1") -> SavepointStatus:
         return self.c.savepoint_status(request)

@@ -188,7 +188,8 @@ def test_a_partition_that_moves_half_way_is_exported_by_its_new_owner(stream):
     s.trigger()
     s.copy_spark_files()
     s.add_host(1)
-    s.batch(2)  # the new host takes its share
+    assert s.c.rebalance() == {"run1": 2}
+    s.batch(2)
     s.hosts[0].maintenance.do_maintenance()
     assert {i.partition for i in s.hosts[1].held.instances.values()} and len(s.hosts[0].held.instances) == 2
     s.heartbeat(1)

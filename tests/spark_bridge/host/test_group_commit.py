@@ -29,7 +29,8 @@ from tests.spark_bridge.host.test_acknowledgements import Threads, wait_until
 FOR_EVER = PATIENCE
 """A linger that only a test which fails waits for."""
 SOON = 0.01
-CONF = StateStoreConf()
+CONF = StateStoreConf(host_memory=(2 << 30) + 1)
+"""Another limit than that of other tests: budgets are shared by all of a process that have the same one."""
 
 
 class Gated(CheckpointStorage):

@@ -13,6 +13,7 @@ from backends import FileStateStoreProvider, StateStoreConf, StateStoreId
 from backends.encoding.key_groups import key_groups, partition_range
 from backends.encoding.keys import decode_keys
 from backends.encoding.operator_schema import OperatorSchema
+from backends.providers.standalone_provider import LocalStateStoreProvider
 from coordinator_actor.messages import BatchTimes, OperatorFigures
 from spark_bridge.task.local_state import LocalStateAccess
 from spark_bridge.task.state_task import Logic
@@ -30,13 +31,20 @@ class OperatorRun:
     stored.
     """
 
-    def __init__(self, logic: Logic, schema: OperatorSchema, keys: Sequence[str], num_partitions: int) -> None:
+    def __init__(
+        self,
+        logic: Logic,
+        schema: OperatorSchema,
+        keys: Sequence[str],
+        num_partitions: int,
+        provider: type[LocalStateStoreProvider] = FileStateStoreProvider,
+    ) -> None:
         self.logic = logic
         self.schema = OperatorSchema.from_json(schema.to_json())
         self.keys = list(keys)
         self.num_partitions = num_partitions
         root = f"memory://{uuid.uuid4().hex}"
-        self.providers = [FileStateStoreProvider(StateStoreId(root, "op", p), CONF) for p in range(num_partitions)]
+        self.providers = [provider(StateStoreId(root, "op", p), CONF) for p in range(num_partitions)]
         self.figures = OperatorFigures()
 
     def batch(self, rows: pa.RecordBatch, times: BatchTimes, cuts: Iterable[int] = ()) -> list[dict[str, Any]]:
@@ -60,6 +68,17 @@ class OperatorRun:
         custom = {name: sum(f.custom.get(name, 0) for f in figures) for name in every}
         self.figures = OperatorFigures(*(sum(getattr(f, name) for f in figures) for name in names), custom)
         return emitted
+
+    def restart(self) -> None:
+        """Go on with providers that have to load the state from storage."""
+        for p, provider in enumerate(self.providers):
+            provider.close()
+            self.providers[p] = type(provider)(provider.id, CONF)
+
+    def close(self) -> None:
+        """Close the providers."""
+        for provider in self.providers:
+            provider.close()
 
     def size(self, family: str) -> int:
         """The number of stored rows of a family."""

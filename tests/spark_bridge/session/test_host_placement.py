@@ -15,7 +15,9 @@ from ray.cluster_utils import Cluster
 from coordinator_actor.coordinator_conf import CoordinatorConf
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
+from coordinator_actor.on_ray.cluster_store import ClusterStore
 from spark_bridge.host_actor.session_options import SessionOptions
+from spark_bridge.session import host_placement
 from spark_bridge.session.state_cluster import StateCluster
 from tests.spark_bridge.conftest import wait_until
 
@@ -58,10 +60,16 @@ def node_of(actor: Any) -> str:
     return str(ray._private.state.actors(actor._actor_id.hex())["Address"]["NodeID"])
 
 
-def standing(cluster: StateCluster) -> Counter[str]:
-    """How many hosts answer on each node."""
-    assert len(cluster.addresses()) == len(cluster.hosts)
-    return Counter(node_of(host) for host in cluster.hosts)
+def come_to_stand(cluster: StateCluster, wanted: dict[str, int]) -> None:
+    """Wait until so many hosts answer on each node, and no others are there; Ray says where they are."""
+
+    def is_so() -> bool:
+        hosts = cluster.placement.hosts
+        is_there = Counter(host.node_id for host in hosts) == wanted and len(cluster.addresses()) == len(hosts)
+        return is_there and hosts == cluster.placement.hosts
+
+    wait_until(is_so)
+    assert Counter(node_of(host) for host in cluster.hosts) == wanted
 
 
 def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
@@ -69,7 +77,7 @@ def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Cal
     executors = {"127.0.0.2": 3, "127.0.0.3": 2}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors)
     try:
-        assert standing(cluster) == {two.node_id: 3, three.node_id: 2}
+        come_to_stand(cluster, {two.node_id: 3, three.node_id: 2})
         assert node_of(get_or_create_coordinator()) == ray.get_runtime_context().get_node_id(), "the head's"
         assert cluster.coordinator.describe()["problems"] == []
 
@@ -79,7 +87,7 @@ def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Cal
         wait_until(lambda: {h.node_id for h in cluster.placement.hosts} >= {four.node_id})
         three.end()
         wait_until(lambda: not lost & {host.host_id for host in cluster.placement.hosts})
-        assert standing(cluster) == {two.node_id: 3, four.node_id: 2}
+        come_to_stand(cluster, {two.node_id: 3, four.node_id: 2})
         known = wait_until(
             lambda: len(hosts := cluster.coordinator.describe()["hosts"]) == 5 and {h["node_id"] for h in hosts}
         )
@@ -88,6 +96,33 @@ def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Cal
         executors = {"127.0.0.2": 3, "127.0.0.9": 1}
         said = wait_until(lambda: cluster.coordinator.describe()["problems"])
         assert "127.0.0.9, where executors run" in said[0] and "127.0.0.4, where no executor runs" in said[1]
+    finally:
+        cluster.stop()
+
+
+def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
+    nodes: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_placement, "SURPLUS_SECONDS", 0.0)
+    five, six = nodes("127.0.0.5"), nodes("127.0.0.6")
+    executors = {"127.0.0.5": 2, "127.0.0.6": 1}
+    cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors)
+
+    try:
+        come_to_stand(cluster, {five.node_id: 2, six.node_id: 1})
+        cluster.placement.scale(4)
+        come_to_stand(cluster, {five.node_id: 3, six.node_id: 1})
+        cluster.placement.scale(None)
+        come_to_stand(cluster, {five.node_id: 2, six.node_id: 1})
+        store = ClusterStore("statestore", "StateStoreCoordinator")
+        store.drain(six.node_id)
+        come_to_stand(cluster, {five.node_id: 3})
+        store.keep(six.node_id)
+        come_to_stand(cluster, {five.node_id: 2, six.node_id: 1})
+        executors = {"127.0.0.5": 2}
+        come_to_stand(cluster, {five.node_id: 2})
+        ports = [host.port_number for host in cluster.placement.hosts]
+        assert len(set(ports)) == 2 and max(ports) < 4, "ports come again, so that a range of them is enough"
     finally:
         cluster.stop()
 

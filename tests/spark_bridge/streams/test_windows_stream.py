@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.streaming import StreamingQuery
 
 from spark_bridge import aggregate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import InvalidOperatorError
 from spark_bridge.operators.deduplicate.operator import deduplicate
-from tests.spark_bridge.conftest import Stream, wait_until
+from tests.spark_bridge.conftest import Stream
+from tests.spark_bridge.streams.running import flat, start
 
 pytestmark = [pytest.mark.spark]
 
@@ -46,46 +44,11 @@ def events(stream: Stream, files: int = 3, rows: int = 80) -> None:
     stream.add([(99, START + dt.timedelta(hours=3), 0)])
 
 
-@dataclass
-class Running:
-    """A query, and the rows of each of its micro-batches that gave any."""
-
-    query: StreamingQuery
-    batches: list[list[Any]] = field(default_factory=list)
-
-    def finish(self, number: int = 0) -> list[list[Any]]:
-        """Stop when all input is processed, and so many rows have come."""
-        try:
-            if not number:
-                self.query.processAllAvailable()
-            # Where quiet streams tick there is always something available.
-            wait_until(lambda: self.query.exception() or sum(map(len, self.batches)) >= number)
-        finally:
-            self.query.stop()
-        return self.batches
-
-
-def start(df: DataFrame, stream: Stream, name: str, mode: str = "append") -> Running:
-    batches: list[list[Any]] = []
-
-    def keep(batch: DataFrame, _: int) -> None:
-        rows = [tuple(r) for r in batch.collect()]
-        if rows:
-            batches.append(sorted(rows, key=repr))
-
-    writer = df.writeStream.outputMode(mode).option("checkpointLocation", str(stream.root / name))
-    return Running(writer.foreachBatch(keep).start(), batches)
-
-
 def outputs(ours: DataFrame, native: DataFrame, stream: Stream, mode: str = "append") -> tuple[list[Any], list[Any]]:
     """The rows of each micro-batch of both, which run side by side."""
     running = start(ours, stream, "ours"), start(native, stream, "native", mode)
     expected = running[1].finish()
     return running[0].finish(), expected
-
-
-def flat(batches: list[list[Any]]) -> Counter[Any]:
-    return Counter(row for batch in batches for row in batch)
 
 
 @pytest.fixture

@@ -341,7 +341,7 @@ def test_a_version_without_a_head_of_a_loaded_partition_is_another_hosts(make):
     run = w.c.registries.runs.by_id[w.run]
     current = run.assignment.current
     owners = dict.fromkeys(run.tasks(), "h1")
-    run.assignment.change(type(current).of(99, current.generation, current.hosts, owners), is_balanced=True)
+    run.assignment.change(type(current).of(99, current.generation, current.hosts, owners), {})
     for read in (lambda: w.one(key), lambda: w.lookup([key])):
         with pytest.raises(NotOwnerError, match="belongs to host h1"):
             read()
@@ -433,7 +433,7 @@ def test_a_named_version_is_what_its_manifest_names_and_not_what_this_host_has_m
     run = w.c.registries.runs.by_id[w.run]
     current = run.assignment.current
     moves = type(current).of(99, current.generation, current.hosts, dict.fromkeys(run.tasks(), "h1"))
-    run.assignment.change(moves, is_balanced=True)
+    run.assignment.change(moves, {})
     w.hosts[1].grants.forget(w.run)  # as a host that begins anew
     task = w.task(moved)
     assert w.hosts[1].open(task).redirect is None

@@ -1,0 +1,111 @@
+"""Partitions that move between living hosts: copies that are to become this host's own, and own ones that are to go.
+
+The coordinator says both with each heartbeat (``HostOrders.warm_up`` and ``giving``). What is to become this host's own
+is loaded apart, and again behind each version, while the owner goes on (Kafka Streams: warm-up replicas); the first
+task that opens the partition here goes on from that copy. While own partitions may go, this host takes no version for
+the newest without a look at Spark's log: another host may have made the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from coordinator_actor.messages import HandOver, HostInfo, HostOrders, OpenGrant, WarmUp
+from spark_bridge.host.completed_versions import CompletedVersions
+from spark_bridge.host.partition_loading import PartitionLoading
+from spark_bridge.host.run_orders import RunOrders
+
+WANTED_SECONDS = 10.0
+"""The load of a copy ends if the coordinator has not asked for it for so long."""
+
+
+class HandOvers:
+    """Thread-safe. ``_lock`` guards all fields; nothing else is locked meanwhile. Grows with the partitions that move.
+
+    ``_number`` is that of the last heartbeat sent, ``_followed`` that of the last one whose answer counts: answers may
+    overtake each other. ``_giving`` has the runs of that answer, ``_wanted`` its orders. ``_given`` has, of runs which
+    are no more among the former, the version that must be known.
+    """
+
+    def __init__(
+        self,
+        info: HostInfo,
+        loading: PartitionLoading,
+        completed: CompletedVersions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._info = info
+        self._loading = loading
+        self._completed = completed
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._orders = RunOrders(wait_seconds=0.0)
+        self._number = self._followed = 0
+        self._giving: frozenset[str] = frozenset()
+        self._given: dict[str, int] = {}
+        self._wanted: dict[str, WarmUp] = {}
+        self._wanted_at = 0.0
+
+    def report(self) -> HandOver:
+        """Return how far this host is, for a heartbeat."""
+        with self._lock:
+            self._number += 1
+            number, giving = self._number, tuple(self._giving)
+            wanted = list(self._wanted.values())
+        warm: dict[str, dict[str, dict[int, int]]] = {}
+        for order in wanted:
+            for operator, heads in order.heads.items():
+                versions = {p: self._loading.warm_version(order.registration, operator, p) for p in heads}
+                known = {p: version for p, version in versions.items() if version is not None}
+                warm.setdefault(order.registration.run_id, {})[operator] = known
+        return HandOver(number, warm, giving)
+
+    def follow(self, number: int, orders: HostOrders) -> None:
+        """Carry out the answer to the heartbeat of that number. Waits for no load."""
+        now = self._clock()
+        announced = {completed.run_id: completed.version for completed in orders.completed}
+        with self._lock:
+            if number < self._followed or not orders.known:
+                return
+            self._followed = number
+            over = {run_id: version for run_id, version in announced.items() if run_id not in orders.giving}
+            self._given.update({run_id: version for run_id, version in over.items() if run_id in self._giving})
+            # A run about which the coordinator says nothing is one that it does not know yet.
+            gone = over.keys() | set(orders.unload_runs)
+            self._giving = frozenset((self._giving | orders.giving.keys()) - gone)
+            self._given = {
+                run_id: version
+                for run_id, version in self._given.items()
+                if run_id not in orders.unload_runs and not self._knows(run_id, version)
+            }
+            self._wanted, self._wanted_at = {order.registration.run_id: order for order in orders.warm_up}, now
+        loads = {order.registration.run_id: [partial(self._warm_up, order)] for order in orders.warm_up}
+        self._orders.carry_out(loads)
+
+    def gives(self, run_id: str) -> bool:
+        """Return whether partitions of a run may be another host's by now, without this one knowing."""
+        with self._lock:
+            if run_id in self._giving:
+                return True
+            version = self._given.get(run_id)
+        return version is not None and not self._knows(run_id, version)
+
+    def _knows(self, run_id: str, version: int) -> bool:
+        newest = self._completed.newest(run_id)
+        return newest is not None and newest.version >= version
+
+    def _warm_up(self, order: WarmUp) -> None:
+        run_id = order.registration.run_id
+        for operator, heads in order.heads.items():
+            for number, head in heads.items():
+                grant = OpenGrant(self._info, order.version, head, order.registration, order.epoch)
+                self._loading.warm_up(grant, operator, number, partial(self._is_unwanted, run_id, operator, number))
+
+    def _is_unwanted(self, run_id: str, operator: str, partition: int) -> bool:
+        with self._lock:
+            wanted = self._wanted.get(run_id)
+            is_old = self._clock() - self._wanted_at > WANTED_SECONDS
+        return is_old or wanted is None or partition not in wanted.heads.get(operator, {})

@@ -1,0 +1,155 @@
+"""The work of ``join_asof`` in a state task: each left row waits until the watermark says which right row it gets.
+
+New rows of both sides are put into the state. A key is looked at when the watermark has reached one of its rows: then
+its left rows that nothing can change any more are emitted, and of its right rows those go that no left row can get.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+
+from backends.encoding.keys import decode_keys
+from spark_bridge.operators.join.asof_matching import BACKWARD, FORWARD, NONE, Asof, SortedRows, nearest
+from spark_bridge.operators.join.join_task import DUE_SIDES, JoinBatch, JoinLogic, SideRows, join_logic
+from spark_bridge.operators.join.sides import LEFT_OUTER, LEFT_ROW, NEVER, RIGHT_ROW, SIDE, Bounds, Mask, Times
+from spark_bridge.state_format.layouts import LEFT, RIGHT, join_schema
+from spark_bridge.task.keyed_rows import KeyedRows
+from spark_bridge.task.output_spool import Spool
+from spark_bridge.task.state_access import StateAccess
+from spark_bridge.task.step_timer import StepTimer
+
+
+@dataclass(frozen=True)
+class AsofLogic(JoinLogic):
+    """A join of each left row with the right row of its key that is nearest in time."""
+
+    asof: Asof = field(default_factory=Asof)
+
+    def batch(self, store: StateAccess, timer: StepTimer) -> JoinBatch:
+        """Return the work on one batch."""
+        return _AsofBatch(self, store, timer)
+
+
+def asof_logic(
+    keys: pa.Schema, columns: tuple[pa.Schema, pa.Schema], bounds: Bounds, output: pa.Schema, asof: Asof
+) -> AsofLogic:
+    """Return the work of a join; see ``join_logic``."""
+    plain = join_logic(keys, columns, LEFT_OUTER, bounds, output)
+    left, right = (replace(side, expires_after_us=0, flag=None) for side in plain.sides)
+    assert left.time is not None and right.time is not None
+    settings = {
+        "how": f"asof, {asof.direction}",
+        "within": f"{right.time.column} - {left.time.column}, tolerance {asof.tolerance_us} us, "
+        f"{'with' if asof.allow_exact else 'without'} equal times",
+    }
+    schema = join_schema(
+        keys, tuple(keys.names), {LEFT: [*left.columns], RIGHT: [*right.columns]}, (LEFT, RIGHT), settings
+    )
+    return AsofLogic(schema, keys, plain.slots, left, right, LEFT_OUTER, bounds, output, asof=asof)
+
+
+class _AsofBatch(JoinBatch):
+    """One micro-batch of one partition."""
+
+    _logic: AsofLogic
+
+    def step(self, part: KeyedRows, spool: Spool) -> int:
+        """Put the new rows of some keys into the state, and settle the keys that the watermark has reached."""
+        keys = decode_keys(part.keys, self._logic.keys)
+        no_nulls = self.no_nulls(keys, len(part.keys))
+        codes = np.asarray(part.rows.column(SIDE))
+        settled = np.zeros(len(part.keys), np.bool_)
+        for code in DUE_SIDES:
+            settled[part.ids[codes == code]] = True
+        for side, is_new in zip(self._logic.sides, (codes == LEFT_ROW, codes == RIGHT_ROW), strict=True):
+            ids = part.ids[is_new]
+            times = side.times(keys, ids, side.rows(part.rows.filter(pa.array(is_new))))
+            settled[ids[times <= self._now]] = True
+        settled &= no_nulls
+        left, right = (self.side(i, part, keys, no_nulls, settled, codes) for i in (LEFT_ROW, RIGHT_ROW))
+        self._timer.step("get_ms")
+
+        # What cannot match is emitted or dropped at once; what is not settled stays as it is.
+        stays = [left.can_match.copy(), right.can_match.copy()]
+        due_at = [left.times.copy(), right.times.copy()]
+        self._emit_left(keys, left, np.flatnonzero(~left.can_match), spool)
+        waiting = np.full(len(part.keys), NEVER)
+        chosen = np.flatnonzero(left.can_match & settled[left.ids])
+        others = np.flatnonzero(right.can_match & settled[right.ids])
+        rows = SortedRows(right.ids[others], right.times[others], right.rows.take(pa.array(others)))
+        if len(chosen):
+            ids, times = left.ids[chosen], left.times[chosen]
+            places, distances = nearest(self._logic.asof, ids, times, rows)
+            final_at = self._final_at(times, places, distances, rows)
+            final = final_at <= self._now
+            stays[0][chosen[final]] = False
+            due_at[0][chosen] = final_at
+            np.minimum.at(waiting, ids[~final], times[~final])
+            self._emit_matches(keys, left, right, chosen[final], places[final], distances[final], others, rows, spool)
+        if len(others):
+            kept, times = self._kept(rows, waiting)
+            numbers = others[rows.numbers]
+            stays[1][numbers] = kept
+            due_at[1][numbers] = times
+        for i, of_side in enumerate((left, right)):
+            self.write(i, part, of_side, stays[i], np.zeros(len(of_side.ids), np.bool_), due_at[i], has_entries=False)
+        return int(part.rows.nbytes + left.waiting.nbytes + right.waiting.nbytes)
+
+    @property
+    def _now(self) -> int:
+        """The watermark in microseconds: rows of later batches are behind it."""
+        return self._watermark * 1000
+
+    def _final_at(self, times: Times, places: Times, distances: Times, rows: SortedRows) -> Times:
+        """Return at which watermark nothing can change any more what left rows get."""
+        asof = self._logic.asof
+        if asof.direction == BACKWARD:
+            return times
+        # A row that comes later is behind the watermark: behind the row that was found, or farther away.
+        found: Times = np.where(places == NONE, NEVER, times + np.where(places == NONE, 0, distances))
+        if asof.tolerance_us is not None:
+            found = np.minimum(found, times + asof.tolerance_us)
+        return np.maximum(found, times)
+
+    def _emit_matches(
+        self,
+        keys: pa.RecordBatch,
+        left: SideRows,
+        right: SideRows,
+        of_left: Times,
+        places: Times,
+        distances: Times,
+        others: Times,
+        rows: SortedRows,
+        spool: Spool,
+    ) -> None:
+        matched = places != NONE
+        if self._logic.asof.tolerance_us is not None:
+            matched &= distances <= self._logic.asof.tolerance_us
+        self.emit(keys, left, of_left[matched], right, others[rows.numbers[places[matched]]], spool)
+        self._emit_left(keys, left, of_left[~matched], spool)
+
+    def _emit_left(self, keys: pa.RecordBatch, left: SideRows, numbers: Times, spool: Spool) -> None:
+        self.emit(keys, left, numbers, None, None, spool)
+
+    def _kept(self, rows: SortedRows, waiting: Times) -> tuple[Mask, Times]:
+        """Return which right rows a left row may still get, and when they are to be looked at again.
+
+        ``waiting`` has for each key the time of its first left row that waits. Left rows to come are behind the
+        watermark.
+        """
+        asof = self._logic.asof
+        is_behind = rows.times > self._now
+        due_at = np.where(is_behind, rows.times, NEVER)
+        if asof.direction == FORWARD:
+            return is_behind, due_at
+        earliest = np.minimum(waiting - (0 if asof.allow_exact else 1), self._now)
+        last = rows.last_before(np.arange(len(waiting)), earliest, or_at=True)
+        kept: Mask = np.arange(len(rows.ids)) >= last[rows.ids]
+        if asof.tolerance_us is not None:
+            kept &= rows.times >= np.minimum(waiting, self._now)[rows.ids] - asof.tolerance_us
+            due_at = np.where(is_behind, rows.times, rows.times + asof.tolerance_us + 1)
+        return kept, due_at

@@ -1,0 +1,174 @@
+"""Partitions move from one living host to another: warm, between two batches, and no more of them than must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator_actor.messages import HandOver, HostOrders
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+
+ALL = dict.fromkeys(range(30), 1)
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> Iterator[Callable[..., Stream]]:
+    made: list[Stream] = []
+
+    def make(batches: int = 1, *, n: int = 4, **kwargs: Any) -> Stream:
+        made.append(Stream(tmp_path / str(len(made)), n, **kwargs))
+        made[-1].batches(0, batches)
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def owners(s: Stream) -> list[str]:
+    return [s.c.open_for_read("run1", "op", p).owner.host_id for p in range(s.n)]
+
+
+def leave(s: Stream, *hosts: int) -> tuple[str, ...]:
+    return s.c.place_session("s", (), [f"h{i}" for i in hosts]).released
+
+
+def beat(s: Stream, i: int, hand_over: HandOver | None = None) -> HostOrders:
+    """A heartbeat of the test's own, in the place of the host's."""
+    info = s.world.host(i)
+    s.c.expire()
+    return s.c.heartbeat_host(info.host_id, info.incarnation, {"run1": 1}, hand_over)
+
+
+def is_warm(s: Stream, i: int, partitions: list[int]) -> bool:
+    return s.hosts[i].hand_overs.report().warm.get("run1", {}).get("op", {}).keys() == set(partitions)
+
+
+def test_a_new_host_loads_its_share_while_the_owner_goes_on_and_no_batch_waits_for_a_load(stream):
+    s = stream(hosts=1)
+    s.begin(1, ALL, range(2))
+    host = s.add_host(1)
+    s.world.now += 2  # what the host was told of the batch is old by now: it asks again
+    s.begin(1, ALL, range(2, 4))
+    s.heartbeat_until(lambda: host.counters.read()["loads"] == 2)
+    s.heartbeat()
+    assert set(owners(s)) == {"h0"}, "in a batch nothing moves"
+    s.commit(1)
+    s.at[2] = {**s.at[1], **ALL}
+    s.heartbeat_until(lambda: sorted(owners(s)) == ["h0", "h0", "h1", "h1"])
+    assert s.rows() == s.at[2]
+    s.batch(2)
+    assert sorted(owners(s)) == ["h0", "h0", "h1", "h1"] and s.rows() == s.at[3]
+
+
+def test_nothing_moves_to_a_host_that_has_not_loaded_it(stream):
+    s = stream(hosts=1)
+    s.c.register_host(s.world.host(1), msgspec.convert({}, type(s.hosts[0].held.report())))
+    (order,) = beat(s, 1).warm_up
+    assert order.version == 1 and len(order.heads["op"]) == 2
+    s.heartbeat(), s.heartbeat()
+    s.batch(1)
+    s.batch(2)
+    assert set(owners(s)) == {"h0"} and s.rows() == s.at[3]
+    warm = {"run1": {"op": dict.fromkeys(order.heads["op"], 1)}}
+    beat(s, 1, HandOver(1, warm))
+    s.c.expire()
+    assert sorted(p for p, owner in enumerate(owners(s)) if owner == "h1") == sorted(order.heads["op"])
+
+
+def test_nothing_moves_before_the_owner_has_said_that_it_looks_at_sparks_log(stream):
+    s = stream(hosts=1)
+    s.add_host(1)
+    wanted = [p for order in beat(s, 1).warm_up for p in order.heads["op"]]
+    s.heartbeat(1)
+    while not is_warm(s, 1, wanted):
+        s.heartbeat(1)
+    s.heartbeat(1)
+    assert set(owners(s)) == {"h0"}, "the owner has not been heard of since"
+    assert not s.hosts[0].hand_overs.gives("run1")
+    s.heartbeat(0)
+    assert s.hosts[0].hand_overs.gives("run1") and set(owners(s)) == {"h0"}
+    s.heartbeat(0)
+    s.c.expire()
+    assert sorted(owners(s)) == ["h0", "h0", "h1", "h1"]
+
+
+def test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch(stream):
+    """Neither while it waits for the move, nor when it has moved and the owner has not heard of a later version."""
+    s = stream(hosts=1)
+    s.add_host(1)
+    s.heartbeat_until(lambda: sorted(owners(s)) == ["h0", "h0", "h1", "h1"])
+    host = s.hosts[0]
+    s.begin(1, ALL)
+    host.prepared._prepared.clear()  # as if it had nothing of the run any more
+    s.world.commit_spark(1)  # nobody says so
+    host.prepared.settle("run1", 10.0)
+    assert host.completed.newest("run1").version == 2
+    s.heartbeat()
+    s.heartbeat()
+    assert not host.hand_overs.gives("run1"), "it knows what it owns"
+
+
+def test_a_host_that_is_to_go_hands_over_all_it_has_and_is_released(stream):
+    s = stream(hosts=3, n=6)
+    before = owners(s)
+    assert leave(s, 2) == ()
+    s.heartbeat_until(lambda: "h2" not in owners(s))
+    after = owners(s)
+    assert [a for a, b in zip(after, before, strict=True) if b != "h2"] == [b for b in before if b != "h2"]
+    assert leave(s, 2) == ("h2",)
+    assert s.rows() == s.at[1]
+    s.hosts.pop(2).close()
+    s.batch(1)
+    assert s.rows() == s.at[2]
+
+
+def test_a_host_that_is_to_go_gets_nothing_more(stream):
+    s = stream(hosts=2)
+    leave(s, 1)
+    s.heartbeat_until(lambda: set(owners(s)) == {"h0"})
+    s.add_host(2)
+    s.heartbeat_until(lambda: set(owners(s)) == {"h0", "h2"})
+    s.lose(2)
+    assert set(owners(s)) == {"h0"}
+    assert leave(s) == ()
+    s.heartbeat_until(lambda: set(owners(s)) == {"h0", "h1"})
+
+
+def test_where_all_hosts_are_to_go_they_keep_what_they_have(stream):
+    s = stream()
+    before = owners(s)
+    assert leave(s, 0, 1) == ()
+    s.batch(1)
+    assert owners(s) == before and leave(s, 0, 1) == ()
+
+
+def test_a_lost_owners_partitions_go_to_whoever_has_loaded_them(stream):
+    s = stream(hosts=2, n=6)
+    leave(s, 1)
+    wanted = sorted(p for order in beat(s, 0).warm_up for p in order.heads["op"])
+    assert wanted == [p for p, owner in enumerate(owners(s)) if owner == "h1"]
+    s.add_host(2)
+    planned = dict(s.c.registries.runs.by_id["run1"].assignment.planned)
+    s.heartbeat(0)
+    s.lose(1)
+    after = owners(s)
+    assert "h1" not in after
+    again = {p: host for (_, p), host in s.c.registries.runs.by_id["run1"].assignment.planned.items()}
+    assert {p: after[p] for (_, p), host in planned.items() if host == "h0"} | again
+
+
+def test_heartbeats_and_answers_that_overtake_each_other_change_nothing(stream):
+    s = stream(hosts=1)
+    s.add_host(1)
+    beat(s, 0, HandOver(7, {}, ("run1",)))
+    beat(s, 0, HandOver(6, {}, ()))
+    assert s.c.registries.hosts.leases["h0"].hand_over.giving == ("run1",)
+    overs = s.hosts[0].hand_overs
+    overs.follow(9, HostOrders(True, giving={"run1": 1}))
+    overs.follow(8, HostOrders(True))
+    assert overs.gives("run1")

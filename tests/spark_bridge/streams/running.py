@@ -1,0 +1,47 @@
+"""Queries whose rows a test keeps, batch by batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql.streaming import StreamingQuery
+
+from tests.spark_bridge.conftest import Stream, wait_until
+
+
+@dataclass
+class Running:
+    """A query, and the rows of each of its micro-batches that gave any."""
+
+    query: StreamingQuery
+    batches: list[list[Any]] = field(default_factory=list)
+
+    def finish(self, number: int = 0) -> list[list[Any]]:
+        """Stop when all input is processed, and so many rows have come."""
+        try:
+            if not number:
+                self.query.processAllAvailable()
+            # Where quiet streams tick there is always something available.
+            wait_until(lambda: self.query.exception() or sum(map(len, self.batches)) >= number)
+        finally:
+            self.query.stop()
+        return self.batches
+
+
+def start(df: DataFrame, stream: Stream, name: str, mode: str = "append") -> Running:
+    batches: list[list[Any]] = []
+
+    def keep(batch: DataFrame, _: int) -> None:
+        rows = [tuple(r) for r in batch.collect()]
+        if rows:
+            batches.append(sorted(rows, key=repr))
+
+    writer = df.writeStream.outputMode(mode).option("checkpointLocation", str(stream.root / name))
+    return Running(writer.foreachBatch(keep).start(), batches)
+
+
+def flat(batches: list[list[Any]]) -> Counter[Any]:
+    return Counter(row for batch in batches for row in batch)
