@@ -225,6 +225,27 @@ class CheckpointStorage:
         if found != ref.digest:
             raise self._damaged(ref, target.stat().st_size, found)
 
+    def check(self, ref: FileRef) -> None:
+        """Read a whole file, a piece at a time, and keep nothing of it. Raises as ``read`` does."""
+        key = self._key(ref.path)
+
+        def hash_all() -> tuple[int, str] | None:
+            hashed, size = xxhash.xxh3_128(), 0
+            try:
+                for chunk in self._chunks(key):
+                    hashed.update(chunk)
+                    size += len(chunk)
+            except FileNotFoundError as error:
+                _check_bucket(error)
+                return None
+            return size, hashed.hexdigest()
+
+        found = self._retrying("read", ref.path, hash_all)
+        if found is None:
+            raise self._missing(ref)
+        if found != (ref.size, ref.digest):
+            raise self._damaged(ref, *found)
+
     def get(self, path: str) -> bytes:
         """Return a file's content, unchecked. Use ``read`` if you have a ``FileRef``. Raises ``MissingFileError``."""
         key = self._key(path)

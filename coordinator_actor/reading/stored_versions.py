@@ -138,6 +138,18 @@ class StateVersions:
         oldest = self.chain[newest].oldest or (0 if lowest <= 1 else lowest)
         return range(oldest, min(newest, self.completed) + 1)
 
+    @property
+    def oldest(self) -> int:
+        """Return the oldest version that the newest manifest keeps: retention removes what only older ones need."""
+        return self.chain[max(self.chain)].oldest if self.chain else 0
+
+    def base(self, lineage: Lineage) -> int:
+        """Return the version of the snapshot from which a partition is kept; -1 if it is kept from its beginning.
+
+        Changelogs that lead to that snapshot, and older snapshots and layouts, are removed, or will be.
+        """
+        return max((ref.version for ref in lineage.snapshots if ref.version <= self.oldest), default=-1)
+
     def resolve(self, version: int | None) -> int:
         """Return the version asked for; None asks for the last completed one.
 

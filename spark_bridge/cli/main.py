@@ -11,7 +11,7 @@ from rich.console import Console
 
 from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import drain as drain_cli
-from spark_bridge.cli import overview_commands
+from spark_bridge.cli import overview_commands, storage_commands
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
 
@@ -40,6 +40,8 @@ for command in (
     overview_commands.checkpoints,
     overview_commands.partitions,
     overview_commands.hosts,
+    storage_commands.files,
+    storage_commands.verify,
     drain_cli.drain,
 ):
     app.command()(command)

@@ -75,3 +75,40 @@ def test_what_is_asked_wrongly_is_exit_code_2(stream: Make, args: tuple[str, ...
 
 def test_no_state_is_exit_code_2(stream: Make) -> None:
     assert "query.json" in run("status", "--checkpoint", location(stream()) + "x", code=2).stderr
+
+
+def test_files_says_what_keeps_each(stream: Make) -> None:
+    s = stream(batches=3)
+    found = as_json("files", location(s))
+    assert {f["kind"] for f in found} == {"changelog", "epoch", "manifest", "record", "schema"}
+    assert all(f["kept_by"] for f in found)
+    assert len(as_json("files", location(s), "--version", "1")) < len(found)
+    text = run("files", location(s)).stdout
+    assert "version 3" in text and "0 files, 0 B, are kept by nothing." in text
+    assert "cannot be read: there are the versions 0 to 3" in run("files", location(s), "--version", "9", code=2).stderr
+
+
+def test_verify_finds_nothing_in_a_sound_state(stream: Make) -> None:
+    s = stream(batches=3)
+    found = as_json("verify", location(s), "--rows")
+    assert (found["is_sound"], found["files"], found["rows"]) == (True, 6, len(s.at[3]))
+    assert "Read 6 files of version 3" in run("verify", location(s)).stdout
+
+
+def test_verify_names_the_damage(stream: Make) -> None:
+    s = stream(batches=3)
+    file = next((s.world.root / "ck/statestore/operators/op/2/1").rglob("2-*.changelog"))
+    file.write_bytes(file.read_bytes()[:-1])
+    found = as_json("verify", location(s), code=1)
+    assert not found["is_sound"] and found["lost"] == ["op/1"]
+    assert [d["path"].rpartition("/")[2] for d in found["damages"]] == [file.name]
+    text = run("verify", location(s), code=1).stdout
+    assert file.name in text and "Version 3 cannot be loaded: op/1." in text
+
+
+def test_verify_names_a_damaged_manifest(stream: Make) -> None:
+    s = stream(batches=3)
+    file = sorted((s.world.root / "ck/statestore/manifests").iterdir())[1]
+    file.write_bytes(file.read_bytes().replace(b"run1", b"ruin"))
+    assert file.name in as_json("verify", location(s), code=1)["error"]
+    assert run("verify", location(s) + "x", code=2).stderr

@@ -1,0 +1,258 @@
+"""Reads every file from which a version can be loaded, and says which are damaged, and whether it still can be.
+
+Nothing is written or locked. A version has more files than its newest snapshots need: with an older snapshot and the
+changelogs behind it, a damaged newer one is got round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from backends.exceptions import DamagedFileError, MissingFileError, StateStoreError
+from backends.formats import snapshot
+from backends.formats.changelog import read_changelog
+from backends.formats.changelog_group import GROUPS, read_index
+from backends.formats.file_names import version_in
+from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
+from backends.formats.snapshot import SnapshotDescriptor
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from backends.storage.file_ref import FileRef
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_versions import Piece, StateVersions
+
+THREADS = 8
+"""Files that are read at once. Changelogs are held in memory meanwhile, files of snapshots are not."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own.
+
+    Of a changelog that lies in one object with others, ``path`` is the object's.
+    """
+
+    path: str
+    operator: str
+    partition: int
+    version: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found of a version. ``lost`` are the partitions, as ``operator/partition``, that cannot be loaded.
+
+    ``files`` and ``nbytes`` were read; ``rows`` counts the pairs of all column families if they were read as well.
+    """
+
+    version: int
+    files: int
+    nbytes: int
+    damages: tuple[Damage, ...] = ()
+    lost: tuple[str, ...] = ()
+    rows: int | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Return whether nothing is damaged."""
+        return not self.damages and not self.lost
+
+
+@dataclass(frozen=True)
+class _File:
+    """A changelog with the path of the one below it, where that is known, or a snapshot; in the partition it is of."""
+
+    operator: str
+    partition: int
+    changelog: ChangelogRef | None = None
+    base: str | None = None
+    knows_base: bool = False
+    snapshot: SnapshotRef | None = None
+
+    @property
+    def ref(self) -> FileRef:
+        held = self.changelog or self.snapshot
+        assert held is not None
+        return held.file
+
+    @property
+    def path(self) -> str:
+        return self.ref.path
+
+    @property
+    def stored_in(self) -> str:
+        return self.ref.stored_in
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A file that snapshots share, the first snapshot that has it, and the paths of all that do."""
+
+    ref: FileRef
+    of: _File
+    snapshots: set[str] = field(default_factory=set)
+
+
+def verify_version(
+    versions: StateVersions,
+    version: int | None = None,
+    *,
+    reads_rows: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    open_storage: OpenStorage = CheckpointStorage.open,
+) -> Verification:
+    """Read all files from which a version (None: the last completed one) can be loaded, each once.
+
+    ``reads_rows`` also loads every partition, as a host would, and reads all its pairs. ``progress`` hears how many
+    files of how many are read; descriptors of snapshots name more while they are read. Memory grows with the number of
+    files. Raises ``VersionNotFoundError``, ``StorageError`` if storage cannot be asked.
+    """
+    at = versions.resolve(version)
+    storage = open_storage(versions.place.state_location, versions.place.options)
+    pieces = {
+        (operator, piece.partition): piece
+        for operator in (versions.operators(at) if versions.chain else {})
+        for piece in versions.reading(operator, at).pieces
+    }
+    files = {f.path: f for (operator, p), piece in pieces.items() for f in _files(versions, operator, p, piece.lineage)}
+    damages: dict[str, Damage] = {}
+    nbytes = 0
+    parts: dict[str, _Part] = {}
+
+    def note(path: str, where: str, of: _File, read: tuple[int, str | None]) -> None:
+        nonlocal nbytes
+        nbytes += read[0]
+        if read[1] is not None:
+            damages[path] = Damage(where, of.operator, of.partition, version_in(path), read[1])
+
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-verify") as pool:
+        first = pool.map(lambda f: _check(storage, f), files.values())
+        for done, (file, (size, what, descriptor)) in enumerate(zip(files.values(), first, strict=True), 1):
+            note(file.path, file.stored_in, file, (size, what))
+            for held in () if descriptor is None else descriptor.files:
+                if held.file is not None:
+                    parts.setdefault(held.file.path, _Part(held.file, file)).snapshots.add(file.path)
+            progress(done, len(files) + len(parts))
+        second = pool.map(lambda part: _check_part(storage, part), parts.values())
+        for done, (path, part, read) in enumerate(zip(parts, parts.values(), second, strict=True), len(files) + 1):
+            note(path, path, part.of, read)
+            progress(done, len(files) + len(parts))
+        # A damaged index keeps no version from being loaded: it is there for a version without a manifest.
+        groups = {f.stored_in: f for f in files.values() if f.stored_in != f.path}
+        sizes = dict(storage.list(GROUPS)) if groups else {}
+        for path, of, what in zip(
+            groups, groups.values(), pool.map(lambda at: _check_index(storage, at, sizes), groups), strict=True
+        ):
+            note(path, path, of, (0, what))
+    bad = {*damages, *(path for part in damages if part in parts for path in parts[part].snapshots)}
+    lost = [f"{o}/{p}" for (o, p), piece in pieces.items() if not _is_loadable(versions, piece.lineage, bad)]
+    rows = None
+    if reads_rows:
+        rows = 0
+        for (operator, p), piece in pieces.items():
+            if f"{operator}/{p}" in lost:
+                continue
+            try:
+                rows += _rows_in(versions, piece, open_storage)
+            except StateStoreError as error:
+                lost.append(f"{operator}/{p}")
+                damages[f"{operator}/{p}"] = Damage(piece.directory, operator, p, at, str(error))
+    return Verification(
+        at, len(files) + len(parts), nbytes, tuple(damages[i] for i in sorted(damages)), tuple(lost), rows
+    )
+
+
+def _files(versions: StateVersions, operator: str, partition: int, lineage: Lineage) -> Iterator[_File]:
+    kept_from = versions.base(lineage)
+    base, knows_base = None, bool(lineage.changelogs) and lineage.changelogs[0].version == 1
+    if lineage.rescaled is not None:
+        base, knows_base = lineage.rescaled.head, True
+        for source in lineage.rescaled.sources if kept_from < 0 else ():
+            yield from _files(versions, operator, _partition_of(source.directory), source.lineage)
+    for ref in lineage.changelogs:
+        if ref.version > kept_from:
+            yield _File(operator, partition, changelog=ref, base=base, knows_base=knows_base)
+        base, knows_base = ref.file.path, True
+    for held in lineage.snapshots:
+        if held.version >= kept_from:
+            yield _File(operator, partition, snapshot=held)
+
+
+def _partition_of(directory: str) -> int:
+    """Return the number in ``operators/<operator>/<n>/<p>/<store>``."""
+    return int(directory.split("/")[-2])
+
+
+def _check(storage: CheckpointStorage, file: _File) -> tuple[int, str | None, SnapshotDescriptor | None]:
+    """Return how many bytes were read, what is damaged, and what the file is if it describes a snapshot."""
+    try:
+        if file.changelog is not None:
+            return _check_changelog(storage, file, file.changelog), None, None
+        assert file.snapshot is not None
+        return file.snapshot.file.size, None, snapshot.read_descriptor(storage, file.snapshot)
+    except (DamagedFileError, MissingFileError) as error:
+        return 0, str(error), None
+
+
+def _check_index(storage: CheckpointStorage, path: str, sizes: Mapping[str, int]) -> str | None:
+    try:
+        if path in sizes:  # else its parts are missing already
+            read_index(storage, path, sizes[path])
+    except (DamagedFileError, MissingFileError) as error:
+        return str(error)
+    return None
+
+
+def _check_part(storage: CheckpointStorage, part: _Part) -> tuple[int, str | None]:
+    try:
+        storage.check(part.ref)
+    except (DamagedFileError, MissingFileError) as error:
+        return 0, str(error)
+    return part.ref.size, None
+
+
+def _check_changelog(storage: CheckpointStorage, file: _File, ref: ChangelogRef) -> int:
+    name = storage.full_location(ref.file.path)
+    meta, _ = read_changelog(storage.read(ref.file), name)
+    said = (meta.operator, meta.partition, meta.version)
+    if said != (file.operator, file.partition, ref.version):
+        raise DamagedFileError(
+            f"{name} says that it is version {meta.version} of {meta.operator}/{meta.partition}, and the manifest "
+            f"names it for version {ref.version} of {file.operator}/{file.partition}: files have been exchanged."
+        )
+    if file.knows_base and meta.base != file.base:
+        raise DamagedFileError(
+            f"{name} applies to {meta.base}, and the manifests have {file.base} below it: files have been exchanged."
+        )
+    return ref.file.size
+
+
+def _is_loadable(versions: StateVersions, lineage: Lineage, bad: set[str]) -> bool:
+    """Return whether files that are sound lead to the version, as loading looks for them."""
+    kept_from = versions.base(lineage)
+    heads = {ref.version: ref.file.path for ref in lineage.changelogs}
+    starts = [
+        ref.version
+        for ref in lineage.snapshots
+        if kept_from <= ref.version <= lineage.version
+        and heads.get(ref.version) == ref.head
+        and ref.file.path not in bad
+    ]
+    if kept_from >= 0:
+        pass  # what lies below is removed, or will be
+    elif lineage.rescaled is not None:
+        if all(_is_loadable(versions, source.lineage, bad) for source in lineage.rescaled.sources):
+            starts.append(lineage.rescaled.version)
+    elif lineage.is_empty or (1 in heads and 0 not in heads):
+        starts.append(0)
+    sound = {version for version, path in heads.items() if path not in bad}
+    return any(all(v in sound for v in range(start + 1, lineage.version + 1)) for start in starts)
+
+
+def _rows_in(versions: StateVersions, piece: Piece, open_storage: OpenStorage) -> int:
+    with opened_partition(versions.place, piece, open_storage=open_storage) as state:
+        return sum(
+            batch.num_rows for family in state.column_families() for batch in state.scan(None, None, None, family)
+        )

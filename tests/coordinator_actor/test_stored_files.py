@@ -1,0 +1,93 @@
+"""``stored_files`` says what keeps each file: what it says is not kept is what retention removes, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_files import StoredFile, stored_files
+from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+
+
+def look(root: Path) -> StateVersions:
+    return StateVersions.look(StatePlace(str(root / "ck"), str(root / "ck/statestore")))
+
+
+def found_at(root: Path, version: int | None = None) -> dict[str, StoredFile]:
+    return {file.path: file for file in stored_files(look(root), version)}
+
+
+def on_disk(root: Path) -> dict[str, int]:
+    base = root / "ck/statestore"
+    return {str(p.relative_to(base)): p.stat().st_size for p in base.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Stream:
+    """A stream that keeps few versions, so that much is no longer kept."""
+    s = Stream(tmp_path, hosts=1, min_versions_to_retain=2, maintenance_interval=1.0)
+    # One partition has fewer snapshots, so that older versions of it alone are needed.
+    for first, last, partitions in ((0, 3, {0, 1}), (3, 6, {0, 1}), (6, 7, {0}), (7, 9, {0})):
+        s.batches(first, last)
+        s.heartbeat()
+        for instance in s.hosts[0].held.all():
+            if instance.partition in partitions:
+                s.hosts[0].maintenance.upload_snapshot(instance)
+    s.batches(9, 11)
+    s.world.now += 2
+    s.c.maintain()  # it plans what the next manifest keeps
+    s.batches(11, 12)
+    return s
+
+
+def test_every_file_is_described(old: Stream, tmp_path: Path) -> None:
+    found = found_at(tmp_path)
+    assert {path: file.size for path, file in found.items()} == on_disk(tmp_path)
+    assert {file.kind for file in found.values()} >= {"changelog", "snapshot", "manifest", "schema", "epoch", "record"}
+    assert "unknown" not in {file.kind for file in found.values()}
+    old.close()
+
+
+def test_what_is_not_kept_is_what_retention_removes(old: Stream, tmp_path: Path) -> None:
+    before = found_at(tmp_path)
+    old.world.now += 2
+    old.c.maintain()
+    removed = before.keys() - on_disk(tmp_path).keys()
+    assert len(removed) > 5
+    assert {before[path].why for path in removed if "/" in path} <= {
+        "no version needs it any more; retention removes it",
+        "a later manifest replaces it; retention removes it",
+    }
+    assert [path for path in removed if before[path].kept_by and not path.startswith("history/")] == []
+    unneeded = [p for p, file in before.items() if not file.kept_by and "retention removes it" in file.why]
+    assert sorted(unneeded) == sorted(path for path in removed if not path.startswith("history/"))
+    old.close()
+
+
+def test_files_of_a_version_are_enough_to_load_it(old: Stream, tmp_path: Path) -> None:
+    old.close()
+    versions = look(tmp_path)
+    newest = versions.readable[-1]
+    needed = found_at(tmp_path, newest)
+    for path in on_disk(tmp_path):
+        if path not in needed and path.startswith("operators/"):
+            (tmp_path / "ck/statestore" / path).unlink()
+    for piece in versions.reading("op", newest).pieces:
+        with opened_partition(versions.place, piece) as state:
+            assert state.version == newest
+
+
+def test_what_other_files_are(old: Stream, tmp_path: Path) -> None:
+    base = tmp_path / "ck/statestore"
+    directory = base / "operators/op/2/0/default"
+    (directory / "11-lost.changelog").write_bytes(b"x")
+    (directory / "99-early.changelog").write_bytes(b"x")
+    (base / "notes.txt").write_bytes(b"x")
+    found = found_at(tmp_path)
+    assert "did not count" in found["operators/op/2/0/default/11-lost.changelog"].why
+    assert "under way" in found["operators/op/2/0/default/99-early.changelog"].why
+    assert found["notes.txt"].kind == "unknown" and not found["notes.txt"].kept_by
+    old.close()
