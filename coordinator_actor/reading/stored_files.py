@@ -133,7 +133,7 @@ def _keep_snapshots(storage: CheckpointStorage, refs: Iterable[SnapshotRef], kep
     there = list(refs)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="statestore-files") as pool:
         for ref, paths in zip(there, pool.map(read, there), strict=True):
-            for path in (ref.file.path, *paths):
+            for path in {ref.file.stored_in, *paths}:
                 kept.setdefault(path, []).append(f"snapshot of version {ref.version}")
 
 
@@ -162,7 +162,8 @@ def _described(path: str, size: int, kept: Iterable[str], versions: StateVersion
     kept_by = tuple(dict.fromkeys(kept))
     if top == GROUPS:
         why = "" if kept_by else _why_not(version_in(path), versions)
-        return StoredFile(path, size, "changelogs", version=version_in(path), kept_by=kept_by, why=why)
+        kind = "snapshots" if path.endswith(".snapshots") else "changelogs"
+        return StoredFile(path, size, kind, version=version_in(path), kept_by=kept_by, why=why)
     if top == "operators":
         return _of_partition(path, size, kept_by, versions)
     if top == MANIFESTS:

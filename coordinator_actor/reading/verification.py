@@ -16,7 +16,7 @@ from backends.formats.changelog import read_changelog
 from backends.formats.changelog_group import GROUPS, read_index
 from backends.formats.file_names import version_in
 from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
-from backends.formats.snapshot import SnapshotDescriptor
+from backends.formats.snapshot_descriptor import SnapshotDescriptor
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.reading.partition_reader import opened_partition
@@ -30,7 +30,7 @@ THREADS = 8
 class Damage:
     """A file that is not as it was written. ``path`` is below the state location; ``version`` is the file's own.
 
-    Of a changelog that lies in one object with others, ``path`` is the object's.
+    Of what lies in one object with others, ``path`` is the object's.
     """
 
     path: str
@@ -137,10 +137,10 @@ def verify_version(
             progress(done, len(files) + len(parts))
         second = pool.map(lambda part: _check_part(storage, part), parts.values())
         for done, (path, part, read) in enumerate(zip(parts, parts.values(), second, strict=True), len(files) + 1):
-            note(path, path, part.of, read)
+            note(path, part.ref.stored_in, part.of, read)
             progress(done, len(files) + len(parts))
         # A damaged index keeps no version from being loaded: it is there for a version without a manifest.
-        groups = {f.stored_in: f for f in files.values() if f.stored_in != f.path}
+        groups = {f.stored_in: f for f in files.values() if f.changelog is not None and f.stored_in != f.path}
         sizes = dict(storage.list(GROUPS)) if groups else {}
         for path, of, what in zip(
             groups, groups.values(), pool.map(lambda at: _check_index(storage, at, sizes), groups), strict=True

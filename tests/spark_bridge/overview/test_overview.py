@@ -89,7 +89,7 @@ def test_snapshots_and_what_lies_behind_them(stream: Make) -> None:
     host = s.hosts[0]
     s.heartbeat()
     for instance in host.held.all():
-        host.maintenance.upload_snapshot(instance)
+        host.maintenance.upload_snapshots([instance])
     s.batches(3, 5)
     s.heartbeat()
     for found in (of_cluster(s), of_storage(s)):
