@@ -273,7 +273,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.teller is not None:
         teller(arguments.teller, arguments.seed)
-        return
+        # Ray's threads may meet its worker while that is being taken down, and then end the process with an error.
+        os._exit(0)
     import tempfile
 
     from spark_bridge import init_spark, stop_spark

@@ -150,7 +150,8 @@ def random_files(seed: int, files: int) -> list[Rows]:
     return made
 
 
-@pytest.mark.parametrize("is_within", [only_thorough(False), True])
+@pytest.mark.thorough  # otherwise: the test above, and Spark's rules in operators/test_deduplicate.py
+@pytest.mark.parametrize("is_within", [False, True])
 def test_without_batches_without_data_the_same_keys_go_through_in_each_batch(
     make_stream: Callable[..., Stream], is_within: bool
 ) -> None:
@@ -176,7 +177,8 @@ def chain(stream: Stream, second: str) -> tuple[DataFrame, DataFrame]:
     return counts, native.groupBy(by).agg(F.count("*").alias("n"))
 
 
-@pytest.mark.parametrize("second", [only_thorough("aggregate"), "deduplicate"])
+@pytest.mark.thorough  # otherwise: test_rows_are_late_and_keys_forgotten_one_batch_later
+@pytest.mark.parametrize("second", ["aggregate", "deduplicate"])
 def test_the_watermark_advances_for_two_operators_with_the_same_keys(stream_of_keys: Stream, second: str) -> None:
     # The last file but one closes what is open, once its time is the watermark: in the batch of the last one.
     for rows in [*random_files(11, 6), [("z", 1000)], [("z", 1001)]]:
@@ -203,7 +205,7 @@ def test_the_watermark_advances_for_two_operators_with_the_same_keys(stream_of_k
 # Restarts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["update", "complete"])
+@pytest.mark.parametrize("mode", ["update", only_thorough("complete")])
 def test_a_restart_with_one_new_file_waiting_gives_its_batch(stream_of_keys: Stream, mode: str) -> None:
     """By the time at which ``processAllAvailable`` returns, as Spark's own query does; at last in the other mode."""
     df = stream_of_keys.read().withWatermark("t", "1 hour")  # no row is late

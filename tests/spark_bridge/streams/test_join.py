@@ -115,7 +115,7 @@ def same(ours: Running, native: Running, at_least: int = 15) -> Counter[Any]:
 
 
 @pytest.mark.spark42
-@pytest.mark.parametrize("how", ["full", "left_semi", *map(only_thorough, ("inner", "left", "right", "left_anti"))])
+@pytest.mark.parametrize("how", ["full", *map(only_thorough, ("inner", "left", "right", "left_semi", "left_anti"))])
 def test_rows_are_those_of_sparks_own_join(sides: Sides, how: str) -> None:
     sides.add(FILES)
     sides.end()
