@@ -120,17 +120,19 @@ LINES_AND_THEIR_REST = (
 SIMULATED_STEPS = 10**7
 """Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
-_QUERIES = [
-    *(f"tests/spark_bridge/{name}" for name in ("queryable", "state_data", "transport")),
-    "tests/deploy",
-]
-_STATE = ["tests/backends", "tests/simulation", "tests/benchmarks/test_object_storage.py"]
+_STATE = ["tests/backends", "tests/benchmarks", "tests/spark_bridge/state_data"]
+_QUERIES = ["tests/spark_bridge/queryable"]
+_PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host"]
 WITHOUT_CLUSTERS = {
     "state": _STATE,
     "queries": _QUERIES,
-    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES))],
+    "protocol": _PROTOCOL,
+    "the rest": ["tests", *(f"--ignore={path}" for path in (*_STATE, *_QUERIES, *_PROTOCOL))],
 }
-"""The tests without clusters, in parts of about the same length: each process collects and imports its own alone."""
+"""The tests without clusters, in parts of about the same length: each process collects and imports its own alone.
+
+They are twice as many as cores, since the tests of a part wait about half of their time.
+"""
 
 
 def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:

@@ -361,7 +361,7 @@ FAULTS: Sequence[PlantedFault] = (
         "no-fencing",
         "A coordinator that has lost the query goes on completing versions.",
         no_fencing,
-        range(2384, 2484),
+        range(2411, 2511),
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
@@ -384,7 +384,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-commit",
         "A commit is answered though its changelog was not written.",
         hasty_commit,
-        range(2511, 2611),
+        range(2526, 2626),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -400,7 +400,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-repeat",
         "A repeat is answered though its manifest failed.",
         hasty_repeat,
-        range(466, 566),
+        range(542, 642),
         prepare=in_which_plans_run_again,
     ),
     PlantedFault(
@@ -473,7 +473,7 @@ FAULTS: Sequence[PlantedFault] = (
         "forgotten-source",
         "A partition of a rescaled query takes over the keys of all earlier ones but the last.",
         forgotten_source,
-        range(115, 315),
+        range(125, 325),
     ),
     PlantedFault(
         "unseen-duplicate",
@@ -506,7 +506,7 @@ FAULTS: Sequence[PlantedFault] = (
         "hasty-group",
         "The members of a group are answered before the group is stored.",
         hasty_group,
-        range(127, 327),
+        range(264, 464),
         prepare=on_failing_storage,
     ),
     PlantedFault(
@@ -540,7 +540,7 @@ FAULTS: Sequence[PlantedFault] = (
         "unheard-copies",
         "A new owner does not say that it has loaded what is to move, so that nothing moves.",
         unheard_copies,
-        range(0, 40),
+        range(5, 45),
         None,
         prepare=in_which_hosts_come_and_go,
     ),
