@@ -108,7 +108,7 @@ def init_spark(
             request_limits=request_limits or RequestLimits(),
         )
         await_executors(spark, num_executors)
-        _join(spark, options, by_raydp=True, started_ray=started_ray)
+        _join(spark, options, raydp_app=app_name, started_ray=started_ray)
     except BaseException:
         raydp.stop_spark()
         if started_ray:
@@ -156,7 +156,7 @@ def attach(
             query_port=query_port,
             request_limits=request_limits or RequestLimits(),
         )
-        _join(spark, options, by_raydp=False, started_ray=started_ray)
+        _join(spark, options, raydp_app=None, started_ray=started_ray)
     except BaseException:
         if started_ray:
             stop_ray()
@@ -182,10 +182,14 @@ def stop_spark() -> None:
         session.stop()
 
 
-def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool) -> None:
-    """Start the state cluster of a Spark session and make the session this process's."""
+def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None, started_ray: bool) -> None:
+    """Start the state cluster of a Spark session and make the session this process's.
+
+    ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP.
+    """
     from spark_bridge.session.listener import StateStoreQueryListener
     from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
+    from spark_bridge.session.spark_master import SparkMasterWatch
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
 
@@ -198,9 +202,12 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
     spark.streams.addListener(listener)
     listener.publish_endpoints()
     cluster.placement.publish = listener.publish_addresses
+    master = SparkMasterWatch(spark, raydp_app) if raydp_app is not None else None
 
     def stop() -> None:
         try:
+            if master is not None:
+                master.close()
             if spark.sparkContext._jsc is not None:
                 for query in spark.streams.active:
                     query.stop()
@@ -208,7 +215,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
             listener.close()
             cluster.stop()
         finally:
-            if by_raydp:
+            if raydp_app is not None:
                 import raydp
 
                 raydp.stop_spark()
