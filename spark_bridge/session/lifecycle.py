@@ -23,6 +23,7 @@ from spark_bridge.session.current import (
 from spark_bridge.session.executors import await_executors, executor_cores
 from spark_bridge.session.java import ensure_java
 from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.session.ray_on_spark import require_cores
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -136,12 +137,15 @@ def attach(
 
     Joins or starts Ray as ``init_spark`` does, and sets on the live session the settings that stateful operators need.
     The options are those of ``init_spark``. ``stop_spark`` ends the state store and leaves the Spark session running.
-    Raises ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
+    On Spark that runs Ray itself (``setup_ray_on_spark``) Ray must have left cores to Spark. Raises ``SessionError`` if
+    this process has a session already, ``TlsError`` if certificates do not fit, ``EnvironmentProblemError`` if no cores
+    are left to streams.
     """
     require_no_session()
     _require_hosts(num_hosts)
     if tls is not None:
         tls.check()
+    require_cores(spark)
     started_ray = join_or_start_ray(ray_address, 1)
     try:
         options = SessionOptions(

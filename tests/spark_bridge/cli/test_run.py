@@ -20,7 +20,7 @@ import pytest
 from spark_bridge.cli.run import command_of, runtime_env_of
 from spark_bridge.cli.supervision import NOT_REACHED
 from tests.patience import PATIENCE
-from tests.spark_bridge.cli.own_head import OwnHead, free_ports, own_head
+from tests.spark_bridge.own_head import OwnHead, free_ports, own_head
 
 PROGRAM = Path(__file__).with_name("counting_program.py")
 REPOSITORY = Path(__file__).parents[3]

@@ -26,9 +26,14 @@ class OwnHead:
     """``ray start --head --block`` on ports and with files of its own; no token, as ``--working-dir`` needs none."""
 
     def __init__(self, directory: str) -> None:
-        self._directory = directory
+        self.directory = directory
         self._gcs, self._dashboard, *self._others = free_ports(6)
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """The address by which drivers join."""
+        return f"127.0.0.1:{self._gcs}"
 
     @property
     def url(self) -> str:
@@ -44,7 +49,7 @@ class OwnHead:
             "PATH": path,
             "JAVA_HOME": str(home),
             "RAY_AUTH_MODE": "disabled",
-            "RAY_TMPDIR": self._directory,
+            "RAY_TMPDIR": self.directory,
         }
 
     def start(self) -> None:
@@ -53,9 +58,14 @@ class OwnHead:
         argv = [RAY, "start", "--head", "--block", f"--port={self._gcs}", f"--dashboard-port={self._dashboard}"]
         argv += [f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}"]
         argv += [f"--metrics-export-port={metrics}", f"--dashboard-agent-grpc-port={agent_grpc}"]
-        argv += ["--num-cpus=4", "--object-store-memory=100000000", "--disable-usage-stats"]
-        argv += [f"--temp-dir={self._directory}"]
-        with Path(self._directory, "start.log").open("ab") as log:
+        argv += [
+            "--node-ip-address=127.0.0.1",
+            "--num-cpus=4",
+            "--object-store-memory=100000000",
+            "--disable-usage-stats",
+        ]
+        argv += [f"--temp-dir={self.directory}"]
+        with Path(self.directory, "start.log").open("ab") as log:
             self._process = subprocess.Popen(argv, env=self.environment(), stdout=log, stderr=log)
         deadline = time.monotonic() + PATIENCE
         while not self._answers():
@@ -85,7 +95,7 @@ class OwnHead:
 
     def _is_here(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
-            return process.pid != os.getpid() and self._directory in " ".join(process.cmdline())
+            return process.pid != os.getpid() and self.directory in " ".join(process.cmdline())
         return False
 
     def kill(self) -> None:
