@@ -306,14 +306,14 @@ class Cluster:
     def upload_snapshots(self, batch: int) -> None:
         """Upload snapshots of the last completed version, of the partitions whose turn it is."""
         turn = batch % self._snapshot_rounds
-        uploaded = [
+        made = [
             (uploaded(host, operator, p, batch + 1, self._root, RUN, self._rng),)
             for host in self.hosts
             for operator, partitions in host.owned.items()
             for p in partitions
             if p % self._snapshot_rounds == turn
         ]
-        if not all(self.send("snapshot_uploaded", uploaded)):
+        if not all(self.send("snapshot_uploaded", made)):
             raise RuntimeError(f"Snapshots of version {batch + 1} do not count.")
 
     def beat(self) -> None:

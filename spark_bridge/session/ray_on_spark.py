@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spark_bridge.exceptions import EnvironmentProblemError
-from spark_bridge.session.executors import DRIVER
+from spark_bridge.session.executors import DRIVER, EXECUTOR_SECONDS, POLL_SECONDS
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 AUTH_MODE = "RAY_AUTH_MODE"
+SETTLED_SECONDS = 5.0
+"""Executors that have not come in so long, behind the last ones, are not on their way."""
 RAY_JOB_GROUP = "ray-cluster-"
 """With this begin the job groups of the Spark jobs that are Ray's workers."""
 
@@ -82,15 +85,24 @@ def require_no_token() -> None:
 def require_cores(spark: SparkSession, more: int = 0) -> None:
     """Raise ``EnvironmentProblemError`` if Ray's workers leave no core of Spark's executors to streams.
 
-    ``more`` are cores that further Ray workers are going to take. Applications with dynamic allocation get executors
-    when they need some, and those without any Ray workers are not looked at.
+    ``more`` are cores that further Ray workers are going to take. Executors that are still on their way are waited for.
+    Applications with dynamic allocation get executors when they need some, and are not looked at, nor are those that
+    have no Ray workers.
     """
     context = spark.sparkContext
     if context._jsc.sc().isLocal() or context.getConf().get("spark.dynamicAllocation.enabled", "false") == "true":
         return
     task_cpus = int(context.getConf().get("spark.task.cpus", "1"))
-    if (problem := too_few_cores(core_use(spark), more, task_cpus)) is not None:
-        raise EnvironmentProblemError(problem)
+    began = changed = time.monotonic()
+    use = core_use(spark)
+    while (problem := too_few_cores(use, more, task_cpus)) is not None:
+        now = time.monotonic()
+        if now - began > EXECUTOR_SECONDS or (use.all and now - changed > SETTLED_SECONDS):
+            raise EnvironmentProblemError(problem)
+        time.sleep(POLL_SECONDS)
+        latest = core_use(spark)
+        if latest != use:
+            use, changed = latest, time.monotonic()
 
 
 def too_few_cores(use: CoreUse, more: int, task_cpus: int) -> str | None:

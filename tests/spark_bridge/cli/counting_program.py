@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from spark_bridge import QueryableStateClient, aggregate, init_spark
+from spark_bridge import aggregate, init_spark, state_table
 from spark_bridge import functions as S
 
 
@@ -34,7 +34,8 @@ def main(root: Path) -> None:
             query.awaitTermination()  # raises what the query has ended with
         time.sleep(0.1)
     query.processAllAvailable()
-    found = QueryableStateClient.connect().scan("counts").read_all().to_pydict()
+    query.stop()
+    found = state_table(f"{root}/checkpoint", "counts").to_pydict()
     (root / "counts.json").write_text(json.dumps(dict(zip(map(str, found["k"]), found["n"], strict=True))))
 
 
