@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from backends.decoders import json_decoder
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
+from coordinator_actor.wire_version import WIRE_VERSION
 
 TOKEN_PREFIX = "ssr1"
 NEVER = "never"
@@ -90,6 +91,10 @@ class AccessTokens:
     def token(self) -> str:
         """See ``CoordinatorPort``."""
         return self._secret
+
+    def wire_version(self) -> int:
+        """See ``CoordinatorPort``."""
+        return WIRE_VERSION
 
     def issue_token(self, name: str, expires_in: float | None = None) -> str:
         """See ``CoordinatorPort``."""

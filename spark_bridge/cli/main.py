@@ -12,6 +12,7 @@ from rich.console import Console
 from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import drain as drain_cli
 from spark_bridge.cli import overview_commands, storage_commands
+from spark_bridge.cli import run as run_cli
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
 
@@ -43,6 +44,7 @@ for command in (
     storage_commands.files,
     storage_commands.verify,
     drain_cli.drain,
+    run_cli.run,
 ):
     app.command()(command)
 
