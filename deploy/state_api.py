@@ -21,7 +21,7 @@ from ray.serve import Application
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
-from deploy.state_http.coordinator_tokens import CoordinatorTokens
+from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.service import AsyncStateClient
 from spark_bridge.transport.tls import TlsConf

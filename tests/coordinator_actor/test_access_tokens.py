@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_read_only, verified_id
+from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_issued, verified_id
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 from coordinator_actor.messages import HostInfo, HostReport
@@ -42,7 +42,7 @@ def tokens(world: World) -> AccessTokens:
 def test_a_token_names_itself_and_is_verified_by_the_secret(world: World, tokens: AccessTokens) -> None:
     token = tokens.issue_token("dashboard", 60)
     (issued,) = tokens.list_tokens()
-    assert token.startswith(f"ssr1.{issued.id}.1800000061.") and is_read_only(token)
+    assert token.startswith(f"ssr1.{issued.id}.1800000061.") and is_issued(token)
     assert verified_id(token, SECRET, (), world.now) == issued.id
     assert (issued.name, issued.created, issued.expires, issued.revoked) == (
         "dashboard",
