@@ -1,10 +1,10 @@
 """Tokens for clients outside the cluster: issued, listed, revoked, verified.
 
 A read-only token is ``ssr1.<id>.<expiry>.<signature>``. One of an administrator, ``ssa1....``, may besides act on the
-page, such as trigger a savepoint; to hosts it is a read-only token. The expiry is in seconds since 1970, or ``never``. The signature is
-HMAC-SHA256 with the cluster's secret. So every process that has the secret, as every host does, verifies a token by
-itself, and needs only the ids of the revoked tokens from the coordinator. The registry does not keep the tokens
-themselves: a lost token cannot be shown again.
+page, such as trigger a savepoint; to hosts it is a read-only token. The expiry is in seconds since 1970, or ``never``.
+The signature is HMAC-SHA256 with the cluster's secret. So every process that has the secret, as every host does,
+verifies a token by itself, and needs only the ids of the revoked tokens from the coordinator. The registry does not
+keep the tokens themselves: a lost token cannot be shown again.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from spark_bridge.cli import drain as drain_cli
 from spark_bridge.cli import overview_commands, storage_commands
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
+from spark_bridge.cli import ui as ui_cli
 
 app = typer.Typer(
     name="statestore",
@@ -43,6 +44,7 @@ for command in (
     storage_commands.files,
     storage_commands.verify,
     drain_cli.drain,
+    ui_cli.ui,
 ):
     app.command()(command)
 

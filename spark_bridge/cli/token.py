@@ -23,7 +23,7 @@ _DURATION = re.compile(r"(\d+)([smhdw])")
 
 app = typer.Typer(
     name="token",
-    help="Issue, list and revoke tokens of query clients and of people who look at the page.",
+    help="Issue, list and revoke tokens of clients and people outside.",
     no_args_is_help=True,
 )
 
@@ -97,9 +97,8 @@ def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
     for token in tokens:
         state = "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired"
         expires = "never" if token.expires is None else _time(token.expires)
-        table.add_row(
-            Text(token.name), token.id, "admin" if token.admin else "read-only", _time(token.created), expires, state
-        )
+        kind = "admin" if token.admin else "read-only"
+        table.add_row(Text(token.name), token.id, kind, _time(token.created), expires, state)
     return table
 
 

@@ -166,8 +166,8 @@ def _slow_storage(recent: Sequence[Checkpoint], subject: str) -> Iterator[Fault]
             WARNING,
             "slow-storage",
             subject,
-            f"The slowest changelog of a batch takes {usual / 1000:.1f} s to become durable, {min(share, 1):.0%} of the "
-            "batch.",
+            f"The slowest changelog of a batch takes {usual / 1000:.1f} s to become durable, {min(share, 1):.0%} of "
+            "the batch.",
             "The storage of the checkpoint location is slow: look at its disk (is it full, shared, failing?) or at the "
             "object store's latency and throttling, and at the hosts' networks.",
         )
@@ -240,9 +240,9 @@ def _slow_partition(operator: Operator, subject: str) -> Iterator[Fault]:
             WARNING,
             "slow-partition",
             subject,
-            f"In its last batch partition {slowest.partition} took {slowest_ms / 1000:.1f} s{rows}; the median one took "
-            f"{usual / 1000:.2f} s.",
-            "If it is always the same partition, a few keys get most of the rows: look for them among the hottest keys, "
-            "and use partial_aggregation=True or a key that spreads better. If it is always the same host, look at "
-            "that machine.",
+            f"In its last batch partition {slowest.partition} took {slowest_ms / 1000:.1f} s{rows}; the median one "
+            f"took {usual / 1000:.2f} s.",
+            "If it is always the same partition, a few keys get most of the rows: look for them among the hottest "
+            "keys, and use partial_aggregation=True or a key that spreads better. If it is always the same host, "
+            "look at that machine.",
         )

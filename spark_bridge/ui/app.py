@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -60,12 +61,25 @@ _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 View = Callable[[Call], Response]
 
 
-def create_ui(system: System, verifier: TokenVerifier, own: OwnToken | None = None) -> ASGIApp:
+def create_ui(
+    system: System,
+    verifier: TokenVerifier,
+    own: OwnToken | None = None,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+) -> ASGIApp:
     """Return the page of a system.
 
     ``verifier`` checks the tokens with which people sign in; ``own`` is the token of the process itself, if its address
-    may sign somebody in.
+    may sign somebody in. ``lifespan`` makes a context manager that is open as long as the application runs by itself.
     """
+
+    @asynccontextmanager
+    async def running(_: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if lifespan is not None:
+                await stack.enter_async_context(lifespan())
+            yield
+
     page = _Page(system, verifier, own)
     routes = [
         Mount("/static", StaticFiles(directory=STATIC)),
@@ -75,7 +89,7 @@ def create_ui(system: System, verifier: TokenVerifier, own: OwnToken | None = No
         *(Route(path, page.shown(view)) for path, view in views.SEEN.items()),
         *(Route(path, page.sent(view), methods=["POST"]) for path, view in views.SENT.items()),
     ]
-    return _SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}))
+    return _SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
 
 
 class _SafeHeaders:
@@ -148,9 +162,7 @@ class _Page:
 
     async def _answer(self, request: Request, grant: Grant, view: View, form: Mapping[str, str]) -> Response:
         if self._requests >= MOST_REQUESTS:
-            return PlainTextResponse(
-                f"{MOST_REQUESTS} requests are being answered, which is the limit; try again.", 429
-            )
+            return PlainTextResponse(f"{MOST_REQUESTS} requests are being answered, the limit; try again.", 429)
         self._requests += 1
         try:
             return await run_in_threadpool(self._viewed, request, grant, view, form)
@@ -233,9 +245,7 @@ class _Page:
         except (AccessDeniedError, HostUnavailableError) as error:
             return self._sign_in_page(request, str(error), following, 401)
         if not grant.read_only:
-            problem = (
-                "This is the token of the cluster's processes. Issue one for people: statestore token issue --admin."
-            )
+            problem = "This is the token of the cluster's processes. For people: statestore token issue --admin."
             return self._sign_in_page(request, problem, following, 401)
         return self._signed_in(request, token, following)
 

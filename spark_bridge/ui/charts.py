@@ -66,9 +66,8 @@ def timeline(checkpoints: Sequence[Checkpoint]) -> Timeline | None:
             height = one.phases.get(phase, 0) / top * HEIGHT
             y -= height
             if height:
-                parts.append(
-                    Part(phase, round(place * step + 0.5, 1), round(y, 1), round(step - 1, 1), round(height, 1))
-                )
+                x, width = round(place * step + 0.5, 1), round(step - 1, 1)
+                parts.append(Part(phase, x, round(y, 1), width, round(height, 1)))
         told = ", ".join(f"{phase} {duration(one.phases[phase])}" for phase in PHASES if phase in one.phases)
         title = f"batch {one.version - 1}: {duration(sum(one.phases.values()))} ({told})"
         if one.retried:

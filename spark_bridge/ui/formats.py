@@ -39,7 +39,7 @@ def duration(ms: float | None) -> str:
     if ms is None:
         return ""
     if ms < 1000:
-        return f"{ms:.0f} ms" if ms >= 1 or ms == 0 else f"{ms:.2f} ms"
+        return f"{ms:.0f} ms" if ms >= 10 or ms == int(ms) else f"{ms:.2g} ms"
     seconds = ms / 1000
     if seconds < 60:
         return f"{seconds:.1f} s"

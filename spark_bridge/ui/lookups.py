@@ -53,7 +53,7 @@ def has_key(call: Call, table: StateTable) -> bool:
 def key_of(call: Call, table: StateTable, schema: pa.Schema) -> tuple[Any, ...]:
     """Return the key of the request. Raises ``RequestError`` naming the column whose text is no value."""
     given = {**call.query, **call.form}
-    key = []
+    key: list[Any] = []
     for name in table.key:
         if given.get(f"{NULL_PREFIX}{name}"):
             key.append(None)

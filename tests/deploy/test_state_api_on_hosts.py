@@ -17,10 +17,10 @@ from fastapi.testclient import TestClient
 
 from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore
 from deploy.state_http.app import ARROW, create_app
-from spark_bridge.queryable.server.coordinator_tokens import STALE_SECONDS, CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
 from spark_bridge.exceptions import HostUnavailableError
 from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
+from spark_bridge.queryable.server.coordinator_tokens import STALE_SECONDS, CoordinatorTokens
 from tests.effort import effort
 from tests.patience import PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import ROWS, UntilGone, windowed

@@ -23,8 +23,8 @@ from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 class Grant:
     """What a token allows.
 
-    ``name`` is ``cluster``, or the id of a token as ``statestore token list`` shows it. ``read_only`` is for ports of the
-    cluster; ``admin`` may act on the page, which is not read-only in this sense.
+    ``name`` is ``cluster``, or the id of a token as ``statestore token list`` shows it. ``read_only`` is for the
+    cluster's ports; ``admin`` may act on the page.
     """
 
     name: str
@@ -81,8 +81,7 @@ class ClusterTokens:
                 "It is not known here at the moment which tokens have been revoked; ask again soon."
             )
         try:
-            return Grant(
-                verified_id(token, self._secret, revoked, self._clock()), read_only=True, admin=is_admin(token)
-            )
+            name = verified_id(token, self._secret, revoked, self._clock())
         except InvalidTokenError as error:
             raise AccessDeniedError(str(error)) from error
+        return Grant(name, read_only=True, admin=is_admin(token))

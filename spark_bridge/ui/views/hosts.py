@@ -46,10 +46,8 @@ def hosts(call: Call) -> Response:
     shown = there[first : first + HOSTS_AT_ONCE]
     kinds = sorted({name for host in there for name in host.memory if name != BUDGET})
     rows = [_row(host, kinds) for host in shown]
-    requests = sorted(
-        (r for host in shown for r in _requests(host)),
-        key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]),
-    )
+    requests = [request for host in shown for request in _requests(host)]
+    requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
     subjects = {"hosts", *(f"host {host.host_id}" for host in there)}
     return call.render(
         "hosts.html",

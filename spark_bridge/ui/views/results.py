@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 
 import pyarrow as pa
 from starlette.responses import Response, StreamingResponse
@@ -39,7 +41,6 @@ class Chart:
     labels: list[str]
     numbers: list[str]
     bars: list[ChartBar]
-    zero: float
     left_out: int
 
 
@@ -58,24 +59,20 @@ def chart(call: Call, found: Found | None) -> Chart | None:
     shown = points[:MOST_BARS]
     low, high = min([0.0, *(v for _, v in shown)]), max([0.0, *(v for _, v in shown)])
     span = (high - low) or 1.0
-    zero = -low / span * 100
-    bars = [
-        ChartBar(
-            name[:40],
-            formats.rate(v),
-            round(zero if v >= 0 else (v - low) / span * 100, 2),
-            round(abs(v) / span * 100, 2),
-            v < 0,
-        )
-        for name, v in shown
-    ]
-    return Chart(label, number, labels, numbers, bars, round(zero, 2), len(points) - len(shown))
+    bars = [_bar(name, v, low, span) for name, v in shown]
+    return Chart(label, number, labels, numbers, bars, len(points) - len(shown))
+
+
+def _bar(label: str, value: float, low: float, span: float) -> ChartBar:
+    begin = min(value, 0.0) - low
+    width = round(abs(value) / span * 100, 2)
+    return ChartBar(label[:40], formats.rate(value), round(begin / span * 100, 2), width, value < 0)
 
 
 def _is_numeric(cells: Iterable[object]) -> bool:
     there = [cell for cell in cells if cell is not None]
     return bool(there) and all(
-        isinstance(cell, int | float) and not isinstance(cell, bool) and abs(cell) < 1e300 for cell in there
+        isinstance(cell, int | float | Decimal) and not isinstance(cell, bool) and math.isfinite(cell) for cell in there
     )
 
 
@@ -111,7 +108,7 @@ def _written(cell: object) -> object:
         return ""
     if isinstance(cell, str):
         return _safe(cell)
-    return cell if isinstance(cell, int | float) else formats.value(cell)
+    return cell if isinstance(cell, int | float | Decimal) else formats.value(cell)
 
 
 def _safe(text: str) -> str:

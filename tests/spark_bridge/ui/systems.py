@@ -89,7 +89,7 @@ def checkpoints(n: int, seed: int, slow: float = 1.0, storage: float = 1.0) -> t
     made = []
     for v in range(1, n + 1):
         phases = {
-            "tasks": int(random_.uniform(300, 500) * storage),
+            "tasks": int(random_.uniform(300, 500) + 60 * (storage - 1)),
             "acknowledge": int(random_.uniform(80, 220) * slow),
             "manifest": random_.randint(8, 30),
             "commit": random_.randint(30, 90),
@@ -213,29 +213,15 @@ def host(i: int, **changes: Any) -> Host:
             counters={"opens": 4_800, "commits": 4_800, "keys_written": 9_000_000, "keys_read": 11_000_000, "loads": 8},
             row_cache={"asked": 11_000_000, "hits": 8_700_000},
             storage_requests={"put": 9_000, "get": 120},
-            requests={
-                "totals": {
-                    "get": {
-                        "requests": 91_000,
-                        "failures": 0,
-                        "p50_ms": 0.2,
-                        "p90_ms": 0.6,
-                        "p99_ms": 2.1,
-                        "max_ms": 31.0,
-                    },
-                    "scan": {
-                        "requests": 12,
-                        "failures": 1,
-                        "p50_ms": 80.0,
-                        "p90_ms": 120.0,
-                        "p99_ms": 200.0,
-                        "max_ms": 210.0,
-                    },
-                }
-            },
+            requests={"totals": {"get": _requests(91_000, 0, 0.2), "scan": _requests(12, 1, 80.0)}},
         ),
         **changes,
     )
+
+
+def _requests(n: int, failures: int, p50: float) -> dict[str, float]:
+    times = {"p50_ms": p50, "p90_ms": 2 * p50, "p99_ms": 9.3 * p50, "max_ms": 31 * p50}
+    return {"requests": n, "failures": failures, **times}
 
 
 def with_faults(overview: Overview) -> Overview:
