@@ -17,7 +17,7 @@ from coordinator_actor.reading.stored_versions import StatePlace, StateVersions,
 from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import RequestError
-from spark_bridge.overview.from_storage import overview_of_checkpoint
+from spark_bridge.overview.from_storage import overview_of_checkpoint, stored_query
 from spark_bridge.overview.model import Overview, Query
 from spark_bridge.queryable.client.conditions import comparisons
 from spark_bridge.queryable.client.watch import StateChange
@@ -123,10 +123,9 @@ class StoredClient:
 
     def operators(self) -> list[dict[str, Any]]:
         """Return the operators as of the last completed version, as ``QueryableStateClient.operators`` does."""
-        overview = overview_of_checkpoint(
-            self._place().checkpoint_location, self._place().state_location, self._place().options
-        )
-        return [summary for query in overview.queries for summary in _summaries(query)]
+        place = self._place()
+        query = stored_query(place, StateVersions.look(place, open_storage=self._open), self._open)
+        return list(_summaries(query))
 
     def scan(
         self,
@@ -308,4 +307,4 @@ def _partition_of(source: StateSource, names: Sequence[str], values: Sequence[pa
     given = dict(zip(names, values, strict=True))
     row = pa.record_batch([pa.array([given[f.name].as_py()], f.type) for f in stored], schema=stored)
     groups = source.reading.key_groups
-    return int(partition_of(int(key_groups(row, groups)[0].as_py()), groups, source.reading.num_partitions))
+    return int(partition_of(int(key_groups(row, groups)[0]), groups, source.reading.num_partitions))

@@ -11,7 +11,7 @@ from typing import Any
 
 from coordinator_actor.messages import SavepointStatus
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
-from spark_bridge.exceptions import AccessDeniedError
+from spark_bridge.exceptions import AccessDeniedError, RequestError
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.from_cluster import overview_of_cluster
 from spark_bridge.overview.model import (
@@ -65,7 +65,7 @@ class ModelSystem:
         return self.shown
 
     def client(self) -> Any:
-        raise AssertionError("a model has no state")
+        raise RequestError("A model has no state.")
 
     def recent_changes(self, *_: Any) -> Iterator[Any]:
         return iter(())
@@ -281,6 +281,7 @@ class Served:
 def served(root: Path, **options: Any) -> Served:
     """A query of the aggregate ``totals`` by ``user``, with savepoints in the directory of its state."""
     cluster = Cluster(root, **options)
+    (root / "ck" / "metadata").write_text('{"id":"q"}')
     client = cluster.client()
 
     def overview() -> Overview:
