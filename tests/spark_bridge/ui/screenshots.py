@@ -1,4 +1,7 @@
-"""``make screenshots``: the pages as pictures for the docs, of a model and of real hosts, in a real Chromium."""
+"""``make screenshots``: pictures of pages for the docs, of a model and of real hosts, in a real Chromium.
+
+With a directory as its argument the program takes pictures of all pages from top to bottom there, to look at.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +35,36 @@ def of_hosts() -> Iterator[str]:
             made.cluster.close()
 
 
-def take(directory: Path) -> None:
-    """Take all pictures."""
+PICTURES = (
+    ("page-overview", "/", WIDE, "light"),
+    ("page-query", "/query?query=q-orders", WIDE, "light"),
+    ("page-operator", "/operator?query=q-clicks&operator=totals", WIDE, "dark"),
+    ("page-keys", "/keys?key.user=180&versions=1,2,4", WIDE, "light"),
+)
+FURTHER = (
+    ("page-overview-narrow", "/", NARROW, "dark"),
+    ("page-query-narrow", "/query?query=q-clicks", NARROW, "light"),
+    ("page-hosts", "/hosts", WIDE, "light"),
+    ("page-scan", "/scan?limit=20&column0=n&is0=%3E&value0=3000&x=user&y=n", WIDE, "light"),
+    ("page-scan-narrow", "/scan?limit=20&column0=n&is0=%3E&value0=3000&x=user&y=n", NARROW, "light"),
+    ("page-sql", "/sql", WIDE, "dark"),
+    ("page-hottest", "/operator/hottest?table=q/totals/default", WIDE, "light"),
+    ("page-savepoints", "/savepoints", WIDE, "light"),
+)
+OF_STATE = ("keys", "scan", "sql", "savepoints", "operator/hottest")
+
+
+def take(directory: Path, *, all_of_them: bool) -> None:
+    """Take the pictures."""
     with chromium() as browser, served_page(ModelSystem(in_trouble())) as model, of_hosts() as hosts:
-        for name, base, path, viewport, scheme in (
-            ("page-overview", model, "/", WIDE, "light"),
-            ("page-overview-narrow", model, "/", NARROW, "dark"),
-            ("page-query", model, "/query?query=q-orders", WIDE, "light"),
-            ("page-operator", model, "/operator?query=q-clicks&operator=totals", WIDE, "dark"),
-            ("page-hosts", model, "/hosts", WIDE, "light"),
-            ("page-keys", hosts, "/keys?key.user=180&versions=1,2,4", WIDE, "light"),
-            ("page-scan", hosts, "/scan?limit=20&column0=n&is0=%3E&value0=3000&x=user&y=n", WIDE, "light"),
-            ("page-sql", hosts, "/sql", WIDE, "dark"),
-            ("page-savepoints", hosts, "/savepoints", WIDE, "light"),
-        ):
+        for name, path, viewport, scheme in (*PICTURES, *FURTHER) if all_of_them else PICTURES:
+            base = hosts if path.lstrip("/").startswith(OF_STATE) else model
             tab = Tab(browser, base, viewport=viewport, scheme=scheme).open(path)
             if path == "/sql":
                 tab.page.fill("#statement", STATEMENT)
                 tab.page.click("text=Run")
                 tab.page.wait_for_selector("table")
-            tab.page.screenshot(
-                path=str(directory / f"{name}.png"), full_page=viewport is WIDE and "--full" in sys.argv
-            )
+            tab.page.screenshot(path=str(directory / f"{name}.png"), full_page=all_of_them)
             tab.close()
             print(directory / f"{name}.png")
 
@@ -61,4 +72,4 @@ def take(directory: Path) -> None:
 if __name__ == "__main__":
     if WHY_NOT:
         sys.exit(WHY_NOT)
-    take(IMAGES)
+    take(Path(sys.argv[1]) if sys.argv[1:] else IMAGES, all_of_them=bool(sys.argv[1:]))
