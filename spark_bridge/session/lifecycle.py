@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOG_LEVEL = "spark.log.level"
+DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
 PAIRS = {"1.6": "3.5", "1.7": "4.2"}
 """By release line of RayDP, the line of PySpark that it works with."""
 
@@ -108,7 +109,8 @@ def init_spark(
             request_limits=request_limits or RequestLimits(),
         )
         await_executors(spark, num_executors)
-        _join(spark, options, by_raydp=True, started_ray=started_ray)
+        kept = None if spark.conf.get(DYNAMIC_ALLOCATION, "false") == "true" else num_executors
+        _join(spark, options, by_raydp=True, started_ray=started_ray, num_executors=kept)
     except BaseException:
         raydp.stop_spark()
         if started_ray:
@@ -156,7 +158,7 @@ def attach(
             query_port=query_port,
             request_limits=request_limits or RequestLimits(),
         )
-        _join(spark, options, by_raydp=False, started_ray=started_ray)
+        _join(spark, options, by_raydp=False, started_ray=started_ray, num_executors=None)
     except BaseException:
         if started_ray:
             stop_ray()
@@ -182,9 +184,12 @@ def stop_spark() -> None:
         session.stop()
 
 
-def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool) -> None:
+def _join(
+    spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool, num_executors: int | None
+) -> None:
     """Start the state cluster of a Spark session and make the session this process's."""
     from spark_bridge.session.listener import StateStoreQueryListener
+    from spark_bridge.session.lost_executors import LostExecutors
     from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
@@ -198,8 +203,10 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
     spark.streams.addListener(listener)
     listener.publish_endpoints()
     cluster.placement.publish = listener.publish_addresses
+    lost_executors = LostExecutors(spark, num_executors)
 
     def stop() -> None:
+        lost_executors.close()
         try:
             if spark.sparkContext._jsc is not None:
                 for query in spark.streams.active:
@@ -230,15 +237,18 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
+    from spark_bridge.session.raydp_settings import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
+        **master_on_head(given or {}),
+        **SHUFFLE,
         "spark.sql.shuffle.partitions": str(max(cores, 1)),
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = {**ours, **(given or {})}
+    configs = MasterSettings({**ours, **(given or {})})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs

@@ -94,7 +94,7 @@ class SilentHosts:
         """Probe the hosts of slow calls; shut down the connections to those that are silent."""
         before = time.monotonic() - SLOW_SECONDS
         slow = {call.place for call in list(self._calls.values()) if call.since < before}
-        silent = _silent(slow) if slow else set()
+        silent = silent_places(slow) if slow else set()
         self._failed = {place: self._failed.get(place, 0) + 1 for place in silent}
         for place, times in self._failed.items():
             if times >= FAILED_PROBES:
@@ -102,7 +102,7 @@ class SilentHosts:
                 shut_down_connections(place)
 
 
-def _silent(places: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
+def silent_places(places: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
     """Return the places at which nobody takes a connection within ``PROBE_SECONDS``."""
     connecting: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
     silent = set(places)
