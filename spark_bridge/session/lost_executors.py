@@ -71,7 +71,7 @@ class LostExecutors:
     def look(self) -> None:
         """Give up executors that do not answer, and ask for others."""
         executors = executor_places(self._spark)
-        silent = silent_places(set(executors.values())) if executors else set()
+        silent = silent_places(set(executors.values()), refusals=False) if executors else set()
         self._failed = {i: self._failed.get(i, 0) + 1 for i, place in executors.items() if place in silent}
         lost = {i: executors[i] for i, times in self._failed.items() if times >= FAILED_LOOKS}
         if lost and not is_cut_off(set(executors.values()), silent, own_address()):

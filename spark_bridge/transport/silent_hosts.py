@@ -9,6 +9,7 @@ that port, and gRPC fails their calls at once.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -102,8 +103,11 @@ class SilentHosts:
                 shut_down_connections(place)
 
 
-def silent_places(places: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Return the places at which nobody takes a connection within ``PROBE_SECONDS``."""
+def silent_places(places: Collection[tuple[str, int]], *, refusals: bool = True) -> set[tuple[str, int]]:
+    """Return the places at which nobody takes a connection within ``PROBE_SECONDS``.
+
+    Without ``refusals``, those that refuse one are not among them: their machine is there.
+    """
     connecting: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
     silent = set(places)
     try:
@@ -121,7 +125,8 @@ def silent_places(places: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
                 poll.unregister(descriptor)
                 left -= 1
                 probe, place = connecting[descriptor]
-                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error == 0 or (error == errno.ECONNREFUSED and not refusals):
                     silent.discard(place)
     finally:
         for probe, _ in connecting.values():
