@@ -1,7 +1,7 @@
 """A bank goes on while machines are killed, lose their power, are cut off in both directions or one, and come back.
 
 Money is conserved in every version that is answered: each has exactly the accounts that follow from its batches.
-``STATESTORE_LOSSES_SEED`` repeats a run's draws.
+``STATESTORE_LOSSES_SEED`` repeats a run's draws, ``STATESTORE_LOSSES`` makes more or fewer of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.lab.ray_nodes import RAY, ray_address, ray_environment, start_ray, st
 from tests.spark_bridge.conftest import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark]
-LOSSES = effort(3, 300)
+LOSSES = int(os.environ.get("STATESTORE_LOSSES", effort(3, 300)))
 CPUS = [0, 2, 2, 2]
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
 SHORT, LONG = 15.0, 90.0
@@ -78,14 +78,16 @@ class MachinesUnderLoss:
             lab.mend(k)
         else:
             lab.start(k)
-            start_ray_on(lab, k, CPUS[k])
 
     def start_ray_again(self) -> None:
-        """Start Ray where it has ended itself, as units of systemd do: a node that was declared dead does so."""
+        """Start Ray where it does not run, as units of systemd do: a node that was declared dead ends itself."""
         for k in range(1, len(CPUS)):
             if self._lab.run(k, ["pgrep", "-x", "raylet"], check=False).returncode:
                 self._lab.run(k, [RAY, "stop", "--force"], ray_environment(), check=False)
-                start_ray_on(self._lab, k, CPUS[k])
+                try:
+                    start_ray_on(self._lab, k, CPUS[k])
+                except RuntimeError as error:  # it had not enough time: a unit is started again, too
+                    print(f"{self._lab.names[k]}: {error}", file=sys.stderr)
 
 
 def test_no_money_is_lost_with_machines(make_lab: Callable[[int], Lab]) -> None:
