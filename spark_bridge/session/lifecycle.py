@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 LOG_LEVEL = "spark.log.level"
-DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
 PAIRS = {"1.6": "3.5", "1.7": "4.2"}
 """By release line of RayDP, the line of PySpark that it works with."""
 
@@ -109,8 +108,7 @@ def init_spark(
             request_limits=request_limits or RequestLimits(),
         )
         await_executors(spark, num_executors)
-        kept = None if spark.conf.get(DYNAMIC_ALLOCATION, "false") == "true" else num_executors
-        _join(spark, options, by_raydp=True, started_ray=started_ray, num_executors=kept)
+        _join(spark, options, by_raydp=True, started_ray=started_ray)
     except BaseException:
         raydp.stop_spark()
         if started_ray:
@@ -158,7 +156,7 @@ def attach(
             query_port=query_port,
             request_limits=request_limits or RequestLimits(),
         )
-        _join(spark, options, by_raydp=False, started_ray=started_ray, num_executors=None)
+        _join(spark, options, by_raydp=False, started_ray=started_ray)
     except BaseException:
         if started_ray:
             stop_ray()
@@ -184,9 +182,7 @@ def stop_spark() -> None:
         session.stop()
 
 
-def _join(
-    spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool, num_executors: int | None
-) -> None:
+def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool) -> None:
     """Start the state cluster of a Spark session and make the session this process's."""
     from spark_bridge.session.listener import StateStoreQueryListener
     from spark_bridge.session.lost_executors import LostExecutors
@@ -203,7 +199,7 @@ def _join(
     spark.streams.addListener(listener)
     listener.publish_endpoints()
     cluster.placement.publish = listener.publish_addresses
-    lost_executors = LostExecutors(spark, num_executors)
+    lost_executors = LostExecutors(spark, by_raydp=by_raydp)
 
     def stop() -> None:
         lost_executors.close()

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -29,8 +28,6 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks: one connection to each executor, side by side."""
 FAILED_LOOKS = 2
 """After so many looks in a row without an answer an executor counts as lost."""
-MISSING_SECONDS = 30.0
-"""Executors that are missing so long, and that neither RayDP nor Ray is about to start, are asked for again."""
 EXECUTOR_CLASS = "RayDPExecutor"
 MESSAGES = "org.apache.spark.scheduler.cluster.CoarseGrainedClusterMessages"
 
@@ -40,15 +37,14 @@ Place = tuple[str, int]
 class LostExecutors:
     """Looks after the executors of a session, in a thread of its own.
 
-    ``wanted`` is how many executors RayDP is to keep; None for sessions that somebody else keeps: Spark's dynamic
-    allocation, or another cluster manager, which is told of the loss and starts another one.
+    With ``by_raydp`` the executors are RayDP's, which must be asked for others. Other cluster managers are told of the
+    loss, and start another one themselves.
     """
 
-    def __init__(self, spark: SparkSession, wanted: int | None) -> None:
+    def __init__(self, spark: SparkSession, *, by_raydp: bool) -> None:
         self._spark = spark
-        self._wanted = wanted
+        self._by_raydp = by_raydp
         self._failed: dict[str, int] = {}
-        self._complete_at = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="statestore-executors", daemon=True)
         if not spark.sparkContext._jsc.sc().isLocal():
@@ -75,20 +71,16 @@ class LostExecutors:
         self._failed = {i: self._failed.get(i, 0) + 1 for i, place in executors.items() if place in silent}
         lost = {i: executors[i] for i, times in self._failed.items() if times >= FAILED_LOOKS}
         if lost and not is_cut_off(set(executors.values()), silent, own_address()):
-            self._give_up(lost)
-        if len(executors) - len(lost) >= (self._wanted or 0):
-            self._complete_at = time.monotonic()
-        elif time.monotonic() - self._complete_at > MISSING_SECONDS and len(_executor_actors()) < (self._wanted or 0):
-            self._request()
+            self._give_up(lost, len(executors))
 
-    def _give_up(self, lost: Mapping[str, Place]) -> None:
+    def _give_up(self, lost: Mapping[str, Place], total: int) -> None:
         machines = {ip for ip, _ in lost.values()}
         log.warning(
             "Nobody answers at %s: executors %s are given up, and their tasks run elsewhere",
             ", ".join(sorted(machines)),
             ", ".join(sorted(lost)),
         )
-        if self._wanted is not None:
+        if self._by_raydp:
             _end_executor_actors(machines)
         context = self._spark.sparkContext
         scala, jvm = context._jsc.sc(), context._jvm
@@ -101,14 +93,10 @@ class LostExecutors:
             remove = getattr(jvm, f"{MESSAGES}$RemoveExecutor")(executor_id, reason)
             scala.schedulerBackend().driverEndpoint().send(remove)
             self._failed.pop(executor_id, None)
-        self._request()
-
-    def _request(self) -> None:
-        if self._wanted is not None:
-            self._complete_at = time.monotonic()
-            context = self._spark.sparkContext
-            nowhere = context._jvm.org.apache.spark.api.python.PythonUtils.toScalaMap({})
-            context._jsc.sc().requestTotalExecutors(self._wanted, 0, nowhere)
+        if self._by_raydp:
+            # RayDP's master has those that are left, and starts as many as are missing from the total.
+            default_profile_only = jvm.org.apache.spark.api.python.PythonUtils.toScalaMap({})
+            scala.requestTotalExecutors(total, 0, default_profile_only)
 
 
 def executor_places(spark: SparkSession) -> dict[str, Place]:
@@ -129,24 +117,13 @@ def is_cut_off(places: Collection[Place], silent: Collection[Place], own: str) -
     return len({ip for ip, _ in others}) > 1 and others <= set(silent)
 
 
-def _executor_actors() -> list[tuple[Any, str]]:
-    """Return the actors that are RayDP's executors of this session, with the address of each, or where it was last.
-
-    Those that are being started are among them. Sessions in other namespaces may have actors of the same names.
-    """
-    namespace = ray.get_runtime_context().namespace
-    found = []
-    for actor in ray._private.state.actors().values():
-        if actor["State"] != "DEAD" and actor["ActorClassName"].endswith(EXECUTOR_CLASS):
-            with suppress(ValueError):  # it has ended meanwhile, or is of another namespace
-                handle = ray.get_actor(actor["Name"], namespace=namespace)
-                if handle._actor_id.hex() == actor["ActorID"]:
-                    found.append((handle, str(actor["Address"]["IPAddress"])))
-    return found
-
-
 def _end_executor_actors(machines: Collection[str]) -> None:
     """End RayDP's executors on machines that do not answer: Ray would start them a second time elsewhere."""
-    for actor, ip in _executor_actors():
-        if ip in machines:
-            ray.kill(actor, no_restart=True)
+    namespace = ray.get_runtime_context().namespace
+    for actor in ray._private.state.actors().values():
+        is_executor = actor["ActorClassName"].endswith(EXECUTOR_CLASS) and actor["State"] != "DEAD"
+        if is_executor and actor["Address"]["IPAddress"] in machines:
+            with suppress(ValueError):  # it has ended meanwhile, or is of another namespace
+                handle = ray.get_actor(actor["Name"], namespace=namespace)
+                if handle._actor_id.hex() == actor["ActorID"]:  # and not the one of that name in our namespace
+                    ray.kill(handle, no_restart=True)
