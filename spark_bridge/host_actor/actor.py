@@ -29,7 +29,7 @@ from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
 from spark_bridge.host_actor.host_metrics import PUBLISH_SECONDS, HostMetrics, every
-from spark_bridge.host_actor.session_options import SessionOptions
+from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
@@ -49,6 +49,7 @@ class StateStoreHost:
     """One named Ray actor per executor core; see ``Host`` for what it does."""
 
     def __init__(self, host_id: str, token: str, options: SessionOptions, query_port: int) -> None:
+        require_same_driver(options)
         quiet_logging()
         keep_pandas_out()
         sys.setswitchinterval(SWITCH_SECONDS)

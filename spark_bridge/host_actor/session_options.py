@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from backends.conf import StateStoreConf
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
+from coordinator_actor.wire_version import WIRE_VERSION, other_version
+from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
@@ -18,7 +20,8 @@ DEFAULT_RECOVERY_TIMEOUT = 60.0
 class SessionOptions:
     """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
 
-    ``session_id`` names the session among those that use the same coordinator.
+    ``session_id`` names the session among those that use the same coordinator. ``wire_version`` is the driver's: made
+    with the object, so that none is there where the driver's release has none.
     """
 
     num_hosts: int | None
@@ -32,3 +35,11 @@ class SessionOptions:
     query_port: int = 0
     request_limits: RequestLimits = field(default_factory=RequestLimits)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    wire_version: int = field(default_factory=lambda: WIRE_VERSION)
+
+
+def require_same_driver(options: SessionOptions) -> None:
+    """Raise ``EnvironmentProblemError``, in a host, if the driver that starts the host speaks other messages."""
+    problem = other_version("The driver", getattr(options, "wire_version", None), "the release on this host's machine")
+    if problem is not None:
+        raise EnvironmentProblemError(problem)

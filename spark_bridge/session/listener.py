@@ -29,6 +29,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration
 from coordinator_actor.on_ray.ray_metrics import RayMetrics
+from coordinator_actor.wire_version import WIRE_VERSION
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
@@ -176,6 +177,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
         self._set(properties.TOKEN, self._cluster.token)
         self._set(properties.HOST_FILES, self._cluster.host_files)
+        self._set(properties.WIRE, str(WIRE_VERSION))
         self._set(properties.TIMEOUT, str(options.recovery_timeout))
         self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
