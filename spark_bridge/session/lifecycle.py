@@ -192,6 +192,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP.
     """
     from spark_bridge.session.listener import StateStoreQueryListener
+    from spark_bridge.session.lost_executors import LostExecutors
     from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
     from spark_bridge.session.spark_master import SparkMasterWatch
     from spark_bridge.session.state_cluster import StateCluster
@@ -206,9 +207,11 @@ def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None
     spark.streams.addListener(listener)
     listener.publish_endpoints()
     cluster.placement.publish = listener.publish_addresses
+    lost_executors = LostExecutors(spark, by_raydp=raydp_app is not None)
     master = SparkMasterWatch(spark, raydp_app) if raydp_app is not None else None
 
     def stop() -> None:
+        lost_executors.close()
         try:
             if master is not None:
                 master.close()
@@ -241,15 +244,18 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
+    from spark_bridge.session.raydp_settings import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
+        **master_on_head(given or {}),
+        **SHUFFLE,
         "spark.sql.shuffle.partitions": str(max(cores, 1)),
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = {**ours, **(given or {})}
+    configs = MasterSettings({**ours, **(given or {})})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs
