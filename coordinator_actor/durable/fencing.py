@@ -1,22 +1,30 @@
 """Fencing: of two coordinators that take the same query for theirs, only one can complete a version.
 
-After SlateDB. Every coordinator claims an epoch, a number that only grows, before it reads the manifests. After each
-write, and before it answers, it checks whether a higher epoch was claimed. The coordinator with the lower epoch then
-gives up.
+After SlateDB. Every coordinator claims an epoch, a number that only grows. Under its epoch it numbers its manifests
+from 1 on, without a gap: each is written create-if-absent at the one path that follows its last. A coordinator that has
+claimed an epoch closes all lower ones before it reads the manifests: it puts a *fence* at the path at which the next
+manifest of the epoch would be. So a manifest of a lower epoch was there before the fence, and is read; or its writer
+meets the fence, and gives up. To write a manifest is one request, and nothing has to be asked behind it.
+
+A fence is never removed: whoever it is for may stand still for days.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
 from backends.exceptions import FileExistsInStorageError
 from backends.formats.manifest_chain import Layout
-from coordinator_actor.durable.record_files import RecordFiles, numbered_path
+from coordinator_actor.durable.record_files import READERS, RecordFiles, numbered_path
 from coordinator_actor.exceptions import FencedError
 
 EPOCHS = "epochs"
+MANIFESTS = "manifests"
+FENCE = b"fence\n"
+"""The content of every fence. A listing tells it from a manifest by its size, which no manifest has."""
 
 
 class EpochFile(Struct, frozen=True):
@@ -37,6 +45,17 @@ def epoch_path(epoch: int) -> str:
     return numbered_path(EPOCHS, epoch)
 
 
+def place_path(epoch: int, sequence: int) -> str:
+    """Return the path of a manifest of an epoch, or of the fence that closes the epoch. Paths sort by both."""
+    return f"{MANIFESTS}/{epoch:020d}-{sequence:020d}.json"
+
+
+def place_in(path: str) -> tuple[int, int] | None:
+    """Return epoch and sequence of a path; None for a path that has none, as those of earlier releases."""
+    epoch, _, sequence = path.rpartition("/")[2].removesuffix(".json").partition("-")
+    return (int(epoch), int(sequence)) if epoch.isdecimal() and sequence.isdecimal() else None
+
+
 class Epochs:
     """The claimed epochs of one query, as one coordinator sees and extends them.
 
@@ -49,24 +68,59 @@ class Epochs:
         self._coordinator_id = coordinator_id
 
     def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
-        """Claim the next epoch for a run."""
+        """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest."""
         while True:
-            epoch = max(self._files.numbers(EPOCHS), default=0) + 1
+            earlier = self._files.numbers(EPOCHS)
+            epoch = max(earlier, default=0) + 1
             claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}))
             try:
                 self._files.create(epoch_path(epoch), claim)
             except FileExistsInStorageError:
                 continue
+            self._close(earlier)
             self.current = epoch
             return
 
+    def _close(self, epochs: Iterable[int]) -> None:
+        """Put a fence behind the last manifest of each epoch. Their writers may be at work meanwhile."""
+        closed: set[int] = set()
+        while True:
+            last: dict[int, int] = {}
+            for path, size in self._files.storage.list(f"{MANIFESTS}/"):
+                place = place_in(path)
+                if place is None:
+                    continue
+                last[place[0]] = max(place[1], last.get(place[0], 0))
+                if size == len(FENCE):
+                    closed.add(place[0])
+            places = [(epoch, last.get(epoch, 0) + 1) for epoch in epochs if epoch not in closed]
+            if not places:
+                return
+            with ThreadPoolExecutor(READERS) as pool:
+                put = list(pool.map(self._fenced, places))
+            if all(put):
+                return
+
+    def _fenced(self, place: tuple[int, int]) -> bool:
+        """Put a fence at a place. Return False if something is there: a manifest, or somebody else's fence."""
+        try:
+            self._files.storage.put_new(place_path(*place), FENCE)
+        except FileExistsInStorageError:
+            return False
+        return True
+
     def check(self) -> None:
-        """Raise ``FencedError`` if a higher epoch is claimed. Epochs are claimed one by one, so one look is enough."""
-        if self._files.storage.exists(epoch_path(self.current + 1)):
-            raise FencedError(
-                f"The state at {self._files.storage.location} has been taken over by another coordinator (epoch "
-                f"{self.current + 1}; this one has {self.current}). Only one Ray cluster may run a query at a time."
-            )
+        """Raise ``FencedError`` if a higher epoch is claimed."""
+        higher = self._files.storage.list(f"{EPOCHS}/", after=epoch_path(self.current))
+        if higher:
+            raise self.fenced(higher[-1][0])
+
+    def fenced(self, by: str) -> FencedError:
+        """Return the error of a coordinator that has met ``by``, the path of a claim or a fence."""
+        return FencedError(
+            f"The state at {self._files.storage.location} has been taken over by another coordinator ({by}; this one "
+            f"has epoch {self.current}). Only one Ray cluster may run a query at a time."
+        )
 
     def newest(self) -> EpochFile | None:
         """Return the highest claim, or None if there is none."""

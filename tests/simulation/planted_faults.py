@@ -24,17 +24,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.exceptions import StorageError
+from backends.exceptions import FileExistsInStorageError, StorageError
 from backends.formats import manifest_chain, retention
 from backends.formats.changelog_group import group_path, write_group
-from backends.formats.manifest import OperatorEntry
+from backends.formats.manifest import Manifest, OperatorEntry
 from backends.formats.partition_entries import PartitionEntries
 from backends.formats.retention import Retention
 from backends.partition.loading import Loading
 from backends.partition.pending_changes import PendingChanges
 from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, Epochs
+from coordinator_actor.durable.manifests import ManifestLog, manifest_path
 from coordinator_actor.handlers import batches, owners
 from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.messages import Acknowledged
@@ -94,7 +96,36 @@ def last_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Epochs, "check", lambda self: None)
+    monkeypatch.setattr(Epochs, "_close", lambda self, epochs: None)
+
+
+def leapt_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(self: Any, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
+        while True:
+            placed = msgspec.structs.replace(manifest, epoch=self.epoch, sequence=self._sequence + 1)
+            self._sequence += 1
+            try:
+                self._files.create(manifest_path(placed), placed)
+            except FileExistsInStorageError:
+                continue
+            self.manifests[placed.id] = placed
+            return placed
+
+    monkeypatch.setattr(ManifestLog, "append", append)
+
+
+def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    close: Callable[..., None] = Epochs._close
+
+    def claim(self: Any, run_id: str, layouts: Any = (), schema_ids: Any = None) -> None:
+        monkeypatch.setattr(Epochs, "_close", lambda self, epochs: None)
+        self.epochs.claim(run_id, layouts, schema_ids)
+        self._sequence = 0
+        self.refresh()
+        monkeypatch.setattr(Epochs, "_close", close)
+        close(self.epochs, range(1, self.epoch))
+
+    monkeypatch.setattr(ManifestLog, "claim", claim)
 
 
 def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,6 +394,19 @@ FAULTS: Sequence[PlantedFault] = (
         no_fencing,
         range(2411, 2511),
         prepare=restless_in_two_clusters,
+    ),
+    PlantedFault(
+        "leapt-fences",
+        "A coordinator that meets a fence writes its manifest behind the fence.",
+        leapt_fences,
+        range(2411, 2511),
+        prepare=restless_in_two_clusters,
+    ),
+    PlantedFault(
+        "late-fences",
+        "A claim reads the manifests before it closes the lower epochs.",
+        late_fences,
+        test="tests/coordinator_actor/test_fencing.py::test_a_manifest_that_is_written_during_a_claim_is_read",
     ),
     PlantedFault(
         "no-claim",
