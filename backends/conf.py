@@ -76,7 +76,7 @@ class StateStoreConf:
     provider: str = "rocksdb"
     storage_options: Mapping[str, str] = field(default_factory=dict, hash=False)
     fsync: bool = True
-    commit_linger: float = 0.01
+    commit_linger: float = 0.1
     compression: str = "lz4"
     min_versions_to_retain: int = 100
     deltas_per_snapshot: int = 10
