@@ -25,12 +25,16 @@ EPOCHS = "epochs"
 MANIFESTS = "manifests"
 FENCE = b"fence\n"
 """The content of every fence. A listing tells it from a manifest by its size, which no manifest has."""
+REMEMBERED_RUNS = 1000
+KEPT_CLAIMS = 32
+"""So many claims are kept: a version that no manifest names was made by a run of late."""
 
 
 class EpochFile(Struct, frozen=True):
     """``epochs/<epoch>.json``: a coordinator has claimed an epoch for a run.
 
-    ``layouts`` and ``schema_ids`` (by operator) are those with which the run keeps its operators.
+    ``layouts`` and ``schema_ids`` (by operator) are those with which the run keeps its operators. ``earlier_runs`` are
+    the last ``REMEMBERED_RUNS`` runs before it; None in claims of releases that did not write them.
     """
 
     epoch: int
@@ -38,6 +42,7 @@ class EpochFile(Struct, frozen=True):
     run_id: str
     layouts: tuple[Layout, ...] = ()
     schema_ids: dict[str, str] = field(default_factory=dict)
+    earlier_runs: tuple[str, ...] | None = None
 
 
 def epoch_path(epoch: int) -> str:
@@ -72,7 +77,9 @@ class Epochs:
         while True:
             earlier = self._files.numbers(EPOCHS)
             epoch = max(earlier, default=0) + 1
-            claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}))
+            before = self._read(earlier[-1]) if earlier else None
+            runs = self._runs_until(before, run_id)
+            claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}), runs)
             try:
                 self._files.create(epoch_path(epoch), claim)
             except FileExistsInStorageError:
@@ -125,17 +132,28 @@ class Epochs:
     def newest(self) -> EpochFile | None:
         """Return the highest claim, or None if there is none."""
         epochs = self._files.numbers(EPOCHS)
-        return self._files.read(epoch_path(epochs[-1]), EpochFile) if epochs else None
+        return self._read(epochs[-1]) if epochs else None
 
-    def is_newest(self, run_id: str) -> bool:
-        """Return whether the last claim was made for the run."""
-        newest = self.newest()
-        return newest is not None and newest.run_id == run_id
+    def is_superseded(self, newest: EpochFile | None, run_id: str) -> bool:
+        """Return whether a run has claimed an epoch before the ``newest`` claim, which is another run's."""
+        if newest is None or newest.run_id == run_id:
+            return False
+        return run_id in (self.runs() if newest.earlier_runs is None else newest.earlier_runs)
 
-    def is_superseded(self, run_id: str) -> bool:
-        """Return whether the run has claimed an epoch and another run has claimed a later one."""
-        newest = self.newest()
-        return newest is not None and newest.run_id != run_id and run_id in self.runs()
+    def _runs_until(self, newest: EpochFile | None, run_id: str) -> tuple[str, ...]:
+        """Return the last runs until the ``newest`` claim, the newest run last, without ``run_id``."""
+        if newest is None:
+            return ()
+        before = reversed(self.runs()) if newest.earlier_runs is None else (*newest.earlier_runs, newest.run_id)
+        runs = list(dict.fromkeys(reversed([run for run in before if run != run_id])))
+        return tuple(reversed(runs[:REMEMBERED_RUNS]))
+
+    def _read(self, epoch: int) -> EpochFile:
+        return self._files.read(epoch_path(epoch), EpochFile)
+
+    def obsolete(self) -> list[str]:
+        """Return the paths of the claims that nobody needs any more. The fences of their epochs stay."""
+        return [epoch_path(epoch) for epoch in self._files.numbers(EPOCHS) if epoch <= self.current - KEPT_CLAIMS]
 
     def runs(self) -> dict[str, EpochFile]:
         """Return the last claim of every run that has claimed an epoch. The last run comes first."""

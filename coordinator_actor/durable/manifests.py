@@ -16,10 +16,13 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.checkpoint_place import CheckpointPlaces
 from coordinator_actor.durable.fencing import FENCE, MANIFESTS, Epochs, place_path
+from coordinator_actor.durable.manifest_folds import ManifestFolds
 from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 from coordinator_actor.durable.savepoint_records import SavepointRecords
 
 QUERY_FILE = "query.json"
+FEW = 4
+"""So many manifests are read one by one."""
 
 
 class QueryFile(Struct, frozen=True):
@@ -46,8 +49,8 @@ class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
     ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
-    checkpoint. ``manifests`` has those that were read, by id. ``_sequence`` is that of the last manifest of the claimed
-    epoch that is known to exist.
+    checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id. ``_sequence`` is that of
+    the last manifest of the claimed epoch that is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -57,6 +60,7 @@ class ManifestLog:
         self.epochs = Epochs(self._files, coordinator_id)
         self.savepoints = SavepointRecords(self._files)
         self.places = CheckpointPlaces(self._files)
+        self.folds = ManifestFolds(self._files)
         self._sequence = 0
 
     @property
@@ -72,9 +76,12 @@ class ManifestLog:
 
     def refresh(self) -> None:
         """Read the manifests that are not known yet."""
-        known = {manifest_path(manifest) for manifest in self.manifests.values()}
         listed = self.storage.list(f"{MANIFESTS}/")
-        missing = [p for p, size in listed if p.endswith(".json") and p not in known and size != len(FENCE)]
+        there = {p for p, size in listed if p.endswith(".json") and size != len(FENCE)}
+        if len(there) > len(self.manifests) + FEW:
+            copies = {manifest_path(copy): copy for copy in self.folds.read()}
+            self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & there})
+        missing = sorted(there - {manifest_path(manifest) for manifest in self.manifests.values()})
         # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were,
         # walking the chain would say so.
         for manifest in self._files.read_all(missing, Manifest):

@@ -16,15 +16,17 @@ from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.create_if_absent import PROBE
 from coordinator_actor.durable.checkpoint_records import HISTORY
 from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS
+from coordinator_actor.durable.manifest_folds import FOLDS
 from coordinator_actor.durable.manifests import QUERY_FILE, manifest_path, schema_path
 from coordinator_actor.reading.stored_versions import StateVersions
 
 THREADS = 16
 
 _RECORDS = {
-    EPOCHS: ("epoch", "it is never removed: epochs only grow"),
+    EPOCHS: ("epoch", "it says which run has the state; only the last ones stay"),
     "checkpoints": ("place", "it says where the checkpoint is"),
     "savepoint-ids": ("savepoint id", "its number is not given again"),
+    FOLDS: ("fold", "it has copies of manifests, to be read with few requests"),
     HISTORY: ("history", "it is for people; a newer one replaces it"),
     "standalone": ("standalone store", "a provider that is used alone, with manifests of its own"),
 }

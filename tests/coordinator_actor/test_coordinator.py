@@ -341,6 +341,19 @@ def test_of_two_coordinators_only_the_newer_completes_versions(world: World, sta
     assert world.open(third, 2, 0, "run3").head == wanted
 
 
+def test_the_commit_of_a_run_in_another_cluster_completes_nothing_here(world: World, started: Coordinator) -> None:
+    """The old coordinator has prepared the version; a newer run makes it anew, and Spark commits that."""
+    for p in range(2):
+        acknowledge(started, world.stage(world.open(started, 0, p), p, 0, "old"))
+    newer = world.coordinator()
+    newer.register_query(world.registration("run2"))
+    world.run_batch(newer, 0, run="run2", attempt="new")
+    for seen in (lambda: started.batch_committed("run1", 0), lambda: started.driver_heartbeat("run1")):
+        with pytest.raises(FencedError, match="taken over"):
+            seen()
+    assert started.open_for_read("run1", "op", 0).version == 0
+
+
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_takeover_around_the_manifest_write_loses_no_answered_acknowledgement(
     world: World, started: Coordinator, moment: str

@@ -406,7 +406,7 @@ FAULTS: Sequence[PlantedFault] = (
         "late-fences",
         "A claim reads the manifests before it closes the lower epochs.",
         late_fences,
-        test="tests/coordinator_actor/test_fencing.py::test_a_manifest_that_is_written_during_a_claim_is_read",
+        test="tests/coordinator_actor/durable/test_fencing.py::test_a_manifest_that_is_written_during_a_claim_is_read",
     ),
     PlantedFault(
         "no-claim",

@@ -544,6 +544,8 @@ def run(
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     locks = LocalLocks()
     replacements = {
+        ("coordinator_actor.durable.manifest_folds", "FOLDED"): 3,
+        ("coordinator_actor.durable.manifests", "FEW"): 0,
         ("backends.partition.local_directory", "lock"): locks.lock,
         ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.background", "_pool"): threads.Background(),

@@ -10,7 +10,7 @@ from backends.exceptions import StorageError
 from backends.formats.manifest import Manifest
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
-from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, place_path
+from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, EpochFile, place_path
 from coordinator_actor.durable.manifests import ManifestLog
 from coordinator_actor.exceptions import FencedError
 
@@ -115,7 +115,7 @@ def test_a_manifest_whose_answer_was_lost_is_taken_up_and_the_next_has_a_higher_
 
 def test_manifests_of_an_earlier_release_are_read_and_epochs_without_any_are_closed(stored: Stored) -> None:
     old, new = stored.log("old"), stored.log("new")
-    old._files.create(f"{EPOCHS}/{1:020d}.json", manifest(old, 1))
+    old._files.create(f"{EPOCHS}/{1:020d}.json", EpochFile(1, "old", "run1"))
     old._files.create(f"{MANIFESTS}/{5:020d}.json", manifest(old, 4, 5))
     new.claim("run2")
     assert sorted(new.manifests) == [5] and stored.storage.get(place_path(1, 1)) == FENCE
