@@ -215,9 +215,11 @@ def any_base(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: Callable[..., Any] = recovery._stored_changelog
 
-    def of_any_run(log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str, held: Any) -> Any:
+    def of_any_run(
+        log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str, *found_in: Any
+    ) -> Any:
         runs = [run_id, *log.epochs.runs()]
-        found = (stored(log, versions, layout, partition, version, one, held) for one in runs)
+        found = (stored(log, versions, layout, partition, version, one, *found_in) for one in runs)
         return next((entry for entry in found if entry is not None), None)
 
     monkeypatch.setattr(recovery, "_stored_changelog", of_any_run)
@@ -256,8 +258,8 @@ def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     take_over: Callable[..., None] = QueryState.take_over
 
-    def hasty(self: QueryState) -> None:
-        take_over(self)
+    def hasty(self: QueryState, **given: bool) -> None:
+        take_over(self, **given)
         if self.batch.prepared is not None:
             self.complete(self.versions.completed + 1)
 
@@ -503,7 +505,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(221, 521),
+        range(250, 550),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),
