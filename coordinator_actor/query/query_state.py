@@ -205,9 +205,8 @@ class QueryState:
     def take_over(self, *, was_known: bool = True) -> None:
         """Begin the work of this run on the claimed state, with a prepared version or a held batch if there is one.
 
-        ``was_known``: the run has claimed the state before, so that a savepoint may hold it.
-
-        What an older coordinator may still write counts for nothing from now on.
+        What an older coordinator may still write counts for nothing from now on. ``was_known``: the run has claimed the
+        state before, so that a savepoint may hold it.
         """
         versions = self.versions
         if self._replace_record():
