@@ -162,6 +162,10 @@ class Coordinator(CoordinatorPort):
         with self.registries.lock:
             return len(self.registries.hosts.leases), len(self.registries.runs.by_id)
 
+    def running(self) -> list[QueryState]:
+        """Return the runs of queries that neither are over nor were replaced."""
+        return self.registries.runs.current()
+
     def is_idle(self) -> bool:
         """Return whether no host or driver has needed this coordinator for the idle timeout."""
         registries = self.registries

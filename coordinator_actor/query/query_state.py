@@ -247,6 +247,11 @@ class QueryState:
             self._times = (batch_id, self.commits.times(batch_id))
         return self._times[1]
 
+    @property
+    def watermark_ms(self) -> int:
+        """Return the watermark of the newest batch that was asked for its times, in ms since 1970; 0 without one."""
+        return 0 if self._times is None else self._times[1].watermark_ms
+
     def may_be_committed(self, batch_id: int) -> bool:
         """Return whether Spark may have committed a batch that is not known to be committed: the batch has begun.
 

@@ -28,13 +28,14 @@ from backends.exceptions import StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.wire_version import WIRE_VERSION
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
-from spark_bridge.session.operator_progress import has_listeners, progress_of_batch, tell_listeners
+from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
 from spark_bridge.session.settings import (
     MIN_BATCHES_CONF,
@@ -44,6 +45,7 @@ from spark_bridge.session.settings import (
     unsafe_settings,
 )
 from spark_bridge.session.state_cluster import StateCluster
+from spark_bridge.session.stream_metrics import StreamMetrics
 from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
+        sink = RayMetrics({"namespace": cluster.options.namespace})
+        self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id))
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
         """Register a query that has stateful operators, and set the properties of its tasks."""
@@ -143,6 +147,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._heartbeats.add(registration)
+        self._metrics.add(registration.run_id, registration.name or registration.query_id)
         self._set(properties.RUN_ID, registration.run_id)
         self.publish_endpoints()
         log.info(
@@ -224,6 +229,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             known = run_id in self._registrations
         if known and not self._stopping.is_set():
             batch_id = int(event.progress.batchId)
+            self._metrics.batch(run_id, event.progress.json)
             try:
                 self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
@@ -243,6 +249,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             known = self._registrations.pop(run_id, None)
             self._properties.pop(run_id, None)
         self._heartbeats.remove(run_id)
+        self._metrics.remove(run_id)
         if known is not None and not self._stopping.is_set():
             try:
                 self._cluster.coordinator.deactivate_instances(run_id)
@@ -254,3 +261,4 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Stop the heartbeats."""
         self._stopping.set()
         self._heartbeats.close()
+        self._metrics.close()
