@@ -150,8 +150,8 @@ def test_raydp_loses_its_master_which_ends_the_driver_and_the_counts_are_exact(s
     supervised.driver(1)
     supervised.await_batches()
     supervised.head.named("RayDPSparkMaster").kill()
+    supervised.driver(2)  # though the query waited for data
     supervised.add()
-    supervised.driver(2)
     supervised.await_batches()
     assert "RayDP's master of this application has died" in supervised.said()
     assert "the program has ended with exit code 1" in supervised.said()
