@@ -50,8 +50,8 @@ class SparkMasterWatch:
         while not self._closed.wait(LOOK_SECONDS):
             if is_dead(self._master):
                 break
-        else:
-            return
+        if self._closed.is_set() or self._spark.sparkContext._jsc is None:
+            return  # the program has stopped Spark, and RayDP the master
         log.error("%s", GONE)
         # Again and again: the program may start further queries, and Spark other jobs.
         while not self._closed.wait(LOOK_SECONDS):

@@ -141,6 +141,7 @@ def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -
     supervised.await_batches()
     assert "the driver was killed by SIGKILL" in supervised.said()
     supervised.end()
+    assert "RayDP's master" not in supervised.said()  # which ends with the program
 
 
 @pytest.mark.ray
