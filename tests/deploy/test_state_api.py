@@ -21,7 +21,6 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.state_http import values
 from deploy.state_http.access import token_of
 from deploy.state_http.app import ARROW, create_app
 from deploy.state_http.limits import HttpLimits
@@ -39,6 +38,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
+from spark_bridge.queryable.client import json_values as values
 from tests.deploy.memory_client import TOKEN, TOTALS, UTC, MemoryClient, Rows, Tokens
 from tests.effort import examples
 from tests.patience import HANG, PATIENCE
