@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from spark_bridge.cli import change_commands, overview_commands, state_commands, storage_commands
 from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import drain as drain_cli
-from spark_bridge.cli import overview_commands, storage_commands
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
 
@@ -40,6 +40,11 @@ for command in (
     overview_commands.checkpoints,
     overview_commands.partitions,
     overview_commands.hosts,
+    state_commands.get,
+    state_commands.scan,
+    state_commands.sql,
+    change_commands.watch,
+    change_commands.diff,
     storage_commands.files,
     storage_commands.verify,
     drain_cli.drain,

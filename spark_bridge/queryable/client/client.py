@@ -458,6 +458,16 @@ class QueryableStateClient:
 
         return self._access.answer(f"describe({operator!r})", (operator, query), timeout, ask)
 
+    def key_schema(
+        self, operator: str, query: str | None = None, state: str | None = None, *, timeout: float | None = None
+    ) -> pa.Schema:
+        """Return the columns of a state variable's key in the order of ``by``, without a window."""
+
+        def ask(known: KnownOperator, deadline: float) -> pa.Schema:
+            return known.view(state).without_window.schema
+
+        return self._access.answer(f"key_schema({operator!r})", (operator, query), timeout, ask)
+
     def close(self) -> None:
         """Close all connections; the client cannot be used afterwards."""
         self._fast.clear()
