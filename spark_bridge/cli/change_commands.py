@@ -97,7 +97,7 @@ def diff(
     with (
         errors_explained(),
         source.client() as client,
-        _difference(client, operator, first, last, state, query) as rows,
+        client.diff(operator, first, last, state=state, query=query) as rows,
     ):
         counts = dict.fromkeys(WHAT.values(), 0)
 

@@ -9,17 +9,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from spark_bridge.cli import change_commands, overview_commands, state_commands, storage_commands
+from spark_bridge.cli import change_commands, logs, overview_commands, state_commands, storage_commands, top
 from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import drain as drain_cli
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
+from spark_bridge.cli.doctor import command as doctor
 
 app = typer.Typer(
     name="statestore",
     help="Versioned, fault-tolerant, queryable state for PySpark streams on Ray clusters.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -47,6 +47,9 @@ for command in (
     change_commands.diff,
     storage_commands.files,
     storage_commands.verify,
+    top.top,
+    logs.logs,
+    doctor.doctor,
     drain_cli.drain,
 ):
     app.command()(command)
