@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from spark_bridge.overview.model import Checkpoint, Operator, Overview, Query
@@ -55,7 +56,7 @@ def _pace(query: Query, now_ms: int) -> Pace:
         freshness_ms=max(0, now_ms - moments[-1]) if moments else None,
         batch_ms=query.batch_ms,
         usual_ms=median(durations) if durations else None,
-        interval_ms=median(b - a for a, b in zip(moments, moments[1:], strict=False)) if len(moments) > 1 else None,
+        interval_ms=median(b - a for a, b in pairwise(moments)) if len(moments) > 1 else None,
         rows_per_second=_rate(recent, moments),
         bytes_per_checkpoint=sum(added) / len(added) if added else None,
         keys=_sum([o.keys for o in query.operators]),

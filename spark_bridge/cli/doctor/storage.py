@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from backends.exceptions import FileExistsInStorageError, StateStoreError
@@ -20,11 +19,15 @@ RETRY_SECONDS = 10.0
 """A storage that fails is tried again for so long."""
 
 
+def _open(location: str, options: Mapping[str, str] | None = None) -> CheckpointStorage:
+    return CheckpointStorage.open(location, options, retry_seconds=RETRY_SECONDS)
+
+
 def storage_checks(
     location: str,
     options: Mapping[str, str],
     *,
-    open_storage: OpenStorage = partial(CheckpointStorage.open, retry_seconds=RETRY_SECONDS),
+    open_storage: OpenStorage = _open,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Check]:
     """Write, read, list and delete a small file below ``location``; nothing of it is left behind."""
