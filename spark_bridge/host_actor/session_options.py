@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from backends.conf import StateStoreConf
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
+from coordinator_actor.log_lines import format_of_environment
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
@@ -18,7 +19,8 @@ DEFAULT_RECOVERY_TIMEOUT = 60.0
 class SessionOptions:
     """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
 
-    ``session_id`` names the session among those that use the same coordinator.
+    ``session_id`` names the session among those that use the same coordinator. ``log_format`` is that of the hosts'
+    logs (``coordinator_actor.log_lines``).
     """
 
     num_hosts: int | None
@@ -31,4 +33,5 @@ class SessionOptions:
     tls: TlsConf | None = None
     query_port: int = 0
     request_limits: RequestLimits = field(default_factory=RequestLimits)
+    log_format: str = field(default_factory=format_of_environment)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
