@@ -23,10 +23,13 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
 from deploy.state_http.coordinator_tokens import CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
+from deploy.state_http.overview import add_overview
 from deploy.state_http.service import AsyncStateClient
 from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
+OVERVIEW_SECONDS = 3.0
+"""How long an overview waits for hosts: one that is gone must not hold the others up."""
 
 
 class Settings(BaseModel):
@@ -57,6 +60,8 @@ def build_http(settings: Settings) -> FastAPI:
     """Return the application that a replica runs, with a client of this Ray cluster."""
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
     from spark_bridge import AsyncQueryableStateClient
+    from spark_bridge.overview.model import Overview
+    from spark_bridge.overview.on_ray import cluster_overview
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(port.call)
@@ -79,7 +84,12 @@ def build_http(settings: Settings) -> FastAPI:
         for client in made:
             await client.close()
 
-    return create_app(connect, tokens, settings.limits, running)
+    def overview() -> Overview:
+        return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS)
+
+    application = create_app(connect, tokens, settings.limits, running)
+    add_overview(application, overview)
+    return application
 
 
 def build_app(args: Settings) -> Application:
