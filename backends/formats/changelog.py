@@ -21,6 +21,8 @@ from backends.ids import DEFAULT_FAMILY
 CHANGELOG_FORMAT_VERSION = 1
 _META = b"statestore.changelog"
 _FAMILIES = b"statestore.column_families"
+_FEW_BYTES = 1 << 16
+"""Up to so many bytes, handing columns to Arrow's threads takes longer than compressing or reading them here."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ def write_changelog(changes: Changes, meta: ChangelogMeta, compression: str = "z
     schema = PAIRS_SCHEMA.with_metadata(
         {_META: msgspec.json.encode(meta), _FAMILIES: msgspec.json.encode(list(changes.families))}
     )
-    options = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
+    options = pa.ipc.IpcWriteOptions(
+        compression=None if compression == "none" else compression, use_threads=changes.nbytes > _FEW_BYTES
+    )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema, options=options) as writer:
         for pairs in changes.families.values():
@@ -90,7 +94,8 @@ def read_changelog(data: bytes, name: str = "the changelog") -> tuple[ChangelogM
     release wrote them.
     """
     try:
-        with pa.ipc.open_file(pa.py_buffer(data)) as reader:
+        options = pa.ipc.IpcReadOptions(use_threads=len(data) > _FEW_BYTES)
+        with pa.ipc.open_file(pa.py_buffer(data), options=options) as reader:
             meta, names = _read_meta(reader.schema, name)
             if not reader.schema.equals(PAIRS_SCHEMA, check_metadata=False):
                 raise DamagedFileError(f"{name} is no changelog: it has the columns {reader.schema.names}.")

@@ -54,7 +54,9 @@ for _ in range({ROUNDS}):
 """
 
 
-@pytest.mark.parametrize(("one", "other"), [("json", "json"), ("msgpack", "convert"), only_thorough("nested", "json")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("json", "json"), only_thorough("msgpack", "convert"), only_thorough("nested", "json")]
+)
 def test_many_threads_decode_a_type_for_the_first_time(one: str, other: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE, one, other], capture_output=True, text=True, check=False, timeout=HANG

@@ -26,6 +26,8 @@ from spark_bridge.stateful.values.ddl import struct_of
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW, OperatorRun
 
+pytestmark = pytest.mark.thorough  # otherwise: make bench-smoke, which compares the results of all contestants
+
 BID = "date_time timestamp, price long, channel string, url string, extra string"
 ROWS = (
     "auction long, bidder long, price long, channel string, url string, extra string, date_time timestamp, "

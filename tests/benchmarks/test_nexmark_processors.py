@@ -29,6 +29,8 @@ from spark_bridge.task.watermark import EventTime
 from tests.effort import effort, only_thorough
 from tests.spark_bridge.operators.operator_runs import OperatorRun
 
+pytestmark = pytest.mark.thorough  # otherwise: make bench-smoke, which compares the results of all contestants
+
 DELAY_MS = 4000
 EVENTS, BATCHES = 300, effort(4, 5)
 TINY = Limits(memory=20_000, step_rows=30, step_bytes=10_000, fan_in=2)

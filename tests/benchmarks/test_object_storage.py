@@ -52,6 +52,7 @@ def test_the_proxy_counts_what_passes_and_starts_anew_after_a_look(servers: tupl
         assert not s3.traffic().requests
 
 
+@pytest.mark.thorough  # otherwise: make bench-smoke, which plays the same stream
 def test_a_played_stream_completes_versions_takes_snapshots_and_removes_files(tmp_path: Path) -> None:
     with played_stream(tmp_path / "hosts", str(tmp_path / "ck"), Shape(hosts=2, partitions=3, keys=5, retain=2)) as s:
         assert len(s.run(41)) == 41

@@ -86,6 +86,7 @@ def test_what_a_child_leaves_behind_is_ended(tmp_path: Path, monkeypatch: pytest
     assert gone(int(path.read_text()))
 
 
+@pytest.mark.thorough  # otherwise: test_a_child_that_dies_is_in_the_part
 @pytest.mark.long
 def test_a_failure_is_in_the_part() -> None:
     part = runner.run(PROVIDER, VENV, "smoke", {"keys": "many", "turns": 1}, QUIET)
@@ -93,6 +94,7 @@ def test_a_failure_is_in_the_part() -> None:
     assert part.cases == () and part.size == {"keys": "many", "turns": 1}
 
 
+@pytest.mark.thorough  # otherwise: test_one_that_hangs_is_ended_with_all_that_it_has_started
 @pytest.mark.long
 def test_a_comparison_that_takes_too_long_is_in_the_part() -> None:
     hasty = replace(PROVIDER, minutes={"smoke": 0.005, "full": 1})

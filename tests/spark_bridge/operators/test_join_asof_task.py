@@ -102,7 +102,7 @@ def check(run: AsofRun, asof: Asof, seed: int, batches: int, most: int) -> None:
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_rows_are_those_of_pandas(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng()
-    for _ in range(effort(2, 100)):
+    for _ in range(effort(1, 100)):
         tolerance = [None, 0, 3, 12][int(random.integers(4))]
         asof = Asof(direction, None if tolerance is None else tolerance * SECOND, bool(random.random() < 0.7))
         monkeypatch.setattr(waiting_rows, "CHUNK_ROWS", int(random.choice([1, 3, 64])))

@@ -191,7 +191,7 @@ BATCHES = st.lists(
 TTLS = st.tuples(*[st.sampled_from([None, 5, 20])] * 3)
 
 
-@settings(max_examples=effort(6, 15), deadline=None)
+@settings(max_examples=effort(4, 15), deadline=None)
 @given(BATCHES, TTLS)
 def test_variables_are_what_a_plain_model_says(batches: list[Any], ttls: Any) -> None:
     check_against_model(batches, ttls)

@@ -42,6 +42,7 @@ from spark_bridge.queryable.routing.router import StateRouter
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.state_format.layouts import deduplicate_schema, session_schema
 from tests.coordinator_actor.coordinator_world import World
+from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.operators.operator_runs import TS, WINDOW
 from tests.spark_bridge.queryable.client.client_rows import MINUTE, NINE, ROWS, UntilGone, bounds, windowed
@@ -340,7 +341,7 @@ def test_a_lookup_that_fails_has_one_deadline(
 # -- when hosts, coordinator and queries come and go -------------------------------------------
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [True, only_thorough(False)])
 def test_a_killed_host_makes_answers_slower_and_not_wrong(cluster: Callable[..., Cluster], direct: bool) -> None:
     c = cluster()
     c.batch(NAMES)

@@ -24,6 +24,7 @@ from spark_bridge.queryable.client import watch as watching
 from spark_bridge.queryable.client.watch import StateChange, StateWatch
 from spark_bridge.queryable.reads import completion_wait, operator_directory
 from spark_bridge.queryable.server import request_handler
+from tests.effort import only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.client.client_rows import UntilGone
 from tests.spark_bridge.queryable.client_world import Cluster, served
@@ -165,7 +166,7 @@ def model(history: list[dict[int, int]]) -> dict[int, list[tuple[Any, ...]]]:
     return expected
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [only_thorough(True), False])
 def test_none_is_skipped_and_none_comes_twice_while_everything_dies(
     cluster: Callable[..., Cluster], direct: bool
 ) -> None:

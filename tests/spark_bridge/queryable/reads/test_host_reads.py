@@ -30,7 +30,7 @@ from spark_bridge.exceptions import (
 )
 from spark_bridge.queryable.protocol.messages import At, Comparison, LookupRequest, ScanRequest
 from spark_bridge.queryable.reads import completion_wait, host_reads, partition_loading, partition_scans, version_copies
-from tests.effort import effort
+from tests.effort import effort, only_thorough
 from tests.patience import HANG, PATIENCE
 from tests.spark_bridge.queryable.host_world import COMPLETED, HostWorld, changes_of, partitions_of, stored
 from tests.spark_bridge.queryable.memory_reads import eventually
@@ -405,7 +405,7 @@ def test_a_coordinator_that_was_replaced_is_told_of_the_run_by_who_reads(make, m
 # -- named versions ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+@pytest.mark.parametrize("backend", ["file", only_thorough("rocksdb")])
 def test_every_retained_version_can_be_read_from_memory_or_storage(make, backend):
     w = make(backend=backend)
     for value in range(1, 7):
@@ -804,7 +804,7 @@ def test_an_operator_of_a_query_that_has_ended_is_said_to_have_ended(make):
 # -- a checker -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["file", "rocksdb"])
+@pytest.mark.parametrize("backend", [only_thorough("file"), "rocksdb"])
 def test_sums_hold_while_batches_partitions_and_readers_race(make, backend):
     """Transfers between accounts in all partitions leave their sum as it is; answers must show nothing else."""
     w = make(n=3, backend=backend)

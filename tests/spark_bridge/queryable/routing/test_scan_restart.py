@@ -76,7 +76,7 @@ def break_off(cluster: Cluster, incarnation: str) -> None:
         h.host.heartbeat()
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", [True, only_thorough(False)])
 def test_the_next_run_gives_the_rest(cluster: Cluster, direct: bool, runs_asked: set[str]) -> None:
     scan, batches = begun(cluster, direct=direct)
     for run, incarnation in (("run2", "b"), ("run3", "c")):

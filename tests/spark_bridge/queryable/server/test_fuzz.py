@@ -294,9 +294,9 @@ def test_much_nonsense_takes_no_memory(server):
         figures(made, reads)
         return psutil.Process().memory_info().rss
 
-    much(effort(40, 60))
+    much(effort(15, 60))
     before = much(10)
-    assert much(effort(80, 150)) - before < 20 << 20
+    assert much(effort(30, 150)) - before < 20 << 20
 
 
 def test_announced_megabytes_that_do_not_come_take_no_memory(server):

@@ -12,7 +12,7 @@ from backends.storage.create_if_absent import PROBE, CreateIfAbsentProofs
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import HostReport
 from tests.coordinator_actor.coordinator_world import World
-from tests.coordinator_actor.overwriting_storage import overwriting
+from tests.coordinator_actor.durable.overwriting_storage import overwriting
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from coordinator_actor.reading.stored_files import stored_files
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions
 from coordinator_actor.reading.verification import Verification, verify_version
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from tests.effort import only_thorough
 
 VERSION = 6
 
@@ -36,7 +37,7 @@ def verified(root: Path, version: int | None = None, **kwargs: Any) -> Verificat
     return verify_version(versions_at(root), version, **kwargs)
 
 
-@pytest.fixture(scope="module", params=["file", "rocksdb"])
+@pytest.fixture(scope="module", params=[only_thorough("file"), "rocksdb"])  # RocksDB's has more kinds of files
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six versions in two partitions, with snapshots of the second and the fourth; what is below is not kept."""
     root = tmp_path_factory.mktemp("verified")
