@@ -75,7 +75,10 @@ def demo(
         Backend, typer.Option(help="What keeps the state; a later run may take the other one.")
     ] = Backend.rocksdb,
 ) -> None:
-    """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end."""
+    """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end.
+
+    Example: statestore demo --kill-host --batches 20
+    """
     from spark_bridge.demo.app import run_demo
     from spark_bridge.demo.flights import ReplayMismatchError
 
