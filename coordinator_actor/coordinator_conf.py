@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from coordinator_actor.checkpoints.snapshot_lag import SnapshotLagConf
+from coordinator_actor.log_lines import checked_format, format_of_environment
 
 NAMESPACE = "statestore"
 COORDINATOR_NAME = "StateStoreCoordinator"
@@ -28,6 +29,9 @@ class CoordinatorConf:
     ``resources`` are the Ray resources that the coordinator's actor takes, and so say where it stands: on the head
     node, which does not come and go. For another place give some nodes a resource of their own (``ray start
     --resources='{"coordinator": 1}'``), and name it here (``{"coordinator": 0.001}``).
+
+    ``log_format`` is that of the coordinator's log, "text" or "json", by default what ``STATESTORE_LOG_FORMAT`` says in
+    the driver's environment, else text.
     """
 
     host_timeout: float = 10.0
@@ -38,3 +42,7 @@ class CoordinatorConf:
     report_timeout: float = 5.0
     snapshot_lag: SnapshotLagConf = field(default_factory=SnapshotLagConf)
     resources: Mapping[str, float] = field(default_factory=lambda: dict(HEAD_NODE))
+    log_format: str = field(default_factory=format_of_environment)
+
+    def __post_init__(self) -> None:
+        checked_format(self.log_format)

@@ -24,13 +24,14 @@ from ray.serve import Application
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
 from deploy.state_http.limits import HttpLimits
+from deploy.state_http.overview import add_overview
 from deploy.state_http.service import AsyncStateClient
 from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
 from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
 OVERVIEW_SECONDS = 3.0
-"""How long the page waits for hosts: one that is gone must not hold it up."""
+"""How long an overview waits for hosts: one that is gone must not hold the others up."""
 
 
 class Settings(BaseModel):
@@ -101,7 +102,9 @@ def build_http(settings: Settings) -> FastAPI:
     page = create_ui(
         LiveSystem(settings.namespace, overview, client_of_page, port.call, settings.storage_options), tokens
     )
-    return create_app(connect, tokens, settings.limits, running, page)
+    application = create_app(connect, tokens, settings.limits, running, page)
+    add_overview(application, overview)
+    return application
 
 
 def build_app(args: Settings) -> Application:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spark_bridge.queryable.client.async_client import AsyncQueryableStateClient
     from spark_bridge.queryable.client.client import QueryableStateClient
     from spark_bridge.queryable.client.state_scan import StateScan
+    from spark_bridge.queryable.client.version_diff import VersionDiff
     from spark_bridge.queryable.client.watch import StateChange, StateWatch
     from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
     from spark_bridge.queryable.server.request_limits import RequestLimits
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         restore_savepoint,
         trigger_savepoint,
     )
+    from spark_bridge.state_data.checkpoint_client import CheckpointClient
     from spark_bridge.state_data.metadata import state_metadata_table
     from spark_bridge.state_data.spark_frames import read_state, read_state_changes, state_metadata
     from spark_bridge.state_data.state_tables import (
@@ -65,6 +67,7 @@ __all__ = [
     "ArrowResult",
     "ArrowStatefulProcessor",
     "AsyncQueryableStateClient",
+    "CheckpointClient",
     "ExpiredTimerInfo",
     "KvStateClientProxy",
     "KvStateServer",
@@ -84,6 +87,7 @@ __all__ = [
     "TimerValues",
     "TlsConf",
     "ValueState",
+    "VersionDiff",
     "add_state_operator_listener",
     "aggregate",
     "attach",
@@ -121,6 +125,7 @@ _HOMES = {
     "ArrowResult": "spark_bridge.stateful.arrow_processor",
     "ArrowStatefulProcessor": "spark_bridge.stateful.arrow_processor",
     "AsyncQueryableStateClient": "spark_bridge.queryable.client.async_client",
+    "CheckpointClient": "spark_bridge.state_data.checkpoint_client",
     "ExpiredTimerInfo": "spark_bridge.stateful.stateful_processor",
     "KvStateClientProxy": "spark_bridge.queryable.server.client_proxy",
     "KvStateServer": "spark_bridge.queryable.server.server",
@@ -140,6 +145,7 @@ _HOMES = {
     "TimerValues": "spark_bridge.stateful.stateful_processor",
     "TlsConf": "spark_bridge.transport.tls",
     "ValueState": "spark_bridge.stateful.variables.value_state",
+    "VersionDiff": "spark_bridge.queryable.client.version_diff",
     "add_state_operator_listener": "spark_bridge.session.operator_progress",
     "aggregate": "spark_bridge.operators.aggregate.operator",
     "attach": "spark_bridge.session.lifecycle",

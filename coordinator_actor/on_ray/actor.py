@@ -23,6 +23,7 @@ from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, Coor
 from coordinator_actor.dispatcher import Dispatcher
 from coordinator_actor.exceptions import InvalidRequestError
 from coordinator_actor.lease_watch import LeaseWatch
+from coordinator_actor.log_lines import set_up_logging
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.node_watch import NodeWatch
@@ -58,15 +59,15 @@ class StateStoreCoordinator:
     """
 
     def __init__(self, namespace: str, name: str, token: str, conf: CoordinatorConf) -> None:
-        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("coordinator_actor").setLevel(logging.INFO)
+        self._node_ip = ray.util.get_node_ip_address()
+        who = {"role": "coordinator", "namespace": namespace, "node_ip": self._node_ip}
+        set_up_logging(conf.log_format, who)
         take_ordinary_priority()
         keep_pandas_out()
         self._namespace = namespace
         self._name = name
         store = ClusterStore(namespace, name)
         tokens = AccessTokens(store.secret(token), store, time.time)
-        self._node_ip = ray.util.get_node_ip_address()
         queries = QueryThreads()
         nodes = NodeWatch()
         self._requests = RequestCounts()

@@ -11,10 +11,11 @@ from fastapi import Depends, FastAPI, Query, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBearer
 
-from deploy.state_http import models, problems, values
+from deploy.state_http import models, problems
 from deploy.state_http.access import Gate
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.service import AsyncStateClient, StateService, arrow_stream
+from spark_bridge.queryable.client import json_values as values
 from spark_bridge.queryable.server.token_verifier import TokenVerifier
 
 ARROW = "application/vnd.apache.arrow.stream"

@@ -12,7 +12,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from deploy.state_http.values import encoded
 from spark_bridge.exceptions import (
     AccessDeniedError,
     ConnectionClosedError,
@@ -30,6 +29,7 @@ from spark_bridge.exceptions import (
     UnknownLocationError,
     UnknownOperatorError,
 )
+from spark_bridge.queryable.client.json_values import encoded
 
 log = logging.getLogger(__name__)
 

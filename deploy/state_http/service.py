@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from deploy.state_http import values
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.models import LookupRequest, ScanRequest
 from deploy.state_http.problems import MissingKeyError, problem_of
@@ -25,6 +24,7 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
+from spark_bridge.queryable.client import json_values as values
 
 SHAPE_SECONDS = 30.0
 """For so many seconds the key columns of an operator are not asked for again."""

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from spark_bridge.cli.output import AsJson, encoded
 from spark_bridge.cli.storage_options import Option, options_of, or_exit
 
 app = typer.Typer(
@@ -21,11 +22,19 @@ StateLocation = Annotated[
 
 
 @app.command()
-def move(checkpoint_location: str, state_location: StateLocation, storage_option: Option = None) -> None:
-    """Bind the state to CHECKPOINT_LOCATION, where its checkpoint has been moved to."""
+def move(
+    checkpoint_location: str, state_location: StateLocation, storage_option: Option = None, as_json: AsJson = False
+) -> None:
+    """Bind the state to CHECKPOINT_LOCATION, where its checkpoint has been moved to.
+
+    Example: statestore checkpoint move s3://new/ck --state-location s3://bucket/state
+    """
     from coordinator_actor.durable.moved_checkpoints import move_checkpoint
 
     bound = or_exit(lambda: move_checkpoint(checkpoint_location, state_location, options_of(storage_option)))
+    if as_json:
+        typer.echo(encoded(bound))
+        return
     done = "now belongs" if bound.is_new else "belongs already"
     Console().print(
         f"The state at {bound.state_location} {done} to {bound.checkpoint_location}", soft_wrap=True, highlight=False
@@ -33,8 +42,13 @@ def move(checkpoint_location: str, state_location: StateLocation, storage_option
 
 
 @app.command()
-def fork(checkpoint_location: str, state_location: StateLocation, storage_option: Option = None) -> None:
-    """Give the copy of a checkpoint at CHECKPOINT_LOCATION a state of its own; the original stays as it is."""
+def fork(
+    checkpoint_location: str, state_location: StateLocation, storage_option: Option = None, as_json: AsJson = False
+) -> None:
+    """Give the copy of a checkpoint at CHECKPOINT_LOCATION a state of its own; the original stays as it is.
+
+    Example: statestore checkpoint fork ck-copy/ --state-location /mnt/state --json
+    """
     from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
 
     console = Console()
@@ -43,9 +57,12 @@ def fork(checkpoint_location: str, state_location: StateLocation, storage_option
             checkpoint_location,
             state_location,
             options_of(storage_option),
-            progress=lambda step: console.print(step, soft_wrap=True, highlight=False),
+            progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
         )
     )
+    if as_json:
+        typer.echo(encoded(bound))
+        return
     what = "has its own state" if bound.is_new else "has its own state already"
     console.print(
         f"{bound.checkpoint_location} {what}, at {bound.state_location}, as query {bound.query_id}",

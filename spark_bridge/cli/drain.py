@@ -10,7 +10,7 @@ import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.output import FOUND, errors_explained, printer
+from spark_bridge.cli.output import FOUND, AsJson, encoded, errors_explained, printer
 from spark_bridge.cli.sources import Address, CoordinatorName, Namespace
 from spark_bridge.exceptions import EnvironmentProblemError
 
@@ -25,6 +25,7 @@ def drain(
     address: Address = None,
     namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
 ) -> None:
     """Let the hosts of a node hand over their partitions while the streams run, and wait for that.
 
@@ -34,19 +35,26 @@ def drain(
     """
     from coordinator_actor.on_ray.cluster_store import ClusterStore
 
-    out = printer()
     with errors_explained(), joined_ray(address, namespace):
         store, node_id = ClusterStore(namespace, coordinator), _named(node)
         if undo:
             store.keep(node_id)
-            out.print(f"{node} takes hosts again.", markup=False)
+            _say({"node_id": node_id, "drained": False}, f"{node} takes hosts again.", as_json)
             return
         store.drain(node_id)
         left = _await_none(namespace, coordinator, node_id, timeout)
+    plain = {"node_id": node_id, "drained": not left, "hosts_left": left}
     if left:
-        out.print(f"{left} hosts still stand on {node}; see statestore status.", markup=False)
+        _say(plain, f"{left} hosts still stand on {node}; see statestore status.", as_json)
         raise typer.Exit(FOUND)
-    out.print(f"No host stands on {node} any more; the machine may go.", markup=False)
+    _say(plain, f"No host stands on {node} any more; the machine may go.", as_json)
+
+
+def _say(plain: dict[str, object], text: str, as_json: bool) -> None:
+    if as_json:
+        typer.echo(encoded(plain))
+    else:
+        printer().print(text, markup=False)
 
 
 def _await_none(namespace: str, coordinator: str, node_id: str, timeout: float) -> int:

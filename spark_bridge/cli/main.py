@@ -9,19 +9,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from spark_bridge.cli import change_commands, logs, overview_commands, state_commands, storage_commands, top
 from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import drain as drain_cli
-from spark_bridge.cli import overview_commands, storage_commands
 from spark_bridge.cli import run as run_cli
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
 from spark_bridge.cli import ui as ui_cli
+from spark_bridge.cli.doctor import command as doctor
 
 app = typer.Typer(
     name="statestore",
     help="Versioned, fault-tolerant, queryable state for PySpark streams on Ray clusters.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -42,8 +42,16 @@ for command in (
     overview_commands.checkpoints,
     overview_commands.partitions,
     overview_commands.hosts,
+    state_commands.get,
+    state_commands.scan,
+    state_commands.sql,
+    change_commands.watch,
+    change_commands.diff,
     storage_commands.files,
     storage_commands.verify,
+    top.top,
+    logs.logs,
+    doctor.doctor,
     drain_cli.drain,
     run_cli.run,
     ui_cli.ui,
@@ -71,7 +79,10 @@ def demo(
         Backend, typer.Option(help="What keeps the state; a later run may take the other one.")
     ] = Backend.rocksdb,
 ) -> None:
-    """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end."""
+    """Replay a year of flights as a stream, look into its state meanwhile, and check it at the end.
+
+    Example: statestore demo --kill-host --batches 20
+    """
     from spark_bridge.demo.app import run_demo
     from spark_bridge.demo.flights import ReplayMismatchError
 

@@ -6,23 +6,17 @@ from typing import Annotated
 
 import typer
 
-from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli import views
 from spark_bridge.cli.output import FOUND, AsJson, errors_explained, show
-from spark_bridge.cli.sources import Address, Checkpoint, CoordinatorName, Namespace, StateLocation, looked_at
-from spark_bridge.cli.storage_options import Option
+from spark_bridge.cli.sources import Source, with_source
 from spark_bridge.overview.model import ERROR, to_plain
 
 QueryArgument = Annotated[str | None, typer.Argument(help="Name, query id or run id; needed if there are several.")]
 
 
+@with_source
 def status(
-    checkpoint: Checkpoint = None,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
+    source: Source,
     as_json: AsJson = False,
 ) -> None:
     """Show the queries and the hosts, what is wrong, and what to do about it.
@@ -32,19 +26,15 @@ def status(
     Examples: statestore status; statestore status --checkpoint s3://bucket/ck --json
     """
     with errors_explained():
-        found = looked_at(checkpoint, state_location, storage_option, address, namespace, coordinator)
+        found = source.looked_at()
     show(lambda: to_plain(found), lambda: views.status_view(found), as_json=as_json)
     if any(fault.severity == ERROR for fault in found.faults):
         raise typer.Exit(FOUND)
 
 
+@with_source
 def queries(
-    checkpoint: Checkpoint = None,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
+    source: Source,
     as_json: AsJson = False,
 ) -> None:
     """List the running queries, with their operators and versions.
@@ -52,19 +42,15 @@ def queries(
     Example: statestore queries --json
     """
     with errors_explained():
-        found = looked_at(checkpoint, state_location, storage_option, address, namespace, coordinator)
+        found = source.looked_at()
     show(lambda: to_plain(found.queries), lambda: views.queries_view(found.queries), as_json=as_json)
 
 
+@with_source
 def checkpoints(
+    source: Source,
     query: QueryArgument = None,
     most: Annotated[int, typer.Option("--last", min=1, help="So many of the last checkpoints.")] = 20,
-    checkpoint: Checkpoint = None,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
     """Show how the last checkpoints of a query went: durations by step, bytes, rows, retried tasks, requests.
@@ -76,19 +62,15 @@ def checkpoints(
     Examples: statestore checkpoints clicks; statestore checkpoints --checkpoint ck/ --last 300 --json
     """
     with errors_explained():
-        found = looked_at(checkpoint, state_location, storage_option, address, namespace, coordinator).query(query)
+        found = source.looked_at().query(query)
     show(lambda: to_plain(found.checkpoints[-most:]), lambda: views.checkpoints_view(found, most), as_json=as_json)
 
 
+@with_source
 def partitions(
+    source: Source,
     query: QueryArgument = None,
     operator: Annotated[str | None, typer.Option(help="Only those of this operator.")] = None,
-    checkpoint: Checkpoint = None,
-    state_location: StateLocation = None,
-    storage_option: Option = None,
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
     """Show the partitions of a query: owner, version, keys, bytes, and how far snapshots are behind.
@@ -98,7 +80,7 @@ def partitions(
     Examples: statestore partitions clicks --operator user_totals; statestore partitions --checkpoint ck/
     """
     with errors_explained():
-        found = looked_at(checkpoint, state_location, storage_option, address, namespace, coordinator).query(query)
+        found = source.looked_at().query(query)
         names = [o.name for o in found.operators]
         if operator is not None and operator not in names:
             raise LookupError(f"Query {found.title} has no operator {operator!r}; it has {', '.join(names) or 'none'}.")
@@ -109,16 +91,17 @@ def partitions(
     )
 
 
+@with_source
 def hosts(
-    address: Address = None,
-    namespace: Namespace = NAMESPACE,
-    coordinator: CoordinatorName = COORDINATOR_NAME,
+    source: Source,
     as_json: AsJson = False,
 ) -> None:
     """Show the hosts of a cluster: addresses, partitions, memory, loads under way, and when they were heard of.
 
     Example: statestore hosts --json
     """
+    if source.checkpoint is not None:
+        raise typer.BadParameter("a checkpoint has no hosts; leave --checkpoint out to look at a cluster")
     with errors_explained():
-        found = looked_at(None, None, None, address, namespace, coordinator)
+        found = source.looked_at()
     show(lambda: to_plain(found.hosts), lambda: views.hosts_view(found.hosts), as_json=as_json)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.cli.output import AsJson, encoded
 from spark_bridge.cli.storage_options import Option, options_of, or_exit
 
 app = typer.Typer(name="savepoint", help="List, describe, restore and delete savepoints.", no_args_is_help=True)
 
 
 @app.command("list")
-def list_command(base: str, storage_option: Option = None) -> None:
-    """List the savepoints directly below the directory BASE."""
+def list_command(base: str, storage_option: Option = None, as_json: AsJson = False) -> None:
+    """List the savepoints directly below the directory BASE.
+
+    Example: statestore savepoint list s3://bucket/savepoints --json
+    """
     from spark_bridge.session.savepoints import list_savepoints
 
+    found = or_exit(lambda: list_savepoints(base, options_of(storage_option)))
+    if as_json:
+        typer.echo(encoded([_plain(info) for info in found]))
+        return
     table = Table(box=None, padding=(0, 2))
     for heading in ("path", "query", "version", "rows", "bytes"):
         table.add_column(heading, overflow="fold")
-    for info in or_exit(lambda: list_savepoints(base, options_of(storage_option))):
+    for info in found:
         made = info.metadata
         if made is None:
             table.add_row(info.path, f"damaged: {info.damage}")
@@ -39,14 +47,21 @@ def describe(
         bool, typer.Option("--check-files", help="Read every file and compare it with what was written.")
     ] = False,
     storage_option: Option = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Describe the savepoint at PATH: query, version, rows, operators."""
+    """Describe the savepoint at PATH: query, version, rows, operators.
+
+    Example: statestore savepoint describe s3://bucket/savepoints/savepoint-clicks-7 --check-files
+    """
     from spark_bridge.session.savepoints import describe_savepoint
 
     info: SavepointInfo = or_exit(lambda: describe_savepoint(path, options_of(storage_option), check_files=check_files))
     made = info.metadata
     if made is None:
         raise typer.Exit(2)
+    if as_json:
+        typer.echo(encoded(_plain(info)))
+        return
     console = Console()
     console.print(
         f"Savepoint {made.checkpoint_id} of query {made.query_name or made.query_id} at {info.path}", soft_wrap=True
@@ -65,11 +80,17 @@ def describe(
 
 
 @app.command()
-def delete(path: str, storage_option: Option = None) -> None:
-    """Remove the savepoint at PATH."""
+def delete(path: str, storage_option: Option = None, as_json: AsJson = False) -> None:
+    """Remove the savepoint at PATH.
+
+    Example: statestore savepoint delete s3://bucket/savepoints/savepoint-clicks-7
+    """
     from spark_bridge.session.savepoints import delete_savepoint
 
     or_exit(lambda: delete_savepoint(path, options_of(storage_option)))
+    if as_json:
+        typer.echo(encoded({"removed": path}))
+        return
     Console().print(f"Removed {path}", soft_wrap=True, highlight=False)
 
 
@@ -82,8 +103,12 @@ def restore(
     operator: Annotated[list[str] | None, typer.Option(help="Only this operator. Repeatable.")] = None,
     state_only: Annotated[bool, typer.Option("--state-only", help="For a new query that starts with batch 0.")] = False,
     storage_option: Option = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there goes on behind it."""
+    """Make the new CHECKPOINT_LOCATION from the savepoint at PATH; a query started there goes on behind it.
+
+    Example: statestore savepoint restore s3://bucket/savepoints/savepoint-clicks-7 s3://bucket/ck2 --num-partitions 8
+    """
     from spark_bridge.session.savepoints import restore_savepoint
 
     console = Console()
@@ -96,10 +121,39 @@ def restore(
             operator,
             state_only=state_only,
             storage_options=options_of(storage_option),
-            progress=lambda step: console.print(step, soft_wrap=True, highlight=False),
+            progress=lambda step: None if as_json else console.print(step, soft_wrap=True, highlight=False),
         )
     )
+    if as_json:
+        typer.echo(encoded(restored))
+        return
     begins = "batch 0" if restored.batch_id is None else f"batch {restored.batch_id + 1}"
     console.print(
         f"{restored.checkpoint_location} is ready: the query begins with {begins}", soft_wrap=True, highlight=False
     )
+
+
+def _plain(info: SavepointInfo) -> dict[str, Any]:
+    """Return what people ask of a savepoint, without the names of its files."""
+    made = info.metadata
+    if made is None:
+        return {"path": info.path, "damage": info.damage}
+    return {
+        "path": info.path,
+        "checkpoint_id": made.checkpoint_id,
+        "query_id": made.query_id,
+        "query_name": made.query_name,
+        "version": made.version,
+        "batch_id": made.batch_id,
+        "rows": info.rows,
+        "bytes": info.size,
+        "operators": [
+            {
+                "name": o.name,
+                "num_partitions": o.num_partitions,
+                "backend": o.backend,
+                "variables": [{"name": v.name, "rows": v.rows} for v in o.variables],
+            }
+            for o in made.operators
+        ],
+    }

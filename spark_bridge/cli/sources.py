@@ -1,17 +1,28 @@
-"""Where a command looks: at a running cluster, or at the checkpoint of a query, with no cluster at all."""
+"""Where a command looks: at a running cluster, or at the checkpoint of a query, with no cluster at all.
+
+The options that say so are the same for all commands that look. A command takes a ``Source``, and ``with_source`` gives
+its command line these options.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from spark_bridge.cli.joined_ray import joined_ray
-from spark_bridge.cli.storage_options import options_of
+from spark_bridge.cli.output import complain
+from spark_bridge.cli.storage_options import Option, options_of
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview
+from spark_bridge.queryable.client.client import QueryableStateClient
+from spark_bridge.queryable.client.discovery import from_environment
 
 Checkpoint = Annotated[
     str | None,
@@ -32,28 +43,93 @@ Namespace = Annotated[str, typer.Option("--namespace", help="The Ray namespace o
 CoordinatorName = Annotated[str, typer.Option("--coordinator", help="The name of the coordinator.")]
 
 
-def looked_at(
-    checkpoint: str | None,
-    state_location: str | None,
-    storage_option: list[str] | None,
-    address: str | None,
-    namespace: str = NAMESPACE,
-    coordinator: str = COORDINATOR_NAME,
-) -> Overview:
-    """Return the overview of a checkpoint if one is named, else of the cluster.
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint if one is named, else a cluster."""
 
-    Raises what ``overview_of_checkpoint`` and ``cluster_overview`` raise.
-    """
-    if checkpoint is not None:
-        return overview_of_checkpoint(checkpoint, state_location, options_of(storage_option))
-    return _asked(address, namespace, coordinator)()
+    checkpoint: str | None = None
+    state_location: str | None = None
+    storage_options: tuple[str, ...] = ()
+    address: str | None = None
+    namespace: str = NAMESPACE
+    coordinator: str = COORDINATOR_NAME
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Return the settings of storage; raises ``typer.BadParameter`` for one without a value."""
+        return options_of(list(self.storage_options))
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Be in the cluster, if a cluster is looked at. Raises ``EnvironmentProblemError`` if none answers."""
+        if self.checkpoint is not None:
+            yield
+            return
+        with joined_ray(self.address, self.namespace):
+            yield
+
+    def overview(self) -> Overview:
+        """Return the overview as it is now, within ``joined``.
+
+        Raises what ``overview_of_checkpoint`` and ``cluster_overview`` raise.
+        """
+        if self.checkpoint is not None:
+            return overview_of_checkpoint(self.checkpoint, self.state_location, self.options)
+        from spark_bridge.overview.on_ray import cluster_overview
+
+        return cluster_overview(self.namespace, self.coordinator)
+
+    def looked_at(self) -> Overview:
+        """Return the overview. Raises what ``joined`` and ``overview`` raise."""
+        with self.joined():
+            return self.overview()
+
+    @contextmanager
+    def client(self) -> Iterator[QueryableStateClient]:
+        """Give a query client of the checkpoint, savepoint or cluster.
+
+        A cluster is asked without Ray if ``STATESTORE_ADDRESS`` and ``STATESTORE_TOKEN`` name a host and a token.
+        """
+        with ExitStack() as held:
+            yield held.enter_context(self._opened(held))
+
+    def _opened(self, held: ExitStack) -> QueryableStateClient:
+        if self.checkpoint is not None:
+            from spark_bridge.state_data.savepoint_client import client_of_path
+
+            where = (self.checkpoint, self.state_location, self.options)
+            return held.enter_context(client_of_path(*where, progress=complain))
+        if from_environment(None, None)[0] is not None:
+            return QueryableStateClient.connect()
+        held.enter_context(joined_ray(self.address, self.namespace))
+        return QueryableStateClient.connect(self.namespace, self.coordinator)
 
 
-def _asked(address: str | None, namespace: str, coordinator: str) -> Callable[[], Overview]:
-    from spark_bridge.overview.on_ray import cluster_overview
+def _source(
+    checkpoint: Checkpoint = None,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+) -> Source:
+    return Source(checkpoint, state_location, tuple(storage_option or ()), address, namespace, coordinator)
 
-    def ask() -> Overview:
-        with joined_ray(address, namespace):
-            return cluster_overview(namespace, coordinator)
 
-    return ask
+def with_source(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose parameter ``source`` is made of options of its command line."""
+    shared = inspect.signature(_source).parameters
+    own = [p for name, p in inspect.signature(command).parameters.items() if name != "source"]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        named = {name: given.pop(name) for name in shared}
+        command(source=_source(**named), **given)
+
+    hints = {**get_type_hints(_source, include_extras=True), **get_type_hints(command, include_extras=True)}
+    del hints["source"], hints["return"]
+    # A command's own options first, as its help shows them, and --json last among them.
+    parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in (*own, *shared.values())]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = hints
+    return run

@@ -26,7 +26,7 @@ def options_of(given: list[str] | None) -> dict[str, str]:
     pairs = [one.partition("=") for one in given or ()]
     for name, equals, _ in pairs:
         if not equals:
-            raise typer.BadParameter(f"--storage-option {name!r} has no value; write name=value")
+            raise typer.BadParameter(f"{name!r} has no value; write name=value")
     return {name: value for name, _, value in pairs}
 
 

@@ -6,6 +6,7 @@ import re
 from datetime import datetime, timezone
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,6 +16,7 @@ from coordinator_actor.access_tokens import IssuedToken
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.cli.joined_ray import joined_ray
+from spark_bridge.cli.output import AsJson, encoded, show
 from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 
 ANSWER_SECONDS = 10.0
@@ -54,12 +56,18 @@ def issue(
     address: Address = None,
     namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
 ) -> None:
-    """Issue a token, read-only by default. It is printed alone, and cannot be shown again."""
+    """Issue a token, read-only by default. It is printed alone, and cannot be shown again.
+
+    Example: statestore token issue --name dashboard --expires 30d
+    """
     expires_in = None if expires is None else seconds_of(expires)
     more = {"admin": True} if admin else {}
     token = _ask(address, namespace, coordinator, "issue_token", name, expires_in, **more)
-    typer.echo(token)
+    typer.echo(encoded({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
+    if as_json:
+        return
     ends = "until it is revoked" if expires is None else f"for {expires}"
     kind = "an administrator's" if admin else "the read-only"
     _explain(
@@ -70,11 +78,21 @@ def issue(
 
 @app.command("list")
 def list_command(
-    address: Address = None, namespace: Namespace = NAMESPACE, coordinator: CoordinatorName = COORDINATOR_NAME
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
 ) -> None:
-    """List the read-only tokens that were issued: their names and ids, not the tokens themselves."""
+    """List the read-only tokens that were issued: their names and ids, not the tokens themselves.
+
+    Example: statestore token list --json
+    """
     tokens: tuple[IssuedToken, ...] = _ask(address, namespace, coordinator, "list_tokens")
-    Console().print(rendered(tokens, datetime.now(timezone.utc).timestamp()))
+    show(
+        lambda: [msgspec.structs.asdict(token) for token in tokens],
+        lambda: rendered(tokens, datetime.now(timezone.utc).timestamp()),
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -83,9 +101,16 @@ def revoke(
     address: Address = None,
     namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
+    as_json: AsJson = False,
 ) -> None:
-    """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds."""
+    """Revoke the token NAME_OR_ID, for good; hosts refuse it within about two seconds.
+
+    Example: statestore token revoke dashboard
+    """
     token: IssuedToken = _ask(address, namespace, coordinator, "revoke_token", name_or_id)
+    if as_json:
+        typer.echo(encoded({"name": token.name, "id": token.id, "revoked": token.revoked}))
+        return
     _explain(f"Revoked the token {token.name!r} ({token.id}).")
 
 

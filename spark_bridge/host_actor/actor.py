@@ -20,6 +20,7 @@ import msgspec
 import ray
 
 from backends.without_pandas import keep_pandas_out
+from coordinator_actor.log_lines import set_up_logging
 from coordinator_actor.messages import (
     HostInfo,
 )
@@ -50,7 +51,9 @@ class StateStoreHost:
 
     def __init__(self, host_id: str, token: str, options: SessionOptions, query_port: int) -> None:
         require_same_driver(options)
-        quiet_logging()
+        self._node_ip = ray.util.get_node_ip_address()
+        who = {"role": "host", "namespace": options.namespace, "node_ip": self._node_ip, "host": host_id}
+        set_up_logging(options.log_format, who)
         keep_pandas_out()
         sys.setswitchinterval(SWITCH_SECONDS)
         take_ordinary_priority()
@@ -60,7 +63,6 @@ class StateStoreHost:
         self._host_file = host_files_dir(session_dir, options) / f"{host_id}.json"
         self._local_dir = session_dir / "statestore" / namespace / options.session_id / "data" / host_id
         self._coordinator = RayCoordinatorPort(namespace, options.coordinator_name, options.recovery_timeout)
-        self._node_ip = ray.util.get_node_ip_address()
         self._stopping = threading.Event()
         # The first heartbeat is due at once: its answer names the tokens that have been revoked.
         self._last_heartbeat = time.monotonic() - HEARTBEAT_SECONDS
@@ -213,7 +215,9 @@ class StateStoreHost:
 
     def __repr__(self) -> str:
         info = self._host.info
-        return f"StateStoreHost({self._namespace}/{info.host_id} on {self._node_ip})"
+        tasks, queries = info.address.rpartition(":")[2], info.query_address.rpartition(":")[2]
+        served = f"tasks at port {tasks}, queries at port {queries}"
+        return f"StateStoreHost({self._namespace}/{info.host_id} on {self._node_ip}, {served})"
 
 
 def restarts_of_this_actor() -> int:
@@ -226,13 +230,6 @@ def restarts_of_this_actor() -> int:
 def host_files_dir(session_dir: Path, options: SessionOptions) -> Path:
     """Return where the hosts of a session leave their addresses, on every node."""
     return session_dir / "statestore" / options.namespace / options.session_id / "hosts"
-
-
-def quiet_logging() -> None:
-    """Log to the actor's log file: this project's packages from INFO on, all others from WARNING on."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for name in ("backends", "coordinator_actor", "spark_bridge"):
-        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def start_host(options: SessionOptions, token: str, number: int, query_port: int, node_id: str) -> Any:

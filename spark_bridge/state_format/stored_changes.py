@@ -21,19 +21,16 @@ from backends.storage.checkpoint_storage import OpenStorage
 from coordinator_actor.reading import partition_reader
 from coordinator_actor.reading.partition_reader import ChangedPairs
 from coordinator_actor.reading.stored_versions import Piece, StatePlace
+from spark_bridge.state_format.changed_rows import AFTER, BEFORE, CHANGE_TYPE, DELETE, INSERT, UPDATE, changed_rows
 from spark_bridge.state_format.family_order import list_keys, order_keys, order_of
 from spark_bridge.state_format.layouts import LIST, TIMERS
 from spark_bridge.state_format.list_changes import changed_elements
 from spark_bridge.state_format.partition_rows import numbered
 from spark_bridge.state_format.stored_keys import key_groups_of
-from spark_bridge.state_format.stored_rows import Positions, Rows, VariableRows
+from spark_bridge.state_format.stored_rows import Rows, VariableRows
 from spark_bridge.state_format.user_columns import KEY_GROUP, PARTITION, with_distinct_names
 
 VERSION = "version"
-CHANGE_TYPE = "change_type"
-BEFORE = "before"
-AFTER = "after"
-INSERT, UPDATE, DELETE = "insert", "update", "delete"
 EMIT_ROWS = 1 << 14
 """Rows of a batch, at most."""
 
@@ -97,7 +94,7 @@ class VariableChanges:
         if self.rows.kind == LIST:
             of_before, of_after = changed_elements((before.ids, after.ids), values)
         else:
-            of_before, of_after = _changed_rows((before.ids, after.ids), values)
+            of_before, of_after = changed_rows((before.ids, after.ids), values)
         if not len(of_before):
             return
         types = np.where(of_after < 0, DELETE, np.where(of_before < 0, INSERT, UPDATE))
@@ -162,28 +159,3 @@ class VariableChanges:
         if not columns:
             return pa.repeat(pa.scalar(b""), len(side.ids))
         return encode_values(pa.RecordBatch.from_arrays(columns, names=numbered(self.rows.value)))
-
-
-def _changed_rows(
-    ids: tuple[pa.BinaryArray, pa.BinaryArray], values: tuple[pa.Array, pa.Array]
-) -> tuple[Positions, Positions]:
-    """Return the changed rows by id: the position of each among the old rows and among the new rows, -1 for none.
-
-    Both arguments have an array for the old rows and one for the new: ``ids`` are different for different rows,
-    ``values`` are bytes that are equal where the values of rows are.
-    """
-    (ids_before, ids_after), (values_before, values_after) = ids, values
-    at = np.asarray(pc.fill_null(pc.index_in(ids_after, value_set=ids_before), -1)).astype(np.int64)
-    stays = at >= 0
-    same = np.zeros(len(at), np.bool_)
-    held = pa.array(at[stays])
-    same[stays] = np.asarray(pc.equal(values_before.take(held), values_after.filter(pa.array(stays))))
-    gone = np.ones(len(ids_before), np.bool_)
-    gone[at[stays]] = False
-    lost, changed = np.flatnonzero(gone), np.flatnonzero(~same)
-    of_before = np.concatenate([lost, at[changed]])
-    of_after = np.concatenate([np.full(len(lost), -1), changed])
-    order = np.asarray(
-        pc.sort_indices(pa.concat_arrays([ids_before.take(pa.array(lost)), ids_after.take(pa.array(changed))]))
-    )
-    return of_before[order], of_after[order]

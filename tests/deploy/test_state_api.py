@@ -21,10 +21,10 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.state_http import values
 from deploy.state_http.access import token_of
 from deploy.state_http.app import ARROW, create_app
 from deploy.state_http.limits import HttpLimits
+from deploy.state_http.overview import add_overview
 from deploy.state_http.service import StateService
 from spark_bridge.exceptions import (
     AccessDeniedError,
@@ -39,6 +39,8 @@ from spark_bridge.exceptions import (
     UnknownKvStateIdError,
     UnknownOperatorError,
 )
+from spark_bridge.overview.model import FORMAT_VERSION, Fault, Overview
+from spark_bridge.queryable.client import json_values as values
 from tests.deploy.memory_client import TOKEN, TOTALS, UTC, MemoryClient, Rows, Tokens
 from tests.effort import examples
 from tests.patience import HANG, PATIENCE
@@ -109,6 +111,28 @@ def http(memory: MemoryClient) -> Iterator[TestClient]:
 
 
 # -- routes --------------------------------------------------------------------------------------
+
+
+def test_the_overview_is_asked_for_once_a_second_however_many_want_it(memory: MemoryClient) -> None:
+    app, now, asked = create_app(connected(memory), Tokens()), [0.0], list[float]()
+
+    def ask() -> Overview:
+        asked.append(now[0])
+        if now[0] > 2:
+            raise HostUnavailableError("The coordinator does not answer.")
+        return Overview("cluster", int(now[0] * 1000), faults=(Fault("error", "skew", "a", "b", "c"),))
+
+    add_overview(app, ask, clock=lambda: now[0])
+    with TestClient(app, raise_server_exceptions=False) as made:
+        assert made.get("/v1/overview").status_code == 401
+        for now[0] in (0.0, 0.5, 1.0, 1.5):
+            found = made.get("/v1/overview", headers=BEARER).json()
+        assert (found["taken_ms"], found["format_version"]) == (1000, FORMAT_VERSION)
+        assert found["faults"][0]["remedy"] == "c" and asked == [0.0, 1.0]
+        schemas = made.get("/openapi.json", headers=BEARER).json()["components"]["schemas"]
+        assert "faults" in schemas["Overview"]["properties"]
+        now[0] = 3.0
+        assert made.get("/v1/overview", headers=BEARER).json()["error"] == "HostUnavailableError"
 
 
 def test_operators_and_one_of_them(http: TestClient) -> None:

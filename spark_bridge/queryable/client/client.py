@@ -29,6 +29,7 @@ from spark_bridge.queryable.client.key_ranges import key_range
 from spark_bridge.queryable.client.known_operators import REFRESH_SECONDS, KnownOperator
 from spark_bridge.queryable.client.results import check_form, formed
 from spark_bridge.queryable.client.state_scan import StateScan
+from spark_bridge.queryable.client.version_diff import VersionDiff
 from spark_bridge.queryable.client.watch import StateWatch
 from spark_bridge.queryable.client.windows import have_windows
 from spark_bridge.queryable.protocol.connections import KvConnections
@@ -402,6 +403,27 @@ class QueryableStateClient:
         given = keys if keys is None or hasattr(keys, "__len__") else list(keys)
         return StateWatch(self._access, operator, given, state, query, from_version, timeout)
 
+    def diff(
+        self,
+        operator: str,
+        from_version: int,
+        to_version: int | None = None,
+        *,
+        state: str | None = None,
+        query: str | None = None,
+        timeout: float | None = None,
+    ) -> VersionDiff:
+        """Return the keys whose values differ between two retained versions, by default up to the last completed one.
+
+        See ``VersionDiff``.
+        """
+        first, last = requested_version("completed", from_version), requested_version("completed", to_version)
+
+        def ask(known: KnownOperator, deadline: float) -> VersionDiff:
+            return VersionDiff.begin(self._router, known, known.view(state), first, last, deadline)
+
+        return self._access.answer(f"diff({operator!r})", (operator, query), timeout, ask)
+
     def sql(
         self, query: str, *, query_params: Any = None, connection: Any = None, timeout: float | None = None
     ) -> StateRelation:
@@ -435,6 +457,16 @@ class QueryableStateClient:
             return operator_description(known, self._access.ask_host(request, deadline)["hosts"])
 
         return self._access.answer(f"describe({operator!r})", (operator, query), timeout, ask)
+
+    def key_schema(
+        self, operator: str, query: str | None = None, state: str | None = None, *, timeout: float | None = None
+    ) -> pa.Schema:
+        """Return the columns of a state variable's key in the order of ``by``, without a window."""
+
+        def ask(known: KnownOperator, deadline: float) -> pa.Schema:
+            return known.view(state).without_window.schema
+
+        return self._access.answer(f"key_schema({operator!r})", (operator, query), timeout, ask)
 
     def close(self) -> None:
         """Close all connections; the client cannot be used afterwards."""

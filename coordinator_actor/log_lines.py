@@ -1,0 +1,78 @@
+"""The logs of coordinator and hosts: one line an event, as text in the order of Spark's, or as JSON.
+
+Text is ``time LEVEL logger: message``. Line breaks in a message are shown as ``\\n``; a traceback follows below its
+event, as in Spark's logs. With ``json`` an event with its traceback is one line, an object with ``time`` (ISO 8601,
+UTC), ``level``, ``logger``, ``message``, ``exception`` if there is one, and who logs: ``role``, ``namespace``,
+``node_ip`` and, of a host, ``host``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from datetime import datetime, timezone
+
+VARIABLE = "STATESTORE_LOG_FORMAT"
+TEXT, JSON = "text", "json"
+OURS = ("backends", "coordinator_actor", "spark_bridge")
+"""The packages that log from INFO on; all others log from WARNING on."""
+
+
+def format_of_environment() -> str:
+    """Return the format that ``STATESTORE_LOG_FORMAT`` names, by default text. Raises ``ValueError``."""
+    return checked_format(os.environ.get(VARIABLE) or TEXT)
+
+
+def checked_format(form: str) -> str:
+    """Return the format. Raises ``ValueError`` for one that there is not."""
+    if form not in (TEXT, JSON):
+        raise ValueError(f"log_format={form!r} is none: it is {TEXT!r} or {JSON!r} ({VARIABLE}).")
+    return form
+
+
+def set_up_logging(form: str, who: Mapping[str, str]) -> None:
+    """Log to the standard error of this process, which is an actor's, from now on. ``who`` is added to JSON."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines(who) if form == JSON else TextLines())
+    # What somebody has set up for text, by Ray's LoggingConfig, stays.
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=form == JSON)
+    for name in OURS:
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+class TextLines(logging.Formatter):
+    """Formats an event as one line, and its traceback below."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line of an event."""
+        return _one_line(super().formatMessage(record))
+
+
+class JsonLines(logging.Formatter):
+    """Formats an event with its traceback as one line of JSON."""
+
+    def __init__(self, who: Mapping[str, str]) -> None:
+        super().__init__()
+        self._who = dict(who)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of an event."""
+        event = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._who,
+        }
+        if record.exc_info:
+            event["exception"] = self.formatException(record.exc_info)
+        return json.dumps(event, ensure_ascii=False)
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\r", "\\r").replace("\n", "\\n")

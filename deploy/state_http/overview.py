@@ -1,0 +1,37 @@
+"""The route ``GET /v1/overview``: the description of the whole system that the command line and the page read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from fastapi import Depends, FastAPI
+from fastapi.responses import Response
+from fastapi.security import HTTPBasic, HTTPBearer
+
+from spark_bridge.overview.model import Overview, to_plain
+from spark_bridge.queryable.client.json_values import encoded
+
+FRESH_SECONDS = 1.0
+"""An answer of coordinator and hosts is given again for so long: however many ask, these are asked once a second."""
+
+
+def add_overview(app: FastAPI, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
+    """Add the route to the application. ``ask`` asks coordinator and hosts, and blocks meanwhile."""
+    asking = asyncio.Lock()
+    known: tuple[float, bytes] | None = None
+
+    @app.get(
+        "/v1/overview",
+        response_model=Overview,
+        summary="The whole system: queries, operators, partitions, checkpoints, hosts, faults and what to do",
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(HTTPBasic(auto_error=False))],
+    )
+    async def overview() -> Response:
+        nonlocal known
+        async with asking:
+            if known is None or clock() - known[0] >= FRESH_SECONDS:
+                found = await asyncio.to_thread(ask)
+                known = clock(), await asyncio.to_thread(lambda: encoded(to_plain(found)))
+            return Response(known[1], media_type="application/json")

@@ -1,0 +1,28 @@
+"""What a check says: whether all is well, what was found, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+OK, WARNING, ERROR, SKIPPED = "ok", "warning", "error", "skipped"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. ``area`` is "machine", "spark", "storage" or "cluster"; ``remedy`` is empty where all is well."""
+
+    area: str
+    name: str
+    status: str
+    found: str
+    remedy: str = ""
+
+
+def checked(area: str, name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
+    """Return what a check says; a check that fails itself says so, and does not end the others."""
+    try:
+        return list(check())
+    except Exception as error:  # noqa: BLE001 - whatever fails on a sick machine is what somebody wants to know
+        text = str(error) or type(error).__name__
+        return [Check(area, name, ERROR, f"The check failed: {text}", "Look at this error first.")]

@@ -1,0 +1,164 @@
+"""``statestore get``, ``scan`` and ``sql``: the state itself, of a running query or of a checkpoint or savepoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import pyarrow as pa
+import typer
+
+from spark_bridge.cli.keys import bound_of, condition_of, key_of
+from spark_bridge.cli.output import FOUND, AsJson, complain, encoded, errors_explained, printer
+from spark_bridge.cli.rows import Form, cell, print_rows
+from spark_bridge.cli.sources import Source, with_source
+from spark_bridge.exceptions import RequestError
+from spark_bridge.queryable.client.json_values import bound_of_json, to_json, window_of
+from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
+
+OperatorArgument = Annotated[str, typer.Argument(metavar="OPERATOR", help="The name of the operator.")]
+QueryName = Annotated[
+    str | None, typer.Option("--query", help="Name, query id or run id, if several queries have such an operator.")
+]
+StateName = Annotated[str | None, typer.Option("--state", help="The state variable, if the operator has several.")]
+AtVersion = Annotated[
+    int | None, typer.Option("--version", min=0, help="A version that is kept; default: the last completed one.")
+]
+FormOption = Annotated[Form, typer.Option("--format", help="How rows are printed.")]
+KEY_HELP = "column=value for each column; or the values in order; or JSON."
+
+
+@with_source
+def get(
+    source: Source,
+    operator: OperatorArgument,
+    key: Annotated[list[str], typer.Argument(metavar="KEY...", help=KEY_HELP)],
+    window: Annotated[
+        str | None, typer.Option(help="The start of the key's window, or start/end, in ISO 8601.")
+    ] = None,
+    version: AtVersion = None,
+    state: StateName = None,
+    query: QueryName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what one key has. The exit code is 1 if it has nothing.
+
+    Examples: statestore get user_totals 42; statestore get by_country country=de user=42 --version 17;
+    statestore get by_country '["de", 42]' --checkpoint ck/ --json
+    """
+    with errors_explained(), source.client() as client:
+        asked = key_of(key, client.key_schema(operator, query, state))
+        wanted = None if window is None else window_of(window)
+        found = client.get(operator, asked, query, state, window=wanted, version=version)
+    value = to_json(found)
+    if as_json:
+        typer.echo(encoded({"operator": operator, "key": to_json(asked), "value": value}))
+    elif found is None:
+        complain(f"Operator {operator} has nothing for this key.")
+    else:
+        for line in _lines(value):
+            printer().print(line, markup=False, highlight=False, soft_wrap=True)
+    if found is None:
+        raise typer.Exit(FOUND)
+
+
+def _lines(value: Any) -> list[str]:
+    """Return a value for people: a line per column of a row, or per row."""
+    if isinstance(value, dict):
+        return [f"{name}: {cell(one)}" for name, one in value.items()]
+    return [cell(one) for one in value] if isinstance(value, list) else [cell(value)]
+
+
+@with_source
+def scan(
+    source: Source,
+    operator: OperatorArgument,
+    where: Annotated[
+        list[str] | None, typer.Option(help="A condition, such as 'n > 10'. Repeatable: all must hold.")
+    ] = None,
+    prefix: Annotated[str | None, typer.Option(help="Keys that begin so: JSON array of columns, or text.")] = None,
+    start: Annotated[str | None, typer.Option(help="Keys from here on: JSON, or text.")] = None,
+    end: Annotated[str | None, typer.Option(help="Keys before this: JSON, or text.")] = None,
+    columns: Annotated[str | None, typer.Option(help="The wanted columns, with commas between.")] = None,
+    limit: Annotated[int, typer.Option(min=0, help="The most rows; 0 for all.")] = 100,
+    version: AtVersion = None,
+    state: StateName = None,
+    query: QueryName = None,
+    form: FormOption = Form.table,
+    as_json: AsJson = False,
+) -> None:
+    """Show the rows of an operator's state: one per key, list element, map entry, window, session or timer.
+
+    Examples: statestore scan user_totals --where 'n > 10' --columns user,n; statestore scan user_totals --limit 0
+    --format csv --checkpoint s3://bucket/ck; statestore scan by_country --prefix '["de"]' --json
+    """
+    with errors_explained(), source.client() as client:
+        schema = client.key_schema(operator, query, state)
+        bounds = {
+            name: bound_of_json(bound_of(text), schema, f"--{name}")
+            for name, text in (("prefix", prefix), ("start", start), ("end", end))
+        }
+        rows = client.scan(
+            operator,
+            state,
+            # One row more, to know whether there are more.
+            limit=limit + 1 if limit else None,
+            columns=None if columns is None else [name.strip() for name in columns.split(",")],
+            where=[condition_of(one) for one in where or ()],
+            query=query,
+            version=version,
+            **bounds,
+        )
+        with rows:
+            shown = _Limited(limit)
+            about = {"operator": operator, "version": rows.version}
+            print_rows(rows.schema, map(shown.of, rows), Form.json if as_json else form, about)
+    if shown.is_cut:
+        complain(f"There are more than {limit} rows; --limit 0 shows all.")
+
+
+class _Limited:
+    """The first rows of batches; ``is_cut`` says whether there were more. 0 is no limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._given = 0
+        self.is_cut = False
+
+    def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        left = self._limit - self._given
+        self.is_cut = bool(self._limit) and batch.num_rows > left
+        taken = batch.slice(0, left) if self._limit else batch
+        self._given += taken.num_rows
+        return taken
+
+
+@with_source
+def sql(
+    source: Source,
+    statement: Annotated[str, typer.Argument(metavar="STATEMENT", help="One statement that reads; - reads stdin.")],
+    form: FormOption = Form.table,
+    as_json: AsJson = False,
+) -> None:
+    """Run SQL over the state; the tables are the operators. It needs DuckDB (ray-statestore[sql]).
+
+    Examples: statestore sql 'select user, spent from user_totals order by spent desc limit 10';
+    statestore sql 'select count(*) from user_totals' --checkpoint ck/ --json; statestore sql - --format csv < q.sql
+    """
+    text = sys.stdin.read() if statement == "-" else statement
+    with errors_explained(), _sql_explained(), source.client() as client:
+        found = client.sql(text)
+        reader = found.to_arrow_reader()
+        print_rows(reader.schema, reader, Form.json if as_json else form)
+
+
+@contextmanager
+def _sql_explained() -> Iterator[None]:
+    """Raise ``RequestError`` for what DuckDB refuses. Raises ``EnvironmentProblemError`` if DuckDB is not installed."""
+    duckdb = import_duckdb()
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException) as error:
+        raise RequestError(str(error)) from error

@@ -1,0 +1,86 @@
+"""How fast queries are, and how far behind: sums over the last checkpoints of an overview."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from spark_bridge.overview.model import Checkpoint, Operator, Overview, Query
+
+RECENT = 20
+"""So many of the last checkpoints are looked at."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One query at one moment. Times are in ms; what is not known is None.
+
+    ``rows_per_second`` are the input rows of the last checkpoints over the time from the first to the last of them;
+    ``usual_ms`` is the median duration of these checkpoints, ``interval_ms`` the median time between two.
+    ``freshness_ms`` is the age of the last completed one, ``batch_ms`` how long the running batch has run. ``hottest``
+    is the partition whose last commit took longest, as ``operator/partition``, and ``hottest_ms`` that time.
+    """
+
+    query: str
+    status: str
+    version: int
+    freshness_ms: int | None = None
+    batch_ms: int | None = None
+    usual_ms: float | None = None
+    interval_ms: float | None = None
+    rows_per_second: float | None = None
+    bytes_per_checkpoint: float | None = None
+    keys: int | None = None
+    memory_bytes: int | None = None
+    hottest: str | None = None
+    hottest_ms: float | None = None
+
+
+def pace_of(overview: Overview) -> tuple[Pace, ...]:
+    """Return the pace of each query, in the order of the overview."""
+    return tuple(_pace(query, overview.taken_ms) for query in overview.queries)
+
+
+def _pace(query: Query, now_ms: int) -> Pace:
+    recent = [c for c in query.checkpoints[-RECENT:] if c.completed_ms is not None]
+    moments = [c.completed_ms for c in recent if c.completed_ms is not None]
+    durations = [c.duration_ms for c in recent if c.duration_ms is not None]
+    added = [c.delta_bytes for c in recent if c.delta_bytes is not None]
+    hottest = _hottest(query.operators)
+    return Pace(
+        query.title,
+        query.status,
+        query.completed_version,
+        freshness_ms=max(0, now_ms - moments[-1]) if moments else None,
+        batch_ms=query.batch_ms,
+        usual_ms=median(durations) if durations else None,
+        interval_ms=median(b - a for a, b in pairwise(moments)) if len(moments) > 1 else None,
+        rows_per_second=_rate(recent, moments),
+        bytes_per_checkpoint=sum(added) / len(added) if added else None,
+        keys=_sum([o.keys for o in query.operators]),
+        memory_bytes=_sum([o.memory_bytes for o in query.operators]),
+        hottest=None if hottest is None else hottest[1],
+        hottest_ms=None if hottest is None else hottest[0],
+    )
+
+
+def _rate(recent: Sequence[Checkpoint], moments: Sequence[int]) -> float | None:
+    rows = [c.rows for c in recent[1:] if c.rows is not None]
+    if len(moments) < 2 or moments[-1] <= moments[0] or len(rows) < len(recent) - 1:
+        return None
+    # The rows of the first checkpoint came before the time that is counted.
+    return sum(rows) * 1000 / (moments[-1] - moments[0])
+
+
+def _hottest(operators: Sequence[Operator]) -> tuple[float, str] | None:
+    timed = [
+        (sum(p.commit_ms.values()), f"{o.name}/{p.partition}") for o in operators for p in o.partitions if p.commit_ms
+    ]
+    return max(timed, default=None)
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if values and len(known) == len(values) else None

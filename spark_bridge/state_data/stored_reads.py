@@ -1,0 +1,286 @@
+"""Answers the requests of query clients from a checkpoint in storage, as a host answers them from its partitions.
+
+Nothing is written, locked or kept back, also while the query runs. A request copies the partitions that it reads to a
+temporary directory, one after the other, and removes each copy before the next. So a lookup takes as long as loading
+the key's partition, and a scan as long as loading all of them; memory grows with one batch of rows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from msgspec import structs
+
+from backends.encoding.columns import placed
+from backends.exceptions import InvalidStateStoreArgument, VersionNotFoundError
+from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
+from coordinator_actor.durable.spark_commits import query_id_of
+from coordinator_actor.messages import HostInfo, OperatorLocation, OperatorSpec, QueryRegistration, RunningOperator
+from coordinator_actor.reading.partition_reader import opened_partition
+from coordinator_actor.reading.stored_versions import Piece, StatePlace, StateVersions
+from spark_bridge.exceptions import RequestError, StateVersionError, UnknownOperatorError
+from spark_bridge.queryable.protocol.messages import At, ChangesRequest, KeyRowsRequest, LookupRequest, ScanRequest
+from spark_bridge.queryable.protocol.state_reads import StateAnswer
+from spark_bridge.queryable.reads.answer_version import PartitionView
+from spark_bridge.queryable.reads.key_filter import GroupingKeyFilter
+from spark_bridge.queryable.reads.key_reads import FoundPairs, find_pairs, rows_of_keys, values_of
+from spark_bridge.queryable.reads.operator_plan import OperatorPlan
+from spark_bridge.queryable.reads.operator_summary import operator_summary
+from spark_bridge.queryable.reads.partition_scans import KeyBounds, pairs_of
+from spark_bridge.queryable.reads.row_selection import RowSelection
+from spark_bridge.queryable.reads.row_stream import gathered, limited
+from spark_bridge.queryable.reads.windowed_key_reads import WindowedKeys
+from spark_bridge.state_data.metadata import operator_kind
+from spark_bridge.state_data.version_changes import changes_by_version
+from spark_bridge.state_format.partition_rows import partition_rows
+from spark_bridge.state_format.stored_rows import VariableRows
+from spark_bridge.state_format.windowed_keys import window_of
+
+ADDRESS = "storage"
+"""The address under which a router finds these reads in its own process."""
+LOOK_SECONDS = 1.0
+"""Manifests that were read are taken for the last ones for so long."""
+
+
+class StoredReads:
+    """``StateReads`` of one checkpoint. Thread-safe; ``_lock`` guards the choice of the newest manifests only.
+
+    ``query_name`` is what the query is called, which storage does not say. ``now_ms`` is the time at which rows with a
+    TTL have expired.
+    """
+
+    def __init__(
+        self,
+        place: StatePlace,
+        query_name: str | None = None,
+        *,
+        open_storage: OpenStorage = CheckpointStorage.open,
+        clock: Callable[[], float] = time.monotonic,
+        now_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+    ) -> None:
+        self.place = place
+        self._query_name = query_name
+        self._open = open_storage
+        self._clock = clock
+        self._now_ms = now_ms
+        self._query_id = query_id_of(open_storage(place.checkpoint_location, place.options))
+        self._lock = threading.Lock()
+        self._looked: tuple[float, StateVersions] | None = None
+
+    # -- operators and versions ----------------------------------------------------------------
+
+    def versions(self) -> StateVersions:
+        """Return the versions that there are now, or were ``LOOK_SECONDS`` ago."""
+        looked = self._looked
+        if looked is not None and self._clock() - looked[0] < LOOK_SECONDS:
+            return looked[1]
+        begun = self._clock()
+        found = StateVersions.look(self.place, open_storage=self._open)
+        with self._lock:
+            # Of two threads that looked at once, the one that saw more.
+            if self._looked is None or self._looked[1].completed <= found.completed:
+                self._looked = begun, found
+            return self._looked[1]
+
+    def locate(self, operator: str, query: str | None) -> OperatorLocation:
+        """See ``StateReads``."""
+        versions = self.versions()
+        registration = self._registration(versions, versions.resolve(None))
+        names = (registration.name, registration.query_id, registration.run_id)
+        spec = next((o for o in registration.operators if o.name == operator), None)
+        if spec is None or (query is not None and query not in names):
+            of = "" if query is None else f" of a query {query!r}"
+            raise UnknownOperatorError(
+                f"The checkpoint at {self.place.checkpoint_location} (query {self._query_id}) has no operator "
+                f"{operator!r}{of}; its operators: {', '.join(repr(o.name) for o in registration.operators)}."
+            )
+        owner = HostInfo(ADDRESS, "", "", "", "", ADDRESS)
+        return OperatorLocation(
+            registration.query_id,
+            registration.run_id,
+            registration.name,
+            spec,
+            registration.key_groups,
+            versions.resolve(None),
+            (owner,) * spec.num_partitions,
+        )
+
+    def operators(self) -> list[dict[str, Any]]:
+        """Return the operators of the last completed version, ready for JSON."""
+        versions = self.versions()
+        newest = versions.resolve(None)
+        of = self._registration(versions, newest)
+        return [
+            operator_summary(
+                RunningOperator(of.query_id, of.run_id, of.name, spec, of.key_groups, versions.readable[0], newest)
+            )
+            for spec in of.operators
+        ]
+
+    def describe(self, operator: str | None, query: str | None) -> dict[str, Any]:
+        """See ``StateReads``: nothing is held."""
+        found = [o for o in self.operators() if operator in (None, o["operator"])]
+        return {"host_id": ADDRESS, "operators": found}
+
+    def await_completed(self, run_id: str, after: int, seconds: float) -> int:
+        """Return the completed version that there is now: storage tells nobody of the next one."""
+        return self.versions().resolve(None)
+
+    def _registration(self, versions: StateVersions, version: int) -> QueryRegistration:
+        specs = []
+        for name, entry in sorted(versions.operators(version).items()):
+            schema = versions.schema(entry)
+            specs.append(
+                OperatorSpec(name, entry.num_partitions, schema.to_json(), entry.backend, operator_kind(schema))
+            )
+        epoch = versions.log.epochs.newest()
+        return QueryRegistration(
+            self._query_id,
+            self._query_id if epoch is None else epoch.run_id,
+            self._query_name,
+            "",
+            self.place.checkpoint_location,
+            self.place.state_location,
+            tuple(specs),
+            versions.key_groups,
+            dict(self.place.options),
+        )
+
+    # -- lookups -------------------------------------------------------------------------------
+
+    def lookup_one(self, request: LookupRequest, key: bytes) -> tuple[int, bytes | None]:
+        """See ``StateReads``."""
+        version, values = self.lookup(request, pa.array([key], pa.binary()))
+        return version, values[0].as_py()
+
+    def lookup(self, request: LookupRequest, keys: pa.BinaryArray) -> tuple[int, pa.BinaryArray]:
+        """See ``StateReads``."""
+        plan, version, pieces = self._reading(request.operator, request.at)
+        plan.require_family(request.column_family)
+        of_keys = plan.partitions_of_keys(keys)
+        values, positions = [], []
+        for piece in pieces:
+            own = np.flatnonzero(of_keys == piece.partition)
+            if len(own):
+                with self._view(piece, version) as view:
+                    values.append(values_of(view, keys.take(pa.array(own)), request.column_family))
+                positions.append(own)
+        return version, placed(values, positions) if values else pa.array([], pa.binary())
+
+    def key_rows(self, request: KeyRowsRequest, keys: pa.BinaryArray) -> StateAnswer:
+        """See ``StateReads``."""
+        plan, version, pieces = self._reading(request.operator, request.at, request.partitions)
+        variable = plan.variable(request.state)
+        rows = plan.rows(variable, self._now_ms())
+        selection = RowSelection.of(rows, request.columns, (), with_position=True)
+        window = window_of(variable)
+        of_keys = plan.partitions_of(plan.groups_of(keys))
+        if window is None:
+            wanted = set(np.unique(of_keys).tolist())
+            pieces = [piece for piece in pieces if piece.partition in wanted]
+        windowed = None if window is None else WindowedKeys.of(rows, window, keys)
+
+        def find(view: PartitionView) -> FoundPairs:
+            if windowed is not None:
+                return windowed.find(plan, view)
+            positions = np.flatnonzero(of_keys == view.partition)
+            return find_pairs(view, rows, keys.take(pa.array(positions)), positions)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            if windowed is not None:
+                # The rows of a key are in several partitions and come in the order of their windows: all of them are
+                # there before the first is given. They are the rows of a few keys.
+                found = []
+                for piece in pieces:
+                    with self._view(piece, version) as view:
+                        found.append(find(view))
+                yield from rows_of_keys(plan, rows, found, by_window=True)
+                return
+            for piece in pieces:
+                with self._view(piece, version) as view:
+                    yield from rows_of_keys(plan, rows, [find(view)], by_window=False)
+
+        return StateAnswer(version, selection.schema, gathered(map(selection.rows, batches())))
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def scan(self, request: ScanRequest) -> StateAnswer:
+        """See ``StateReads``."""
+        plan, version, pieces = self._reading(request.operator, request.at, request.partitions)
+        rows = plan.rows(plan.variable(request.state), self._now_ms(), collect=request.collect)
+        selection = RowSelection.of(rows, request.columns, request.where)
+        bounds = KeyBounds(request.start, request.end)
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            for piece in pieces:
+                with self._view(piece, version) as view:
+                    pairs = pairs_of(view, rows, plan.key_groups_of(piece.partition), bounds)
+                    yield from map(selection.rows, partition_rows(rows, pairs, piece.partition))
+
+        return StateAnswer(version, selection.schema, gathered(limited(batches(), request.limit)))
+
+    def count(self, request: ScanRequest) -> tuple[int, int]:
+        """See ``StateReads``."""
+        answer = self.scan(request)
+        return answer.version, sum(batch.num_rows for batch in answer.batches)
+
+    def changes(self, request: ChangesRequest, keys: pa.BinaryArray | None) -> StateAnswer:
+        """See ``StateReads``."""
+        if request.after > request.until:
+            raise RequestError(f"Changes behind version {request.after} up to version {request.until}: there are none.")
+        versions = self.versions()
+        try:
+            newest = versions.resolve(request.until)
+            plan = OperatorPlan.of(self._registration(versions, newest), request.operator)
+            readings = [
+                versions.reading_of_changes(request.operator, v - 1, v) for v in range(request.after + 1, newest + 1)
+            ]
+        except VersionNotFoundError as error:
+            raise StateVersionError(str(error)) from error
+        rows = VariableRows(plan.schema, plan.variable(request.state))
+        wanted = None if keys is None else GroupingKeyFilter.of(rows, keys)
+        schema, batches = changes_by_version(rows, readings, wanted, self._open)
+        return StateAnswer(newest, schema, batches)
+
+    # -- details -------------------------------------------------------------------------------
+
+    def _reading(
+        self, operator: str, at: At, partitions: list[int] | None = None
+    ) -> tuple[OperatorPlan, int, list[Piece]]:
+        """Return the plan of an operator, the version that a request reads, and the partitions of that version.
+
+        Raises ``StateVersionError``, ``UnknownOperatorError``. Versions that are prepared only are not read, so that
+        "latest" is the last completed one.
+        """
+        versions = self.versions()
+        try:
+            newest = versions.resolve(None)
+            version = versions.resolve(at.version if at.isolation == "version" else None)
+            plan = OperatorPlan.of(self._registration(versions, newest), operator)
+            pieces = versions.reading(operator, version).pieces
+        except VersionNotFoundError as error:
+            raise StateVersionError(str(error)) from error
+        except InvalidStateStoreArgument as error:
+            raise UnknownOperatorError(str(error)) from error
+        is_all = partitions is None or len(partitions) == plan.spec.num_partitions
+        if len(pieces) != plan.spec.num_partitions:
+            # The last schema reads the rows of older versions too; the layout is that of the version.
+            plan = replace(plan, spec=structs.replace(plan.spec, num_partitions=len(pieces)))
+        # A router names all partitions of the last layout to ask for all that there is, also in another layout.
+        wanted = range(len(pieces)) if is_all or partitions is None else partitions
+        return plan, version, [piece for piece in pieces if piece.partition in wanted]
+
+    @contextmanager
+    def _view(self, piece: Piece, version: int) -> Iterator[PartitionView]:
+        try:
+            with opened_partition(self.place, piece, open_storage=self._open) as state:
+                yield PartitionView(piece.partition, state, version, None)
+        except VersionNotFoundError as error:
+            raise StateVersionError(str(error)) from error

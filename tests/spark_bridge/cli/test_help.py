@@ -1,0 +1,44 @@
+"""What is the same of every command: an example in its help, --json, and completion by the shell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from spark_bridge.cli.main import app
+
+
+def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    for name, one in command.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, f"{path} {name}")
+        else:
+            yield f"{path} {name}", one
+
+
+COMMANDS: dict[str, Any] = dict(commands(typer.main.get_command(app), "statestore"))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_and_json(name: str) -> None:
+    command = COMMANDS[name]
+    assert "Example" in command.help and f"{name} " in f"{command.help} ", name
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert "--json" in options or name == "statestore demo"
+
+
+def test_completion_can_be_shown() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert "--install-completion" in result.stdout and "--show-completion" in result.stdout
+
+
+def test_completion_names_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_STATESTORE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "statestore che")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    result = CliRunner().invoke(app, [], prog_name="statestore")
+    assert sorted(result.stdout.split()) == ["checkpoint", "checkpoints"]

@@ -1,0 +1,49 @@
+"""``statestore logs``: which events are about a query, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spark_bridge.cli.logs import LogFile, events_about, names_of
+from spark_bridge.overview.model import Query
+
+QUERY = Query("q-1", "r-1", "clicks", "running", "/ck", "/ck/statestore", 1, 1, 1, 0)
+COORDINATOR = [
+    "what was printed before the first event",
+    "2026-01-01 10:00:01,000 INFO coordinator_actor.x: Registered run r-1",
+    "2026-01-01 10:00:03,000 WARNING coordinator_actor.x: Run r-12 is another one",
+    "2026-01-01 10:00:05,000 ERROR coordinator_actor.x: Storing failed",
+    "Traceback (most recent call last):",
+    "OSError: /ck/statestore/manifests: disk full",
+]
+HOST = [
+    '{"time": "2026-01-01T10:00:02.000+00:00", "level": "WARNING", "message": "Run r-1 is slow"}',
+    "2026-01-01 10:00:04,000 INFO spark_bridge.x: doubleclicks is no query of that name",
+    "2026-01-01 10:00:06,000 INFO spark_bridge.x: Query clicks goes on",
+]
+
+
+def failing() -> Iterator[str]:
+    raise RuntimeError("the node is gone")
+
+
+def test_events_about_a_query_by_time() -> None:
+    missing: list[str] = []
+    files = [
+        LogFile("host 1", lambda: HOST),
+        LogFile("coordinator", lambda: COORDINATOR),
+        LogFile("host 2", failing),
+    ]
+    found = events_about(files, names_of(QUERY), missing)
+    assert [(e.source, e.time[17:19], e.level) for e in found] == [
+        ("coordinator", "01", "INFO"),
+        ("host 1", "02", "WARNING"),
+        ("coordinator", "05", "ERROR"),
+        ("host 1", "06", "INFO"),
+    ]
+    assert found[2].text.count("\n") == 2, "a traceback belongs to its event"
+    assert missing == ["The log of the host 2 cannot be read: the node is gone"]
+
+
+def test_all_events() -> None:
+    assert len(events_about([LogFile("coordinator", lambda: COORDINATOR)], (), [])) == 3

@@ -1,0 +1,210 @@
+"""``get``, ``scan``, ``sql``, ``watch`` and ``diff`` on checkpoints and savepoints, with neither Ray nor Spark."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from spark_bridge.cli.keys import bound_of, condition_of, key_of
+from spark_bridge.cli.main import app
+from spark_bridge.exceptions import RequestError, UnknownKeyOrNamespaceError
+from spark_bridge.state_data import checkpoint_client
+from tests.spark_bridge.state_data.format_fixtures import Stored
+
+CHECKPOINT = str(Stored("file").checkpoint)
+KEY = pa.schema([("k", pa.string()), ("g", pa.int32())])
+
+
+def run(*args: str, code: int = 0, at: str = CHECKPOINT) -> Result:
+    result = CliRunner().invoke(app, [*args, "--checkpoint", at])
+    assert result.exit_code == code, (result.output, result.exception)
+    return result
+
+
+def as_json(*args: str, code: int = 0, at: str = CHECKPOINT) -> Any:
+    return json.loads(run(*args, "--json", code=code, at=at).stdout)
+
+
+# -- keys and conditions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words", [["k=a,b", "g=0"], ["g=0", "k=a,b"], ["a,b", "0"], ['"a,b",0'], ['["a,b", 0]'], ['{"g": 0, "k": "a,b"}']]
+)
+def test_a_key_is_written_in_several_ways(words: list[str]) -> None:
+    assert key_of(words, KEY) == ("a,b", 0)
+
+
+def test_a_key_of_one_column() -> None:
+    text, number = pa.schema([("k", pa.string())]), pa.schema([("n", pa.int64())])
+    assert key_of(["a=b"], text) == "a=b", "only the name of a column stands before its value"
+    assert key_of(["k=b"], text) == "b"
+    assert key_of(["{7}"], text) == "{7}" and key_of(["null"], text) == "null" and key_of(["7"], text) == "7"
+    assert key_of(["7"], number) == key_of(["n=7"], number) == 7
+    assert key_of(["null"], number) is None and key_of(["[null]"], text) is None
+
+
+def test_a_wrong_key_says_what_is_wanted() -> None:
+    with pytest.raises(UnknownKeyOrNamespaceError, match=r"3 values were given; the key has 2 columns \(k: string"):
+        key_of(["a", "b", "c"], KEY)
+    with pytest.raises(UnknownKeyOrNamespaceError, match="Key column 'g': 'x' is no int32"):
+        key_of(["k=a", "g=x"], KEY)
+
+
+@pytest.mark.parametrize(
+    ("text", "condition"),
+    [
+        ("n > 10", ("n", ">", 10)),
+        ("n<=1.5", ("n", "<=", 1.5)),
+        ("k = a b", ("k", "=", "a b")),
+        ('k != "7"', ("k", "!=", "7")),
+        ('k in ["a", "b"]', ("k", "in", ["a", "b"])),
+        ("v IS  NOT NULL", ("v", "is not null")),
+        ("v is null", ("v", "is null")),
+        ("within = 3", ("within", "=", 3)),
+    ],
+)
+def test_conditions(text: str, condition: tuple[Any, ...]) -> None:
+    assert condition_of(text) == condition
+
+
+@pytest.mark.parametrize(("text", "why"), [("n", "is no condition"), ("k in a", "comes a JSON array")])
+def test_wrong_conditions(text: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        condition_of(text)
+
+
+def test_bounds_are_json_or_text() -> None:
+    assert [bound_of(t) for t in (None, "de", '["de", 1]', "7")] == [None, "de", ["de", 1], 7]
+
+
+# -- get, scan, sql --------------------------------------------------------------------------------
+
+
+def test_get() -> None:
+    found = as_json("get", "totals", "k=a", "g=0")
+    assert (found["operator"], found["key"], found["value"]["n"]) == ("totals", ["a", 0], 14)
+    assert as_json("get", "totals", "a", "0", "--version", "2")["value"]["n"] == 6
+    assert "n: 14" in run("get", "totals", "a,0").stdout
+    assert len(as_json("get", "visits", "many", "--state", "seen")["value"]) > 200
+    start = as_json("get", "windows", "b")["value"][0]["window"]["start"]
+    assert as_json("get", "windows", "b", "--window", start)["value"]["n"] > 0
+
+
+def test_no_such_key_is_exit_code_1() -> None:
+    assert as_json("get", "totals", "nobody", "0", code=1)["value"] is None
+    result = run("get", "totals", "nobody", "0", code=1)
+    assert "has nothing for this key" in result.stderr and not result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("get", "nope", "1"), "its operators: 'firsts'"),
+        (("get", "totals", "a"), "has 1 parts, the key columns are 2"),
+        (("get", "visits", "a", "--state", "x"), "no state variable 'x'"),
+        (("scan", "totals", "--version", "77"), "there are the versions"),
+        (("scan", "totals", "--columns", "nope"), "There is no column 'nope'"),
+        (("sql", "select nope from totals"), "nope"),
+        (("sql", "select 1 from nope"), "Tables of running queries"),
+        (("sql", "drop table totals"), "One statement that reads is possible"),
+        (("diff", "totals", "4", "1"), "give the earlier version first"),
+        (("watch", "totals", "--from-version", "99"), "cannot be watched from"),
+    ],
+)
+def test_what_is_asked_wrongly_is_exit_code_2(args: tuple[str, ...], message: str) -> None:
+    result = run(*args, code=2)
+    assert message in result.stderr and not result.stdout
+
+
+def test_scan_in_every_form() -> None:
+    found = as_json("scan", "totals", "--where", "n > 4", "--columns", "k,g,n")
+    assert found["operator"] == "totals" and found["version"] == 5
+    assert all(row["n"] > 4 for row in found["rows"]) and found["rows"]
+    text = run("scan", "totals", "--where", "n > 4", "--columns", "k,g,n", "--format", "csv").stdout
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [{"k": r["k"] or None, "g": int(r["g"]), "n": int(r["n"])} for r in rows] == found["rows"]
+    assert "14" in run("scan", "totals", "--columns", "n").stdout
+    assert {row["k"] for row in as_json("scan", "totals", "--prefix", '["a"]')["rows"]} == {"a"}
+    empty = as_json("scan", "totals", "--where", "n > 1000")
+    assert empty["rows"] == []
+
+
+def test_scan_says_that_there_are_more() -> None:
+    result = run("scan", "totals", "--limit", "2", "--json")
+    assert len(json.loads(result.stdout)["rows"]) == 2 and "more than 2 rows" in result.stderr
+    result = run("scan", "totals", "--limit", "0", "--json")
+    assert len(json.loads(result.stdout)["rows"]) == 13 and not result.stderr
+    assert not run("scan", "totals", "--limit", "13", "--json").stderr
+
+
+def test_sql() -> None:
+    found = as_json("sql", "select k, g, n from totals order by n desc limit 1")
+    assert found["rows"] == [{"k": "a", "g": 0, "n": 14}]
+    result = CliRunner().invoke(app, ["sql", "-", "--checkpoint", CHECKPOINT, "--json"], input="select 1 as one")
+    assert json.loads(result.stdout)["rows"] == [{"one": 1}]
+
+
+# -- watch and diff --------------------------------------------------------------------------------
+
+
+def test_watch_a_key() -> None:
+    lines = run("watch", "totals", "a", "0", "--from-version", "1", "--changes", "2", "--json").stdout.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [(c["version"], c["before"]["n"], c["after"]["n"]) for c in found] == [(4, 6, 12), (5, 12, 14)]
+    text = run("watch", "totals", "a", "0", "--from-version", "3", "--changes", "1").stdout
+    assert text.startswith("version 4  changed  k=a g=0  n: 6 -> 12, total: 10.0 -> 21.0")
+
+
+def test_ctrl_c_ends_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_client, "threading", SimpleNamespace(Event=Interrupted))
+    result = run("watch", "totals", "a", "0", "--from-version", "4")
+    assert result.stdout.count("\n") == 1 and not result.stderr
+
+
+def test_diff() -> None:
+    found = as_json("diff", "totals", "3", "4", code=1)
+    assert (found["from_version"], found["to_version"]) == (3, 4)
+    assert sorted((r["change_type"], r["k"] or "") for r in found["rows"]) == [
+        ("added", "a"),
+        ("changed", ""),
+        ("changed", "a"),
+    ]
+    assert as_json("diff", "totals", "3", "4", "--summary", code=1)["changed"] == 2
+    assert "3 to 4: 1 added, 2 changed, 0 removed" in run("diff", "totals", "3", "4", code=1).stdout
+    assert as_json("diff", "totals", "4", "4")["rows"] == []
+    assert as_json("diff", "firsts", "1", "--summary", code=1)["removed"] > 0
+
+
+def test_a_savepoint_is_read_like_a_checkpoint() -> None:
+    result = run("get", "totals", "a", "0", "--json", at=Stored("file").savepoint)
+    assert "is a savepoint" in result.stderr
+    assert json.loads(result.stdout) == as_json("get", "totals", "a", "0")
+    assert as_json("diff", "totals", "5", at=Stored("file").savepoint)["rows"] == []
+
+
+def test_damage_is_said(tmp_path: Path) -> None:
+    at = tmp_path / "ck"
+    shutil.copytree(CHECKPOINT, at)
+    for file in (at / "statestore/operators").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-1])
+    for command in (("get", "totals", "a", "0"), ("scan", "totals"), ("diff", "totals", "1", "4")):
+        result = run(*command, code=2, at=str(at))
+        assert "operators/totals" in result.stderr and "bytes" in result.stderr
+    assert "operators/totals" in run("sql", "select * from totals", code=2, at=str(at)).stderr

@@ -1,0 +1,58 @@
+"""``statestore top`` and the pace of queries that it shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from typer.testing import CliRunner
+
+from spark_bridge.cli.main import app
+from spark_bridge.cli.top import top_view
+from spark_bridge.overview.model import Checkpoint, Overview
+from spark_bridge.overview.pace import pace_of
+from tests.coordinator_actor.savepoints.savepoint_streams import Stream
+from tests.spark_bridge.cli.test_views import OVERVIEW, QUERY, printed
+
+
+def checkpoints(*moments: int, rows: int | None = 500) -> tuple[Checkpoint, ...]:
+    return tuple(
+        Checkpoint(i, i, 1, "r", completed_ms=ms, duration_ms=100 * i, rows=rows, delta_bytes=1024)
+        for i, ms in enumerate(moments, 1)
+    )
+
+
+def overview(*moments: int, rows: int | None = 500) -> Overview:
+    return replace(OVERVIEW, taken_ms=12_000, queries=(replace(QUERY, checkpoints=checkpoints(*moments, rows=rows)),))
+
+
+def test_pace() -> None:
+    (pace,) = pace_of(overview(5_000, 7_000, 10_000))
+    assert (pace.freshness_ms, pace.usual_ms, pace.interval_ms) == (2_000, 200, 2_500)
+    assert pace.rows_per_second == 2 * 500 / 5, "the rows of the first checkpoint came before"
+    assert (pace.bytes_per_checkpoint, pace.hottest) == (1024, "aircraft/0")
+    assert pace.hottest_ms == sum(QUERY.operators[0].partitions[0].commit_ms.values())
+
+
+def test_what_is_not_known_is_none() -> None:
+    assert pace_of(overview(5_000))[0].rows_per_second is None
+    assert pace_of(overview(5_000, 7_000, rows=None))[0].rows_per_second is None
+    assert pace_of(overview())[0].freshness_ms is None
+
+
+def test_one_look() -> None:
+    text = printed(top_view(overview(5_000, 7_000, 10_000)))
+    for part in ("flights", "200", "2.0 s", "aircraft/0", "host-a-0", "ERROR host-silent"):
+        assert part in text
+
+
+def test_a_pipe_is_looked_into_once(stream: Callable[..., Stream]) -> None:
+    s = stream(batches=3)
+    at = str(s.world.root / "ck")
+    result = CliRunner().invoke(app, ["top", "--checkpoint", at, "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["queries"][0]["version"] == 3
+    assert "Nothing is wrong" in CliRunner().invoke(app, ["top", "--checkpoint", at]).stdout
+    s.world.plan_spark(5)
+    s.world.commit_spark(5)
+    assert CliRunner().invoke(app, ["top", "--checkpoint", at]).exit_code == 1

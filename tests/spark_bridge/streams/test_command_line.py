@@ -1,0 +1,79 @@
+"""Each command against a running stream, against the checkpoint of the stopped one, and against a damaged one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+from spark_bridge import aggregate
+from spark_bridge import functions as S
+from spark_bridge.cli.main import app
+from tests.spark_bridge.conftest import Stream, settle, wait_until
+
+pytestmark = pytest.mark.spark
+
+
+def statestore(*args: str, code: int | None = 0) -> Any:
+    """Run a command in this process, which is in the cluster and stays there; return what its JSON says."""
+    with patch.object(ray, "init"), patch.object(ray, "shutdown"):
+        result = CliRunner().invoke(app, [*args, "--json"])
+    assert code is None or result.exit_code == code, (args, result.output, result.exception)
+    lines = result.stdout.splitlines()
+    return json.loads(result.stdout) if args[0] not in ("watch", "logs") else [json.loads(line) for line in lines]
+
+
+def test_commands_on_a_running_stream_its_checkpoint_and_a_damaged_one(stream: Stream) -> None:
+    stream.add([(1, 1.0), (2, 2.0)])
+    totals = aggregate(stream.read(), by="k", operator="cli_totals", num_partitions=2, n=S.count(), total=S.sum("v"))
+    query = (
+        totals.writeStream.queryName("cli")
+        .outputMode("append")
+        .option("checkpointLocation", stream.checkpoint)
+        .format("noop")
+        .start()
+    )
+    settle(query)
+    stream.add([(1, 3.0), (3, 4.0)])
+    settle(query)
+    wait_until(lambda: statestore("get", "cli_totals", "k=1")["value"] == {"n": 2, "total": 4.0})
+
+    def answers(*where: str) -> list[Any]:
+        """What must be the same of a running stream and of a checkpoint."""
+        rows = statestore("scan", "cli_totals", "--where", "n > 1", *where)["rows"]
+        sums = statestore("sql", "select sum(n) as n from cli_totals", *where)["rows"]
+        changed = statestore("watch", "cli_totals", "1", "--from-version", "1", "--changes", "1", *where)
+        differing = statestore("diff", "cli_totals", "1", "2", *where, code=1)
+        old = statestore("get", "cli_totals", "1", "--version", "1", *where)["value"]
+        kinds = sorted((row["k"], row["change_type"], row["after"]["n"]) for row in differing["rows"])
+        return [rows, sums, changed[0]["after"], kinds, old]
+
+    of_cluster = answers()
+    assert of_cluster == [
+        [{"k": 1, "n": 2, "total": 4.0}],
+        [{"n": "4"}],
+        {"n": 2, "total": 4.0},
+        [(1, "changed", 2), (3, "added", 1)],
+        {"n": 1, "total": 1.0},
+    ]
+    top = next(q for q in statestore("top", code=None)["queries"] if q["query"] == "cli")
+    assert top["version"] == 2 and top["keys"] == 3
+    checks = {c["name"]: c for c in statestore("doctor", "--checkpoint", stream.checkpoint, code=None)["checks"]}
+    assert {checks[name]["status"] for name in ("nodes", "coordinator", "ports", "create-if-absent")} == {"ok"}
+    events = statestore("logs", "cli")
+    assert {e["source"] for e in events} >= {"coordinator"}
+    assert all(str(query.runId) in e["text"] or str(query.id) in e["text"] or "cli" in e["text"] for e in events)
+    query.stop()
+
+    of_checkpoint = answers("--checkpoint", stream.checkpoint)
+    assert of_checkpoint == of_cluster
+    for file in Path(stream.checkpoint, "statestore", "operators", "cli_totals").rglob("*.*"):
+        file.write_bytes(file.read_bytes()[:-1])
+    for command in (["get", "cli_totals", "1"], ["scan", "cli_totals"], ["diff", "cli_totals", "1", "2"]):
+        result = CliRunner().invoke(app, [*command, "--checkpoint", stream.checkpoint])
+        assert result.exit_code == 2 and "cli_totals" in result.stderr, command
