@@ -32,7 +32,7 @@ from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.retention import measured, remove_garbage
+from coordinator_actor.query.retention import measured, remove_garbage, tidy_records
 from coordinator_actor.query_threads import Apart, in_place
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
@@ -201,6 +201,7 @@ def _settle(run: QueryState, savepoints: RunSavepoints) -> None:
 def _maintain(run: QueryState, now: float) -> None:
     try:
         removed = remove_garbage(run, now)
+        tidy_records(run)
         measure = measured(run)
         if measure is not None:
             run.history.measured(*measure)

@@ -160,9 +160,11 @@ class CoordinatorPort:
         """
 
     @message(Group.QUERIES)
-    def batch_committed(self, run_id: str, batch_id: int) -> bool:
+    def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
         """Report that Spark has committed batch N, so that version N + 1 is completed. False if that was known.
 
+        ``by_driver``: the run's own driver has seen its Spark commit. Who has only seen ``commits/N`` cannot tell whose
+        it is: then raises ``FencedError`` if another coordinator has taken over.
         The hosts learn of the completed version with their next heartbeat.
         """
 

@@ -26,6 +26,7 @@ SECONDS = (10.0, 60.0)
 """To connect, and for each part of an answer: a cut cable sends none. A job's files are uploaded in between."""
 AGAIN_SECONDS = 2.0
 OK, NOT_FOUND = 200, 404
+SERVER_FAILED = "status code 5"
 
 
 class PatientClient(JobSubmissionClient):  # type: ignore[misc]
@@ -89,8 +90,11 @@ class RayJobs:
             self._away(error)
         except (AuthenticationError, RuntimeError, ValueError) as error:
             # Ray has no error of its own for an id that is taken, nor for a request that broke off behind the start.
-            if self.look(number) is None:
-                raise NotOursError(f"Ray does not take the job {self.named(number)}: {error}") from error
+            if self.look(number) is not None:
+                return
+            if SERVER_FAILED in str(error):  # a head that has just been started has nobody yet who takes jobs
+                self._away(error)
+            raise NotOursError(f"Ray does not take the job {self.named(number)}: {error}") from error
 
     def stop(self, number: int) -> None:
         """Ask a run to end. Nothing happens if the cluster does not know it."""

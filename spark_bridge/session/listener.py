@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
+from spark_bridge.session.events_in_java import EventsInJava
 from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
 from spark_bridge.session.settings import (
@@ -64,6 +65,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """By run, the local properties of the thread that runs the query, which its later jobs are given."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._in_java: Any = None
         self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
         sink = RayMetrics({"namespace": cluster.options.namespace})
         self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id))
@@ -222,14 +224,24 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         # setLocalProperty(key, None) removes the property.
         self._spark.sparkContext._jsc.sc().setLocalProperty(key, value)
 
+    @property
+    def _jlistener(self) -> Any:
+        if self._in_java is None:
+            self._in_java = self._spark._jvm.PythonStreamingQueryListenerWrapper(
+                EventsInJava(self, self.batch_committed)
+            )
+        return self._in_java
+
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
         """Report that a batch is done: ``commits/<N>`` is on disk, so the batch's version is completed."""
-        run_id = str(event.progress.runId)
+        self.batch_committed(str(event.progress.runId), int(event.progress.batchId), lambda: str(event.progress.json))
+
+    def batch_committed(self, run_id: str, batch_id: int, progress_json: Callable[[], str]) -> None:
+        """Report a batch of any query of the session; those without stateful operators are passed over."""
         with self._lock:
             known = run_id in self._registrations
         if known and not self._stopping.is_set():
-            batch_id = int(event.progress.batchId)
-            self._metrics.batch(run_id, event.progress.json)
+            self._metrics.batch(run_id, progress_json())
             try:
                 self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
@@ -237,7 +249,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                     tell_listeners(run_id, progress_of_batch(self._cluster, run_id, batch_id))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The first task of the next batch completes the version all the same.
-                log.warning("Batch %s of run %s was not reported: %s", event.progress.batchId, run_id, error)
+                log.warning("Batch %d of run %s was not reported: %s", batch_id, run_id, error)
 
     def onQueryIdle(self, event: Any) -> None:
         """Do nothing: an idle query has no new version."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from spark_bridge.session.host_placement import is_dead
+from spark_bridge.session.query_refusal import end_with
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,20 +50,23 @@ class SparkMasterWatch:
         while not self._closed.wait(LOOK_SECONDS):
             if is_dead(self._master):
                 break
-        else:
-            return
+        if self._closed.is_set() or self._spark.sparkContext._jsc is None:
+            return  # the program has stopped Spark, and RayDP the master
         log.error("%s", GONE)
-        # A query that waits for data has no job now, and gets one when data comes.
+        # Again and again: the program may start further queries, and Spark other jobs.
         while not self._closed.wait(LOOK_SECONDS):
             try:
-                self._cancel_jobs()
+                self._end_queries()
             except Exception:  # the thread must go on
-                log.warning("The jobs of the application could not be ended", exc_info=True)
+                log.warning("The queries of the application could not be ended", exc_info=True)
 
-    def _cancel_jobs(self) -> None:
+    def _end_queries(self) -> None:
         context = self._spark.sparkContext
         if context._jsc is None:  # the program has stopped Spark
             self._closed.set()
             return
+        for query in self._spark.streams.active:
+            end_with(self._spark._jvm, query._jsq.streamingQuery(), GONE)
+            query.stop()
         for job in context.statusTracker().getActiveJobsIds():
             context._jsc.sc().cancelJob(job, GONE)

@@ -100,7 +100,7 @@ class StateCluster:
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
-        if self.coordinator.batch_committed(run_id, batch_id):
+        if self.coordinator.batch_committed(run_id, batch_id, by_driver=True):
             for host in self.hosts:
                 host.on_progress.remote()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -17,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from backends.exceptions import StateStoreError
 from coordinator_actor.exceptions import CoordinatorError
@@ -36,26 +34,12 @@ from spark_bridge.ui.sign_in import (
 )
 from spark_bridge.ui.system import System
 from spark_bridge.ui.watching import Watches
+from spark_bridge.ui.web import SafeHeaders, form_of
 
 STATIC = Path(__file__).with_name("static")
-MOST_FORM_BYTES = 64 << 10
-FORM_SECONDS = 10.0
 MOST_REQUESTS = 32
 """So many requests are answered at once, watches apart; each may have a thread."""
 SESSION_SECONDS = 12 * 3600
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
-    "base-uri 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    # With "no-referrer" a browser would send forms with "Origin: null".
-    "Referrer-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-}
 _NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
 
 View = Callable[[Call], Response]
@@ -89,30 +73,7 @@ def create_ui(
         *(Route(path, page.shown(view)) for path, view in views.SEEN.items()),
         *(Route(path, page.sent(view), methods=["POST"]) for path, view in views.SENT.items()),
     ]
-    return _SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
-
-
-class _SafeHeaders:
-    """ASGI middleware that gives every answer the headers that keep browsers in check."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-
-        async def sent(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                named = {name for name, _ in message.get("headers", ())}
-                caching = b"no-cache" if "/static/" in scope["path"] else b"no-store"
-                more = [] if b"cache-control" in named else [(b"cache-control", caching)]
-                message["headers"] = [*message.get("headers", ()), *headers, *more]
-            await send(message)
-
-        await self._app(scope, receive, sent)
+    return SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
 
 
 class _Page:
@@ -148,7 +109,7 @@ class _Page:
                 grant = self._granted(request)
             except AccessDeniedError as error:
                 return self._refused(request, error)
-            form = await _form(request)
+            form = await form_of(request)
             if isinstance(form, Response):
                 return form
             refusal = refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
@@ -231,7 +192,7 @@ class _Page:
                 return self._signed_in(request, token, "/")
             problem = "The code of this address was used already, or is of an earlier start." if code else ""
             return self._sign_in_page(request, problem, "", 401 if code else 200)
-        form = await _form(request)
+        form = await form_of(request)
         if isinstance(form, Response):
             return form
         visit = request.cookies.get(VISIT_COOKIE, "")
@@ -272,7 +233,7 @@ class _Page:
 
     async def sign_out(self, request: Request) -> Response:
         """Forget the session."""
-        form = await _form(request)
+        form = await form_of(request)
         if isinstance(form, Response):
             return form
         refusal = refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
@@ -293,32 +254,6 @@ class _Page:
             httponly=True,
             samesite="strict",
         )
-
-
-async def _form(request: Request) -> Mapping[str, str] | Response:
-    """Return the fields of a form, or the refusal of one that is too large, too slow, or no form."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/x-www-form-urlencoded":
-        return PlainTextResponse("Forms are sent as application/x-www-form-urlencoded.", 415)
-    try:
-        body = await asyncio.wait_for(_body(request), FORM_SECONDS)
-    except asyncio.TimeoutError:
-        return PlainTextResponse("The form did not come in time.", 408, {"Connection": "close"})
-    if body is None:
-        return PlainTextResponse(f"The form is larger than {MOST_FORM_BYTES} bytes.", 413, {"Connection": "close"})
-    try:
-        return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=200, errors="replace"))
-    except (UnicodeDecodeError, ValueError):
-        return PlainTextResponse("This is no form.", 400)
-
-
-async def _body(request: Request) -> bytes | None:
-    parts = bytearray()
-    async for part in request.stream():
-        parts += part
-        if len(parts) > MOST_FORM_BYTES:
-            return None
-    return bytes(parts)
 
 
 async def _not_found(request: Request, _: Exception) -> Response:

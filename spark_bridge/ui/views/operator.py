@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from spark_bridge.overview.model import Operator, Query
+from spark_bridge.overview.model import Operator, Partition, Query
 from spark_bridge.ui.charts import MEASURES, heat_map, in_words, measured
 from spark_bridge.ui.requests import Call, faults_about
 from spark_bridge.ui.system import reference, tables_of
@@ -54,9 +54,9 @@ def operator(call: Call) -> Response:
     )
 
 
-def _order(partition: object, by: str) -> tuple[float, int]:
-    number: int = partition.partition  # type: ignore[attr-defined]
+def _order(partition: Partition, by: str) -> tuple[float, int]:
+    """Return the place of a partition: ascending by number, else those with most first."""
     if by == "partition":
-        return (0.0, number)
-    value = partition.snapshot_lag if by == "lag" else measured(partition, by)  # type: ignore[attr-defined, arg-type]
-    return (-(value if value is not None else -1.0), number)
+        return (0.0, partition.partition)
+    value = partition.snapshot_lag if by == "lag" else measured(partition, by)
+    return (-(value if value is not None else -1.0), partition.partition)

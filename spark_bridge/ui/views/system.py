@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from spark_bridge.overview.model import ERROR, RUNNING
+from spark_bridge.overview.model import ERROR, RUNNING, Query
 from spark_bridge.ui.charts import pace, sparkline, strip
 from spark_bridge.ui.requests import Call
 
@@ -45,10 +45,9 @@ def overview(call: Call) -> Response:
     )
 
 
-def _is_faulty(query: object, faulty: set[str]) -> bool:
-    title = query.title  # type: ignore[attr-defined]
-    names = [f"operator {o.name} of query {title}" for o in query.operators]  # type: ignore[attr-defined]
-    return not faulty.isdisjoint([f"query {title}", *names])
+def _is_faulty(query: Query, faulty: set[str]) -> bool:
+    subjects = [f"operator {o.name} of query {query.title}" for o in query.operators]
+    return not faulty.isdisjoint([f"query {query.title}", *subjects])
 
 
 def _held(memory: dict[str, int]) -> int:

@@ -67,13 +67,14 @@ def test_no_cluster_is_said_and_is_an_exit_code_of_its_own() -> None:
 class Supervised:
     """A counting stream under ``statestore run``, and what it should have counted."""
 
-    def __init__(self, head: OwnHead, root: Path) -> None:
+    def __init__(self, head: OwnHead, root: Path, *more: str) -> None:
         self.head, self.root = head, root
         self._counts: Counter[int] = Counter()
         for directory in ("in", "pids"):
             (root / directory).mkdir()
         self.add()
-        argv = [sys.executable, "-m", "spark_bridge.cli", "run", str(PROGRAM), "--address", head.url, "--", str(root)]
+        argv = [sys.executable, "-m", "spark_bridge.cli", "run", str(PROGRAM), "--address", head.url, "--"]
+        argv += [str(root), *more]
         environment = {**head.environment(), "PYTHONPATH": str(REPOSITORY)}
         with (root / "said").open("wb") as said:
             self.process = subprocess.Popen(argv, env=environment, stdout=said, stderr=said, cwd=root)
@@ -116,9 +117,9 @@ class Supervised:
 
 
 @pytest.fixture
-def supervised(tmp_path: Path) -> Iterator[Supervised]:
+def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Supervised]:
     with own_head() as head:
-        supervised = Supervised(head, tmp_path)
+        supervised = Supervised(head, tmp_path, *getattr(request, "param", ()))
         try:
             yield supervised
         finally:
@@ -128,6 +129,9 @@ def supervised(tmp_path: Path) -> Iterator[Supervised]:
 
 @pytest.mark.ray
 @pytest.mark.spark
+@pytest.mark.parametrize(
+    "supervised", [("local",), pytest.param((), marks=pytest.mark.thorough)], ids=["local", "raydp"], indirect=True
+)
 def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -> None:
     driver = supervised.driver(1)
     supervised.await_batches()
@@ -137,6 +141,7 @@ def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -
     supervised.await_batches()
     assert "the driver was killed by SIGKILL" in supervised.said()
     supervised.end()
+    assert "RayDP's master" not in supervised.said()  # which ends with the program
 
 
 @pytest.mark.ray
@@ -146,8 +151,8 @@ def test_raydp_loses_its_master_which_ends_the_driver_and_the_counts_are_exact(s
     supervised.driver(1)
     supervised.await_batches()
     supervised.head.named("RayDPSparkMaster").kill()
+    supervised.driver(2)  # though the query waited for data
     supervised.add()
-    supervised.driver(2)
     supervised.await_batches()
     assert "RayDP's master of this application has died" in supervised.said()
     assert "the program has ended with exit code 1" in supervised.said()

@@ -30,7 +30,6 @@ ARGUMENTS = [
     "--disable-sync",
 ]
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 380, "height": 800}
-AXE = "node_modules/axe-core/axe.min.js"
 WHY_NOT = next(
     (
         why
