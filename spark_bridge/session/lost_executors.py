@@ -66,12 +66,13 @@ class LostExecutors:
 
     def look(self) -> None:
         """Give up executors that do not answer, and ask for others."""
-        executors = executor_places(self._spark)
+        all_executors = executor_places(self._spark)
+        executors = {i: place for i, place in all_executors.items() if place is not None}
         silent = silent_places(set(executors.values()), refusals=False) if executors else set()
         self._failed = {i: self._failed.get(i, 0) + 1 for i, place in executors.items() if place in silent}
         lost = {i: executors[i] for i, times in self._failed.items() if times >= FAILED_LOOKS}
         if lost and not is_cut_off(set(executors.values()), silent, own_address()):
-            self._give_up(lost, len(executors))
+            self._give_up(lost, len(all_executors))
 
     def _give_up(self, lost: Mapping[str, Place], total: int) -> None:
         machines = {ip for ip, _ in lost.values()}
@@ -99,16 +100,24 @@ class LostExecutors:
             scala.requestTotalExecutors(total, 0, default_profile_only)
 
 
-def executor_places(spark: SparkSession) -> dict[str, Place]:
-    """Return the address and port of each executor that Spark has, by its id."""
+def executor_places(spark: SparkSession) -> dict[str, Place | None]:
+    """Return the address and port of each executor that Spark has, by its id; None of one whose port comes later."""
     places = {}
     active = spark.sparkContext._jsc.sc().statusStore().executorList(True)
     for i in range(active.size()):
         executor = active.apply(i)
         if executor.id() != DRIVER:
-            machine, _, port = str(executor.hostPort()).rpartition(":")
-            places[str(executor.id())] = address_of(machine), int(port)
+            places[str(executor.id())] = place_of(str(executor.hostPort()))
     return places
+
+
+def place_of(host_port: str) -> Place | None:
+    """Return address and port of what Spark says of an executor; None of one that is new, whose port Spark says later.
+
+    The place of an executor is that of its block manager, which registers behind the executor itself.
+    """
+    machine, _, port = host_port.rpartition(":")
+    return (address_of(machine.strip("[]")), int(port)) if machine and not host_port.endswith("]") else None
 
 
 def is_cut_off(places: Collection[Place], silent: Collection[Place], own: str) -> bool:

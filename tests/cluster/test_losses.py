@@ -18,7 +18,6 @@ import pytest
 
 from spark_bridge import state_table
 from tests.cluster.program_on_lab import START_SECONDS, ProgramOnLab
-from tests.effort import effort
 from tests.lab.auditor import committed
 from tests.lab.bank import ACCOUNTS, OPERATOR, postings
 from tests.lab.cable import Direction
@@ -26,8 +25,8 @@ from tests.lab.lab import Lab
 from tests.lab.ray_nodes import RAY, ray_address, ray_environment, start_ray, start_ray_on
 from tests.spark_bridge.conftest import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark]
-LOSSES = int(os.environ.get("STATESTORE_LOSSES", effort(2, 300)))
+pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.spark, pytest.mark.thorough]
+LOSSES = int(os.environ.get("STATESTORE_LOSSES", "300"))
 CPUS = [0, 2, 2, 2]
 KINDS = ("killed", "without power", "cut off", "cut off in", "cut off out")
 SHORT, LONG = 15.0, 90.0
@@ -50,7 +49,7 @@ def drawn(seed: int, count: int) -> list[Loss]:
     losses = []
     for _ in range(count):
         kinds = kinds or draws.sample(KINDS, len(KINDS))
-        away = effort(SHORT, LONG) if draws.random() < 0.25 else SHORT
+        away = LONG if draws.random() < 0.25 else SHORT
         losses.append(Loss(draws.randrange(1, len(CPUS)), kinds.pop(), draws.uniform(0, away)))
     return losses
 

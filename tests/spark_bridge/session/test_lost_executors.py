@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from spark_bridge.session.lost_executors import is_cut_off
+from spark_bridge.session.lost_executors import is_cut_off, place_of
 from spark_bridge.session.raydp_settings import INSTANCES, MasterSettings, master_on_head
 from spark_bridge.transport import silent_hosts
 from spark_bridge.transport.silent_hosts import silent_places
@@ -46,6 +46,14 @@ def test_a_machine_that_refuses_a_connection_is_there(monkeypatch: pytest.Monkey
             waits.setblocking(False)
             waits.connect_ex(places[1])
             assert silent_places(places, refusals=False) == {places[1]}
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [("10.0.0.1:7", ("10.0.0.1", 7)), ("10.0.0.1", None), ("[fd00::1]:7", ("fd00::1", 7)), ("[fd00::1]", None)],
+)
+def test_an_executor_is_at_a_place_once_its_port_is_known(said: str, place: tuple[str, int] | None) -> None:
+    assert place_of(said) == place
 
 
 def test_raydp_starts_executors_in_the_place_of_others_without_end() -> None:
