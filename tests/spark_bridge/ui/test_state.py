@@ -8,6 +8,7 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,7 +232,9 @@ def test_a_watched_key_tells_each_version_that_changed_it(tmp_path: Path) -> Non
                 name == "change" and first["rows"][0]["change"] == "update" and "name: a" in first["rows"][0]["after"]
             )
             tokens.revoked.add(LOOK)
+            deadline = time.monotonic() + PATIENCE
             while reading.is_alive():
+                assert time.monotonic() < deadline, "the watch goes on without a token"
                 made.cluster.batch({1: (99 + made.cluster.version, "a")})
                 reading.join(0.05)
             assert told[-1] == ("problem", {"problem": "The token is unknown."})
