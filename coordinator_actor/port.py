@@ -315,8 +315,10 @@ class CoordinatorPort:
         """Return the version of the messages that this coordinator speaks (``wire_version.py``)."""
 
     @message(Group.QUERIES)
-    def issue_token(self, name: str, expires_in: float | None = None) -> str:
-        """Issue a read-only token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
+    def issue_token(self, name: str, expires_in: float | None = None, *, admin: bool = False) -> str:
+        """Issue a token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
+
+        It is read-only; with ``admin`` it may act on the page.
 
         Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
         """

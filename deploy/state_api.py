@@ -5,6 +5,8 @@
     TOKEN=$(statestore token issue --name curl)  # once: the token is not shown again
     curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:8000/v1/operators
 
+The page for people is at http://127.0.0.1:8000/ui/; they sign in with such a token.
+
 ``/openapi.json`` and ``deploy/README.md`` describe routes, values and errors; their code is in ``state_http``.
 """
 
@@ -21,12 +23,14 @@ from ray.serve import Application
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
-from deploy.state_http.coordinator_tokens import CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.service import AsyncStateClient
+from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
 from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
+OVERVIEW_SECONDS = 3.0
+"""How long the page waits for hosts: one that is gone must not hold it up."""
 
 
 class Settings(BaseModel):
@@ -45,6 +49,9 @@ class Settings(BaseModel):
     ] = None
     tls_key: str | None = None
     tls_server_name: str | None = None
+    storage_options: Annotated[
+        dict[str, str], Field(description="The settings of the storage in which the page looks for savepoints.")
+    ] = {}
 
     def tls(self) -> TlsConf | None:
         """Return the TLS settings of the client; None if hosts do not use TLS."""
@@ -56,7 +63,11 @@ class Settings(BaseModel):
 def build_http(settings: Settings) -> FastAPI:
     """Return the application that a replica runs, with a client of this Ray cluster."""
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
-    from spark_bridge import AsyncQueryableStateClient
+    from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
+    from spark_bridge.overview.model import Overview
+    from spark_bridge.overview.on_ray import cluster_overview
+    from spark_bridge.ui.app import create_ui
+    from spark_bridge.ui.live import LiveSystem
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(port.call)
@@ -79,7 +90,18 @@ def build_http(settings: Settings) -> FastAPI:
         for client in made:
             await client.close()
 
-    return create_app(connect, tokens, settings.limits, running)
+    def overview() -> Overview:
+        return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS)
+
+    def client_of_page() -> QueryableStateClient:
+        return QueryableStateClient.connect(
+            settings.namespace, settings.coordinator_name, tls=settings.tls(), timeout=settings.limits.timeout
+        )
+
+    page = create_ui(
+        LiveSystem(settings.namespace, overview, client_of_page, port.call, settings.storage_options), tokens
+    )
+    return create_app(connect, tokens, settings.limits, running, page)
 
 
 def build_app(args: Settings) -> Application:

@@ -239,6 +239,12 @@ class QueryState:
 
     # -- batches -------------------------------------------------------------------------------
 
+    @property
+    def last_times(self) -> BatchTimes | None:
+        """The times of the last batch whose tasks needed them, for people. Needs no lock."""
+        times = self._times
+        return None if times is None else times[1]
+
     def times(self, batch_id: int) -> BatchTimes | None:
         """Return the times of a batch, as Spark has logged them; None if no operator uses them."""
         if not any(o.uses_time for o in self.registration.operators):

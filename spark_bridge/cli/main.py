@@ -15,6 +15,7 @@ from spark_bridge.cli import overview_commands, storage_commands
 from spark_bridge.cli import run as run_cli
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
+from spark_bridge.cli import ui as ui_cli
 
 app = typer.Typer(
     name="statestore",
@@ -45,6 +46,7 @@ for command in (
     storage_commands.verify,
     drain_cli.drain,
     run_cli.run,
+    ui_cli.ui,
 ):
     app.command()(command)
 

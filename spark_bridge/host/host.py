@@ -226,6 +226,7 @@ class Host:
             "node_id": self.info.node_id,
             **self.counters.read(),
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
+            "row_cache": self.memory.row_cache_counts(),
             "waiting_commits": self.memory.num_waiting,
             "storage_requests": self.files.requests.read(),
             "instances": described,
