@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from backends.storage.request_counts import RequestCounts
+
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"
 
@@ -178,6 +180,20 @@ METRICS: Mapping[str, Metric] = {
             "that of the coordinator has an empty host.",
             (*_HOST, "kind"),
         ),
+        Metric(
+            "statestore_storage_failures_total",
+            COUNTER,
+            COORDINATOR,
+            "Requests to checkpoint storage that were answered with an error, or not at all. Hosts have it, too.",
+            (*_HOST, "kind"),
+        ),
+        Metric(
+            "statestore_storage_request_seconds_bucket",
+            COUNTER,
+            COORDINATOR,
+            "Requests to checkpoint storage that took at most le seconds. Hosts have it, too.",
+            (*_HOST, "kind", "le"),
+        ),
         Metric("statestore_host_restarts", GAUGE, HOST, "How many times Ray has started this host again.", _HOST),
         Metric("statestore_loads_total", COUNTER, HOST, "Partitions that were loaded from storage.", _HOST),
         Metric("statestore_commits_total", COUNTER, HOST, "Commits of partitions.", _HOST),
@@ -271,6 +287,18 @@ class MetricSink(Protocol):
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Count a value in a histogram."""
+
+
+def storage_totals(requests: RequestCounts, reached: Callable[..., None], **labels: str) -> None:
+    """Publish by ``reached`` what a process has asked of checkpoint storage."""
+    for kind, count in requests.read().items():
+        reached("statestore_storage_requests_total", count, **labels, kind=kind)
+    for kind, count in requests.failures().items():
+        reached("statestore_storage_failures_total", count, **labels, kind=kind)
+    for kind, took in requests.durations().items():
+        for bound, count in zip((*took.bounds, None), (*took.cumulative, took.count), strict=True):
+            le = "+Inf" if bound is None else f"{bound:g}"
+            reached("statestore_storage_request_seconds_bucket", count, **labels, kind=kind, le=le)
 
 
 def running_totals(sink: MetricSink) -> Callable[..., None]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from backends.storage.request_counts import RequestCounts
 from coordinator_actor.durable.checkpoint_records import CheckpointRecord
-from coordinator_actor.metrics import MetricSink, running_totals
+from coordinator_actor.metrics import MetricSink, running_totals, storage_totals
 from coordinator_actor.query.query_state import QueryState
 
 RECENT = 20
@@ -39,12 +40,11 @@ class QueryMetrics:
         self._total = running_totals(sink)
         sink.set("statestore_coordinator_start_timestamp_seconds", self._began)
 
-    def publish(self, hosts: int, queries: int, running: Sequence[QueryState], requests: dict[str, int]) -> None:
-        """Publish what is new. ``requests`` are those to storage since the process began, by kind."""
+    def publish(self, hosts: int, queries: int, running: Sequence[QueryState], requests: RequestCounts) -> None:
+        """Publish what is new. ``requests`` are those to storage since the process began."""
         self._sink.set("statestore_hosts", hosts)
         self._sink.set("statestore_queries", queries)
-        for kind, count in requests.items():
-            self._total("statestore_storage_requests_total", count, host="", kind=kind)
+        storage_totals(requests, self._total, host="")
         names = {run.run_id: run.registration.name or run.registration.query_id for run in running}
         for run_id in self._shown.keys() - names:
             ended = self._shown.pop(run_id)

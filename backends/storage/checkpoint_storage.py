@@ -448,11 +448,13 @@ class CheckpointStorage:
         wait = _FIRST_WAIT_SECONDS
         while True:
             self._requests.note(verb, self.location)
+            asked, failed = self._clock(), False
             try:
                 return call()
             except FileExistsError:
                 raise
             except (BaseError, OSError) as error:
+                failed = True
                 elapsed = self._clock() - started
                 if not self._is_transient(error):
                     raise StorageError(f"Could not {verb} {self.full_location(path)}: {_first_line(error)}") from error
@@ -460,6 +462,8 @@ class CheckpointStorage:
                     raise StorageError(
                         f"Could not {verb} {self.full_location(path)}, tried for {elapsed:.1f} s: {_first_line(error)}"
                     ) from error
+            finally:
+                self._requests.took(verb, self._clock() - asked, failed)
             # Jitter keeps many hosts that were throttled together from coming back together.
             self._sleep(wait * random.uniform(0.5, 1.0))
             wait = min(wait * 2, _LONGEST_WAIT_SECONDS)

@@ -98,7 +98,7 @@ class StateStoreCoordinator:
                 log.exception("Maintenance failed")
 
     def _publish_counts(self, hosts: int, queries: int) -> None:
-        self._query_metrics.publish(hosts, queries, self._coordinator.running(), self._requests.read())
+        self._query_metrics.publish(hosts, queries, self._coordinator.running(), self._requests)
 
     def _end(self) -> None:
         ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)

@@ -94,7 +94,7 @@ class StateStoreHost:
         self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)
         sink = RayMetrics({"namespace": namespace, "host": host_id})
-        self._metrics = HostMetrics(sink, self._queries.statistics, info.restart)
+        self._metrics = HostMetrics(sink, self._queries.statistics, self._host.files.requests, info.restart)
         self._publish = every(PUBLISH_SECONDS, self._publish_metrics, time.monotonic)
         # Before the coordinator, and so any client, hears of the address.
         self._queries.start()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from coordinator_actor.metrics import REQUEST_SECONDS, MetricSink, running_totals
+from backends.storage.request_counts import RequestCounts
+from coordinator_actor.metrics import REQUEST_SECONDS, MetricSink, running_totals, storage_totals
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
 
 MOST_PARTITIONS = 100
@@ -16,14 +17,15 @@ _COUNTS = ("loads", "commits", "snapshots", "keys_read", "keys_written")
 
 
 class HostMetrics:
-    """Publishes what a host holds and has done, and the requests that it has answered. For one thread.
+    """Publishes what a host holds and has done, whom it has answered, and its ``requests`` to storage. For one thread.
 
     ``restarts`` is how many times Ray had started the host before.
     """
 
-    def __init__(self, sink: MetricSink, statistics: RequestStatistics, restarts: int) -> None:
+    def __init__(self, sink: MetricSink, statistics: RequestStatistics, requests: RequestCounts, restarts: int) -> None:
         self._sink = sink
         self._statistics = statistics
+        self._requests = requests
         self._total = running_totals(sink)
         self._held: set[tuple[str, str, str]] = set()
         sink.set("statestore_host_restarts", restarts)
@@ -32,8 +34,7 @@ class HostMetrics:
         """Publish a host's description of itself. ``names`` are the titles of queries by run id."""
         for name in _COUNTS:
             self._total(f"statestore_{name}_total", described[name])
-        for kind, count in described["storage_requests"].items():
-            self._total("statestore_storage_requests_total", count, kind=kind)
+        storage_totals(self._requests, self._total)
         memory = dict(described["memory"])
         self._sink.set("statestore_memory_limit_bytes", memory.pop("host_memory"))
         for kind, nbytes in memory.items():

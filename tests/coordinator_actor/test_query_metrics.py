@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from backends.storage.request_counts import RequestCounts
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.messages import CommitFigures
 from coordinator_actor.query_metrics import QueryMetrics
@@ -14,6 +15,10 @@ from tests.coordinator_actor.coordinators import acknowledge
 from tests.coordinator_actor.query.checkpoints_of_a_world import batches, begin, staged
 from tests.metric_sink import KeptMetrics
 
+REQUESTS = RequestCounts()
+for _ in range(3):
+    REQUESTS.note("write", "ck")
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
@@ -21,7 +26,7 @@ def world(tmp_path: Path) -> World:
 
 
 def published(sink: KeptMetrics, metrics: QueryMetrics, c: Coordinator) -> KeptMetrics:
-    metrics.publish(*c.counts(), c.running(), {"put": 3, "get": 0})
+    metrics.publish(*c.counts(), c.running(), REQUESTS)
     return sink
 
 

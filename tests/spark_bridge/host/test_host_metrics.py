@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from backends.storage.request_counts import RequestCounts
 from coordinator_actor.messages import OperatorSpec
 from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics, every
 from spark_bridge.queryable.server.request_statistics import RequestStatistics
@@ -24,7 +25,7 @@ def sink() -> KeptMetrics:
 
 def described(*instances: dict[str, Any], **changes: Any) -> dict[str, Any]:
     counts = dict.fromkeys(("loads", "commits", "snapshots", "keys_read", "keys_written"), 0)
-    rest = {"storage_requests": {}, "memory": {"host_memory": 1 << 20}, "loading": [], "waiting_commits": 0}
+    rest = {"memory": {"host_memory": 1 << 20}, "loading": [], "waiting_commits": 0}
     return {**counts, **rest, "instances": list(instances), **changes}
 
 
@@ -51,7 +52,7 @@ def test_a_real_host_says_what_it_holds_and_has_done(tmp_path: Path, sink: KeptM
     plan_spark(world, 0)
     for p in range(2):
         run_task([host], 0, p, "run1", b"x")
-    metrics = HostMetrics(sink, RequestStatistics(), restarts=3)
+    metrics = HostMetrics(sink, RequestStatistics(), host.files.requests, restarts=3)
     for _ in range(2):
         metrics.publish(host.describe(), NAMES)
     assert sink.get("statestore_host_restarts") == 3
@@ -62,9 +63,8 @@ def test_a_real_host_says_what_it_holds_and_has_done(tmp_path: Path, sink: KeptM
 
 
 def test_partitions_have_labels_of_their_own_as_long_as_they_are_few(sink: KeptMetrics) -> None:
-    metrics = HostMetrics(sink, RequestStatistics(), 0)
-    metrics.publish(described(instance(0), instance(1, 30, snapshot=2), storage_requests={"put": 4, "get": 0}), NAMES)
-    assert sink.of("statestore_storage_requests_total") == {("put",): 4}
+    metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), 0)
+    metrics.publish(described(instance(0), instance(1, 30, snapshot=2)), NAMES)
     assert sink.of("statestore_keys") == {("op", "0", "totals"): 10, ("op", "1", "totals"): 30}
     assert sink.of("statestore_partition_memory_bytes")["op", "1", "totals"] == 3000
     assert sink.of("statestore_snapshot_lag_versions") == {("op", "totals"): 7}
@@ -74,7 +74,7 @@ def test_partitions_have_labels_of_their_own_as_long_as_they_are_few(sink: KeptM
 
 
 def test_what_a_host_no_longer_holds_is_nothing(sink: KeptMetrics) -> None:
-    metrics = HostMetrics(sink, RequestStatistics(), 0)
+    metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), 0)
     metrics.publish(described(instance(0), instance(1)), NAMES)
     metrics.publish(described(instance(1, 11)), NAMES)
     assert sink.of("statestore_keys") == {("op", "0", "totals"): 0, ("op", "1", "totals"): 11}
@@ -87,7 +87,7 @@ def test_what_a_host_no_longer_holds_is_nothing(sink: KeptMetrics) -> None:
 
 def test_requests_fall_into_buckets_that_add_up(sink: KeptMetrics) -> None:
     statistics = RequestStatistics()
-    metrics = HostMetrics(sink, statistics, 0)
+    metrics = HostMetrics(sink, statistics, RequestCounts(), 0)
     for _ in range(99):
         statistics.observe("op", "lookup", 0.0007)
     statistics.observe("op", "lookup", 40.0, failed=True)
@@ -109,7 +109,7 @@ def test_requests_fall_into_buckets_that_add_up(sink: KeptMetrics) -> None:
 
 
 def test_a_count_that_has_begun_anew_goes_on(sink: KeptMetrics) -> None:
-    metrics = HostMetrics(sink, RequestStatistics(), 0)
+    metrics = HostMetrics(sink, RequestStatistics(), RequestCounts(), 0)
     for loads in (5, 7, 2):
         metrics.publish(described(loads=loads), NAMES)
     assert sink.get("statestore_loads_total") == 9
@@ -121,3 +121,17 @@ def test_a_look_comes_at_once_and_then_when_it_is_due() -> None:
     for now in (100.0, 104.0, 105.0, 106.0, 112.0):  # noqa: B007
         maybe()
     assert looks == [100.0, 105.0, 112.0]
+
+
+def test_requests_to_storage_their_failures_and_times_are_counted(sink: KeptMetrics) -> None:
+    requests = RequestCounts()
+    metrics = HostMetrics(sink, RequestStatistics(), requests, 0)
+    for seconds, failed in ((0.002, False), (0.2, False), (70.0, True)):
+        requests.note("write", "ck")
+        requests.took("write", seconds, failed)
+    for _ in range(2):
+        metrics.publish(described(), NAMES)
+    assert sink.of("statestore_storage_requests_total") == {("put",): 3}
+    assert sink.of("statestore_storage_failures_total") == {("put",): 1}
+    took = {le: count for (_, le), count in sink.of("statestore_storage_request_seconds_bucket").items()}
+    assert (took["0.0025"], took["0.25"], took["60"], took["+Inf"]) == (1, 2, 2, 3)
