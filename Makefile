@@ -96,6 +96,10 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[docs]' --constraint constraints.txt
 	@touch $@
 
+.PHONY: screenshots
+screenshots: $(STAMP) ## Take the pictures of the page for the docs, in docs/images; needs Debian's chromium
+	$(BIN)/python -m tests.spark_bridge.ui.screenshots
+
 .PHONY: manifests
 manifests: $(STAMP) ## Write deploy/kubernetes from the chart; needs Debian's golang-go and golang-github-masterminds-sprig-dev
 	$(BIN)/python -m tests.deploy.rendered_chart

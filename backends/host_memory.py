@@ -73,6 +73,10 @@ class RowCaches(Protocol):
     def used(self) -> int:
         """The bytes that all row caches have now."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The keys that were ``asked`` for since the start, and those of them that a cache had (``hits``)."""
+
     def shrink(self) -> None:
         """Empty caches until all have no more than ``row_cache_room`` together."""
 
@@ -115,6 +119,10 @@ class HostMemory:
             self._settle()
             counted = dict(self._held)
         return counted | {kind: size() for kind, size in list(self._measures.items())}
+
+    def row_cache_counts(self) -> dict[str, int]:
+        """Return the keys that row caches were asked for, and those that they had; nothing where there are none."""
+        return {} if self._row_caches is None else self._row_caches.counts
 
     def row_cache_room(self) -> int:
         """Return how many bytes all row caches may have together now."""

@@ -198,18 +198,35 @@ class PlayedHost:
                 for operator, owners in grant.owners.items()
             }
 
-    def acknowledgements(self, grant: BatchGrant, sizes: Mapping[str, int], rng: random.Random) -> list[Acknowledge]:
-        """Return the changes of all partitions of the host."""
-        made, version = [], grant.version + 1
-        for operator, partitions in self.owned.items():
-            for p in partitions:
-                path = changelog_path(operator, sizes[operator], p, "default", version, rng.randbytes(16).hex())
-                file = FileRef(path, rng.randrange(1000, 100_000), rng.randbytes(16).hex())
-                base = grant.heads.get(operator, {}).get(p)
-                attempt = f"{p}.{grant.version}"
-                made.append(Acknowledge(RUN, operator, p, version, attempt, *self.name, file, base, rng.random()))
-                self.heads[operator, p] = path
-        return made
+
+def acknowledged(
+    host: PlayedHost, grant: BatchGrant, sizes: Mapping[str, int], run: str, rng: random.Random
+) -> list[Acknowledge]:
+    """Return the changes of all partitions of a host; ``sizes`` has the partitions of each operator."""
+    made, version = [], grant.version + 1
+    for operator, partitions in host.owned.items():
+        for p in partitions:
+            path = changelog_path(operator, sizes[operator], p, "default", version, rng.randbytes(16).hex())
+            file = FileRef(path, rng.randrange(1000, 100_000), rng.randbytes(16).hex())
+            base = grant.heads.get(operator, {}).get(p)
+            attempt = f"{p}.{grant.version}"
+            made.append(Acknowledge(run, operator, p, version, attempt, *host.name, file, base, rng.random()))
+            host.heads[operator, p] = path
+    return made
+
+
+def uploaded(
+    host: PlayedHost, operator: str, partition: int, version: int, root: Path, run: str, rng: random.Random
+) -> SnapshotUploaded:
+    """Upload the snapshot of a partition to the checkpoint at ``root``, and return the message about the snapshot."""
+    head = host.heads[operator, partition]
+    path = f"{head.rpartition('/')[0]}/{version}-{rng.randbytes(16).hex()}.snapshot"
+    data = seal(SnapshotDescriptor(path, "rocksdb", LocalState(version, head, 1000), ()))
+    file = root / "statestore" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
+    snapshot = SnapshotRef(version, head, FileRef(path, len(data), digest(data)))
+    return SnapshotUploaded(run, operator, partition, *host.name, snapshot, None)
 
 
 class Cluster:
@@ -272,7 +289,7 @@ class Cluster:
         made = []
         for host, grant in zip(self.hosts, grants, strict=True):
             host.take(grant, batch)
-            made.append((RUN, *host.name, tuple(host.acknowledgements(grant, self.sizes, self._rng))))
+            made.append((RUN, *host.name, tuple(acknowledged(host, grant, self.sizes, RUN, self._rng))))
         answers = [a for many in self.send("acknowledge_many", [m for m in made if m[-1]]) for a in many]
         refused = [a for a in answers if isinstance(a, Refused)]
         if refused:
@@ -289,25 +306,15 @@ class Cluster:
     def upload_snapshots(self, batch: int) -> None:
         """Upload snapshots of the last completed version, of the partitions whose turn it is."""
         turn = batch % self._snapshot_rounds
-        uploaded = [
-            (self._upload(host, operator, p, batch + 1),)
+        made = [
+            (uploaded(host, operator, p, batch + 1, self._root, RUN, self._rng),)
             for host in self.hosts
             for operator, partitions in host.owned.items()
             for p in partitions
             if p % self._snapshot_rounds == turn
         ]
-        if not all(self.send("snapshot_uploaded", uploaded)):
+        if not all(self.send("snapshot_uploaded", made)):
             raise RuntimeError(f"Snapshots of version {batch + 1} do not count.")
-
-    def _upload(self, host: PlayedHost, operator: str, partition: int, version: int) -> SnapshotUploaded:
-        head = host.heads[operator, partition]
-        path = f"{head.rpartition('/')[0]}/{version}-{self._rng.randbytes(16).hex()}.snapshot"
-        data = seal(SnapshotDescriptor(path, "rocksdb", LocalState(version, head, 1000), ()))
-        file = self._root / "statestore" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
-        snapshot = SnapshotRef(version, head, FileRef(path, len(data), digest(data)))
-        return SnapshotUploaded(RUN, operator, partition, *host.name, snapshot, None)
 
     def beat(self) -> None:
         """Send the heartbeats of all hosts, and take the completed versions of the answers."""

@@ -84,7 +84,7 @@ class PlayedStream:
             done.result()
         taken = time.perf_counter() - began
         self.spark.put_new(f"commits/{batch}", b"v1\n{}")
-        self.coordinator.batch_committed(self.registration.run_id, batch)
+        self.coordinator.batch_committed(self.registration.run_id, batch, by_driver=True)
         for host in self.hosts:
             host.heartbeat()
         self.batch += 1

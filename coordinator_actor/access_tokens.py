@@ -1,9 +1,10 @@
-"""Read-only tokens for query clients outside the cluster: issued, listed, revoked, verified.
+"""Tokens for clients outside the cluster: issued, listed, revoked, verified.
 
-A token is ``ssr1.<id>.<expiry>.<signature>``. The expiry is in seconds since 1970, or ``never``. The signature is
-HMAC-SHA256 with the cluster's secret. So every process that has the secret, as every host does, verifies a token by
-itself, and needs only the ids of the revoked tokens from the coordinator. The registry does not keep the tokens
-themselves: a lost token cannot be shown again.
+A read-only token is ``ssr1.<id>.<expiry>.<signature>``. One of an administrator, ``ssa1....``, may besides act on the
+page, such as trigger a savepoint; to hosts it is a read-only token. The expiry is in seconds since 1970, or ``never``.
+The signature is HMAC-SHA256 with the cluster's secret. So every process that has the secret, as every host does,
+verifies a token by itself, and needs only the ids of the revoked tokens from the coordinator. The registry does not
+keep the tokens themselves: a lost token cannot be shown again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from msgspec.structs import replace
 
 from backends.decoders import json_decoder
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
+from coordinator_actor.wire_version import WIRE_VERSION
 
 TOKEN_PREFIX = "ssr1"
+ADMIN_PREFIX = "ssa1"
 NEVER = "never"
 MAX_NAME = 100
 MAX_SECONDS = 36525 * 86400.0
@@ -57,13 +60,14 @@ class MemoryTokenStore:
 
 
 class IssuedToken(Struct, frozen=True):
-    """One read-only token, without the token itself. Times are in seconds since 1970; ``expires`` None means never."""
+    """One token, without the token itself. Times are in seconds since 1970; ``expires`` None means never."""
 
     id: str
     name: str
     created: float
     expires: int | None = None
     revoked: float | None = None
+    admin: bool = False
 
     def is_valid(self, now: float) -> bool:
         """Return whether the token is neither revoked nor expired."""
@@ -91,7 +95,11 @@ class AccessTokens:
         """See ``CoordinatorPort``."""
         return self._secret
 
-    def issue_token(self, name: str, expires_in: float | None = None) -> str:
+    def wire_version(self) -> int:
+        """See ``CoordinatorPort``."""
+        return WIRE_VERSION
+
+    def issue_token(self, name: str, expires_in: float | None = None, *, admin: bool = False) -> str:
         """See ``CoordinatorPort``."""
         if not name.isprintable() or not name.strip() or len(name) > MAX_NAME:
             raise InvalidRequestError(
@@ -109,11 +117,15 @@ class AccessTokens:
                         f"There is a token {name!r} already ({token.id}); revoke it first, or choose another name."
                     )
             made = IssuedToken(
-                secrets.token_hex(8), name, now, None if expires_in is None else math.ceil(now + expires_in)
+                secrets.token_hex(8),
+                name,
+                now,
+                None if expires_in is None else math.ceil(now + expires_in),
+                admin=admin,
             )
             kept = (t for t in self._tokens.values() if t.expires is None or now - t.expires < REMEMBERED_SECONDS)
             self._save({**{t.id: t for t in kept}, made.id: made})
-        return _signed(made.id, made.expires, self._secret)
+        return _signed(made, self._secret)
 
     def list_tokens(self) -> tuple[IssuedToken, ...]:
         """See ``CoordinatorPort``."""
@@ -146,20 +158,25 @@ class AccessTokens:
         self._revoked = _revoked(tokens.values())
 
 
-def is_read_only(token: str) -> bool:
-    """Return whether the token is, or pretends to be, a read-only token."""
-    return token.startswith(f"{TOKEN_PREFIX}.")
+def is_issued(token: str) -> bool:
+    """Return whether the token is, or pretends to be, one that was issued."""
+    return token.startswith((f"{TOKEN_PREFIX}.", f"{ADMIN_PREFIX}."))
+
+
+def is_admin(token: str) -> bool:
+    """Return whether an issued token that was verified is one of an administrator."""
+    return token.startswith(f"{ADMIN_PREFIX}.")
 
 
 def verified_id(token: str, secret: str, revoked: Collection[str], now: float) -> str:
-    """Return the id of a read-only token of this cluster that is valid at ``now`` (seconds since 1970).
+    """Return the id of an issued token of this cluster that is valid at ``now`` (seconds since 1970).
 
     Raises ``InvalidTokenError``. Only the holder of a rightly signed token learns whether it was revoked or has
     expired.
     """
     signed, _, signature = token.rpartition(".")
     prefix, *parts = signed.split(".")
-    if prefix != TOKEN_PREFIX or len(parts) != 2:
+    if prefix not in (TOKEN_PREFIX, ADMIN_PREFIX) or len(parts) != 2:
         raise InvalidTokenError(
             "The token is malformed: a read-only token looks like ssr1.<id>.<expiry>.<signature>. Was it cut short "
             "when it was copied?"
@@ -178,8 +195,9 @@ def _revoked(tokens: Iterable[IssuedToken]) -> tuple[str, ...]:
     return tuple(token.id for token in tokens if token.revoked is not None)
 
 
-def _signed(token_id: str, expires: int | None, secret: str) -> str:
-    signed = f"{TOKEN_PREFIX}.{token_id}.{NEVER if expires is None else expires}"
+def _signed(token: IssuedToken, secret: str) -> str:
+    prefix = ADMIN_PREFIX if token.admin else TOKEN_PREFIX
+    signed = f"{prefix}.{token.id}.{NEVER if token.expires is None else token.expires}"
     return f"{signed}.{_signature(signed, secret)}"
 
 

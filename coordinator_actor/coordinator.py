@@ -32,7 +32,7 @@ from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.handlers.savepoints import Savepoints
 from coordinator_actor.port import MESSAGES, CoordinatorPort
 from coordinator_actor.query.query_state import QueryState
-from coordinator_actor.query.retention import measured, remove_garbage
+from coordinator_actor.query.retention import measured, remove_garbage, tidy_records
 from coordinator_actor.query_threads import Apart, in_place
 from coordinator_actor.savepoints.run_savepoints import InBackground, RunSavepoints
 
@@ -162,6 +162,10 @@ class Coordinator(CoordinatorPort):
         with self.registries.lock:
             return len(self.registries.hosts.leases), len(self.registries.runs.by_id)
 
+    def running(self) -> list[QueryState]:
+        """Return the runs of queries that neither are over nor were replaced."""
+        return self.registries.runs.current()
+
     def is_idle(self) -> bool:
         """Return whether no host or driver has needed this coordinator for the idle timeout."""
         registries = self.registries
@@ -197,6 +201,7 @@ def _settle(run: QueryState, savepoints: RunSavepoints) -> None:
 def _maintain(run: QueryState, now: float) -> None:
     try:
         removed = remove_garbage(run, now)
+        tidy_records(run)
         measure = measured(run)
         if measure is not None:
             run.history.measured(*measure)

@@ -160,9 +160,11 @@ class CoordinatorPort:
         """
 
     @message(Group.QUERIES)
-    def batch_committed(self, run_id: str, batch_id: int) -> bool:
+    def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
         """Report that Spark has committed batch N, so that version N + 1 is completed. False if that was known.
 
+        ``by_driver``: the run's own driver has seen its Spark commit. Who has only seen ``commits/N`` cannot tell whose
+        it is: then raises ``FencedError`` if another coordinator has taken over.
         The hosts learn of the completed version with their next heartbeat.
         """
 
@@ -310,9 +312,15 @@ class CoordinatorPort:
         Every process that can ask the coordinator may know the secret.
         """
 
+    @message(Group.LOCATIONS)
+    def wire_version(self) -> int:
+        """Return the version of the messages that this coordinator speaks (``wire_version.py``)."""
+
     @message(Group.QUERIES)
-    def issue_token(self, name: str, expires_in: float | None = None) -> str:
-        """Issue a read-only token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
+    def issue_token(self, name: str, expires_in: float | None = None, *, admin: bool = False) -> str:
+        """Issue a token and return it. It is shown only now. ``expires_in`` is in seconds; None is never.
+
+        It is read-only; with ``admin`` it may act on the page.
 
         Raises ``InvalidRequestError`` if a valid token has that name, or for a name or time that cannot be.
         """

@@ -5,6 +5,8 @@
     TOKEN=$(statestore token issue --name curl)  # once: the token is not shown again
     curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:8000/v1/operators
 
+The page for people is at http://127.0.0.1:8000/ui/; they sign in with such a token.
+
 ``/openapi.json`` and ``deploy/README.md`` describe routes, values and errors; their code is in ``state_http``.
 """
 
@@ -21,10 +23,10 @@ from ray.serve import Application
 
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
 from deploy.state_http.app import create_app
-from deploy.state_http.coordinator_tokens import CoordinatorTokens
 from deploy.state_http.limits import HttpLimits
 from deploy.state_http.overview import add_overview
 from deploy.state_http.service import AsyncStateClient
+from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
 from spark_bridge.transport.tls import TlsConf
 
 COORDINATOR_SECONDS = 10.0
@@ -48,6 +50,9 @@ class Settings(BaseModel):
     ] = None
     tls_key: str | None = None
     tls_server_name: str | None = None
+    storage_options: Annotated[
+        dict[str, str], Field(description="The settings of the storage in which the page looks for savepoints.")
+    ] = {}
 
     def tls(self) -> TlsConf | None:
         """Return the TLS settings of the client; None if hosts do not use TLS."""
@@ -59,9 +64,11 @@ class Settings(BaseModel):
 def build_http(settings: Settings) -> FastAPI:
     """Return the application that a replica runs, with a client of this Ray cluster."""
     from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
-    from spark_bridge import AsyncQueryableStateClient
+    from spark_bridge import AsyncQueryableStateClient, QueryableStateClient
     from spark_bridge.overview.model import Overview
     from spark_bridge.overview.on_ray import cluster_overview
+    from spark_bridge.ui.app import create_ui
+    from spark_bridge.ui.live import LiveSystem
 
     port = RayCoordinatorPort(settings.namespace, settings.coordinator_name, COORDINATOR_SECONDS)
     tokens = CoordinatorTokens(port.call)
@@ -87,7 +94,15 @@ def build_http(settings: Settings) -> FastAPI:
     def overview() -> Overview:
         return cluster_overview(settings.namespace, settings.coordinator_name, OVERVIEW_SECONDS)
 
-    application = create_app(connect, tokens, settings.limits, running)
+    def client_of_page() -> QueryableStateClient:
+        return QueryableStateClient.connect(
+            settings.namespace, settings.coordinator_name, tls=settings.tls(), timeout=settings.limits.timeout
+        )
+
+    page = create_ui(
+        LiveSystem(settings.namespace, overview, client_of_page, port.call, settings.storage_options), tokens
+    )
+    application = create_app(connect, tokens, settings.limits, running, page)
     add_overview(application, overview)
     return application
 

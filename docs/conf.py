@@ -13,7 +13,15 @@ project = "ray-statestore"
 copyright = "the authors of ray-statestore, Apache-2.0"
 version = release = re.search(r'^version = "(.+)"$', (HERE.parent / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "command_line", "docstrings", "options", "root_pages"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "command_line",
+    "metrics_table",
+    "docstrings",
+    "options",
+    "root_pages",
+]
 exclude_patterns = ["_build", "_extensions"]
 templates_path: list[str] = []
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         remove_state_operator_listener,
         state_operator_progress,
     )
+    from spark_bridge.session.ray_on_spark import setup_ray_on_spark
     from spark_bridge.session.savepoints import (
         delete_savepoint,
         describe_savepoint,
@@ -104,6 +105,7 @@ __all__ = [
     "remove_state_operator_listener",
     "restore_savepoint",
     "scale_hosts",
+    "setup_ray_on_spark",
     "state_batches",
     "state_changes_batches",
     "state_changes_table",
@@ -167,6 +169,7 @@ _HOMES = {
     "state_operator_progress": "spark_bridge.session.operator_progress",
     "state_table": "spark_bridge.state_data.state_tables",
     "scale_hosts": "spark_bridge.session.lifecycle",
+    "setup_ray_on_spark": "spark_bridge.session.ray_on_spark",
     "stop_spark": "spark_bridge.session.lifecycle",
     "transform_with_state": "spark_bridge.stateful.transform_with_state",
     "transform_with_state_in_arrow": "spark_bridge.stateful.transform_with_state",

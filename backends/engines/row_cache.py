@@ -83,6 +83,17 @@ class CacheBudget:
         """A heap of the shares, each as its negative size and its number; some of them are gone."""
         self._gone: deque[tuple[int, int]] = deque()
         self._number = 0
+        self._asked = self._hits = 0
+
+    def count(self, asked: int, hits: int) -> None:
+        """Count keys that were asked for, and those of them that a cache had. For people: threads may lose a count."""
+        self._asked += asked
+        self._hits += hits
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The keys that were asked for since the start, and those of them that a cache had."""
+        return {"asked": self._asked, "hits": self._hits}
 
     @property
     def limit(self) -> int:
@@ -196,6 +207,7 @@ class RowCache:
         if not (rows.count or keep):
             return read(keys)
         if not rows.count:
+            self._budget.count(len(keys), 0)
             values = read(keys)
             self._keep(keys, hash_keys(keys), values, epoch)
             return values
@@ -203,10 +215,12 @@ class RowCache:
         hashes = hash_keys(keys, even)
         held, missing = rows.get(keys, even, hashes)
         if held is None:
+            self._budget.count(len(keys), 0)
             values = read(keys)
             if keep:
                 self._keep(keys, hashes, values, epoch)
             return values
+        self._budget.count(len(keys), len(keys) - len(missing))
         if not len(missing):
             return held
         asked = keys.take(pa.array(missing))

@@ -77,7 +77,9 @@ class Manifest(Struct, frozen=True):
     """One version of a query's whole state. ``parent`` is the id of the manifest below; None for the first one.
 
     ``oldest`` is the oldest version that is kept (besides the empty 0). ``chain_from`` is the lowest version whose
-    manifest is kept to make ``oldest``. Files that only lower versions need are being removed.
+    manifest is kept to make ``oldest``. Files that only lower versions need are being removed. ``sequence`` counts the
+    manifests of an epoch from 1 on, by which a query's coordinators fence each other; 0 in manifests that were written
+    before this, and where nobody fences.
     """
 
     id: int
@@ -90,6 +92,7 @@ class Manifest(Struct, frozen=True):
     oldest: int = 0
     chain_from: int = 1
     format_version: int = field(default=STATE_FORMAT_VERSION)
+    sequence: int = 0
 
 
 class SourcePartition(Struct, frozen=True):

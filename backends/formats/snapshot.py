@@ -25,6 +25,8 @@ from backends.storage.checkpoint_storage import CheckpointStorage, digest, file_
 from backends.storage.file_ref import FileRef
 
 _INLINE_BYTES = 64 << 10
+_TOGETHER_BYTES = 256 << 10
+"""SST files of more bytes are stored as they are: an object with several lives as long as one of them is needed."""
 
 
 class Watch(Protocol):
@@ -137,7 +139,7 @@ def prepare(
     ``listed`` has the files of several partitions, by the directory above theirs: it is filled when that must be known,
     so that one listing does for all of them.
 
-    Files of at most ``_INLINE_BYTES`` that later snapshots may share are left to be stored with the descriptor, the
+    SST files of at most ``_TOGETHER_BYTES`` that later snapshots may share are left for the descriptor's object, the
     smallest first, up to ``small_bytes`` together. Raises as ``upload`` does.
     """
     assert state.head is not None
@@ -191,7 +193,7 @@ def _small(sizes: Mapping[Path, int], most: int) -> set[Path]:
     small: set[Path] = set()
     for size, path in sorted((size, path) for path, size in sizes.items() if path.suffix == ".sst"):
         most -= size
-        if most < 0 or size > _INLINE_BYTES:
+        if most < 0 or size > _TOGETHER_BYTES:
             break
         small.add(path)
     return small

@@ -351,14 +351,18 @@ class CheckpointStorage:
         files = self._files
         return [] if files is None else self._retrying("list", prefix, lambda: files.unfinished(prefix))
 
-    def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path."""
+    def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
+        """Return path and size in bytes of every file in the directory ``prefix`` and below, sorted by path.
+
+        With ``after``, only those whose paths sort behind it: an object store does not even look at the others.
+        """
         key = self._key(prefix.rstrip("/")) if prefix.strip("/") else self._prefix.rstrip("/")
         if self.is_local and not Path(f"/{key}").is_dir():
             return []
+        offset = None if after is None else self._key(after)
 
         def list_all() -> list[tuple[str, int]]:
-            found = obstore.list(self._store, prefix=key or None).collect()
+            found = obstore.list(self._store, prefix=key or None, offset=offset).collect()
             return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
 
         return self._retrying("list", prefix, list_all)

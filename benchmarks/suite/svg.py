@@ -63,18 +63,21 @@ def bars(title: str, unit: str, items: Sequence[Bar]) -> str:
     return _page(title, _subtitle(unit, scale), height, body)
 
 
-def lines(title: str, unit: str, x_label: str, items: Sequence[Line]) -> str:
-    """Draw lines over a logarithmic x axis, y from zero (logarithmic if they differ more than 30 times)."""
+def lines(title: str, unit: str, x_label: str, items: Sequence[Line], *, is_time: bool = False) -> str:
+    """Draw lines over a logarithmic x axis, y from zero (logarithmic if they differ more than 30 times).
+
+    With ``is_time`` the x axis begins at zero and is linear, and figures are what they are, not medians.
+    """
     height, bottom, left, right = 380, 310, 70, WIDTH - 190
     xs = sorted({x for line in items for x, _ in line.points})
-    across = _Scale.of([Spread(x, x, x) for x in xs], left, right, is_log=True)
+    across = _Scale.of([Spread(x, x, x) for x in xs], left, right, is_log=not is_time)
     up = _Scale.of([spread for line in items for _, spread in line.points], bottom, TOP + 10)
     body = []
     for tick in up.ticks:
         y = up(tick)
         body.append(f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="{FAINT}"/>')
         body.append(_text(left - 8, y + 4, amount(tick), anchor="end"))
-    body += [_text(across(x), bottom + 20, amount(x), anchor="middle") for x in xs]
+    body += [_text(across(x), bottom + 20, amount(x), anchor="middle") for x in (across.ticks if is_time else xs)]
     body.append(_text((left + right) / 2, bottom + 42, x_label, anchor="middle"))
     ends: list[float] = []
     for i, line in enumerate(items):
@@ -90,7 +93,9 @@ def lines(title: str, unit: str, x_label: str, items: Sequence[Line]) -> str:
             end += 2  # labels do not lie over each other
         ends.append(end)
         body.append(_text(right + 12, end, line.label, colour=colour))
-    return _page(title, _subtitle(unit, up), height, body)
+    log = "logarithmic scale" if up.is_log else ""
+    subtitle = ", ".join(part for part in (unit, log) if part) if is_time else _subtitle(unit, up)
+    return _page(title, subtitle, height, body)
 
 
 def amount(value: float) -> str:

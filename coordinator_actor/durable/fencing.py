@@ -1,28 +1,40 @@
 """Fencing: of two coordinators that take the same query for theirs, only one can complete a version.
 
-After SlateDB. Every coordinator claims an epoch, a number that only grows, before it reads the manifests. After each
-write, and before it answers, it checks whether a higher epoch was claimed. The coordinator with the lower epoch then
-gives up.
+After SlateDB. Every coordinator claims an epoch, a number that only grows. Under its epoch it numbers its manifests
+from 1 on, without a gap: each is written create-if-absent at the one path that follows its last. A coordinator that has
+claimed an epoch closes all lower ones before it reads the manifests: it puts a *fence* at the path at which the next
+manifest of the epoch would be. So a manifest of a lower epoch was there before the fence, and is read; or its writer
+meets the fence, and gives up. To write a manifest is one request, and nothing has to be asked behind it.
+
+A fence is never removed: whoever it is for may stand still for days.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
 from backends.exceptions import FileExistsInStorageError
 from backends.formats.manifest_chain import Layout
-from coordinator_actor.durable.record_files import RecordFiles, numbered_path
+from coordinator_actor.durable.record_files import READERS, RecordFiles, numbered_path
 from coordinator_actor.exceptions import FencedError
 
 EPOCHS = "epochs"
+MANIFESTS = "manifests"
+FENCE = b"fence\n"
+"""The content of every fence. A listing tells it from a manifest by its size, which no manifest has."""
+REMEMBERED_RUNS = 1000
+KEPT_CLAIMS = 32
+"""So many claims are kept: a version that no manifest names was made by a run of late."""
 
 
 class EpochFile(Struct, frozen=True):
     """``epochs/<epoch>.json``: a coordinator has claimed an epoch for a run.
 
-    ``layouts`` and ``schema_ids`` (by operator) are those with which the run keeps its operators.
+    ``layouts`` and ``schema_ids`` (by operator) are those with which the run keeps its operators. ``earlier_runs`` are
+    the last ``REMEMBERED_RUNS`` runs before it; None in claims of releases that did not write them.
     """
 
     epoch: int
@@ -30,11 +42,23 @@ class EpochFile(Struct, frozen=True):
     run_id: str
     layouts: tuple[Layout, ...] = ()
     schema_ids: dict[str, str] = field(default_factory=dict)
+    earlier_runs: tuple[str, ...] | None = None
 
 
 def epoch_path(epoch: int) -> str:
     """Return the path of the claim of an epoch."""
     return numbered_path(EPOCHS, epoch)
+
+
+def place_path(epoch: int, sequence: int) -> str:
+    """Return the path of a manifest of an epoch, or of the fence that closes the epoch. Paths sort by both."""
+    return f"{MANIFESTS}/{epoch:020d}-{sequence:020d}.json"
+
+
+def place_in(path: str) -> tuple[int, int] | None:
+    """Return epoch and sequence of a path; None for a path that has none, as those of earlier releases."""
+    epoch, _, sequence = path.rpartition("/")[2].removesuffix(".json").partition("-")
+    return (int(epoch), int(sequence)) if epoch.isdecimal() and sequence.isdecimal() else None
 
 
 class Epochs:
@@ -49,39 +73,87 @@ class Epochs:
         self._coordinator_id = coordinator_id
 
     def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
-        """Claim the next epoch for a run."""
+        """Claim the next epoch for a run, and close all lower ones: none of them gets another manifest."""
         while True:
-            epoch = max(self._files.numbers(EPOCHS), default=0) + 1
-            claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}))
+            earlier = self._files.numbers(EPOCHS)
+            epoch = max(earlier, default=0) + 1
+            before = self._read(earlier[-1]) if earlier else None
+            runs = self._runs_until(before, run_id)
+            claim = EpochFile(epoch, self._coordinator_id, run_id, tuple(layouts), dict(schema_ids or {}), runs)
             try:
                 self._files.create(epoch_path(epoch), claim)
             except FileExistsInStorageError:
                 continue
+            self._close(earlier)
             self.current = epoch
             return
 
+    def _close(self, epochs: Iterable[int]) -> None:
+        """Put a fence behind the last manifest of each epoch. Their writers may be at work meanwhile."""
+        closed: set[int] = set()
+        while True:
+            last: dict[int, int] = {}
+            for path, size in self._files.storage.list(f"{MANIFESTS}/"):
+                place = place_in(path)
+                if place is None:
+                    continue
+                last[place[0]] = max(place[1], last.get(place[0], 0))
+                if size == len(FENCE):
+                    closed.add(place[0])
+            places = [(epoch, last.get(epoch, 0) + 1) for epoch in epochs if epoch not in closed]
+            if not places:
+                return
+            with ThreadPoolExecutor(READERS) as pool:
+                put = list(pool.map(self._fenced, places))
+            if all(put):
+                return
+
+    def _fenced(self, place: tuple[int, int]) -> bool:
+        """Put a fence at a place. Return False if something is there: a manifest, or somebody else's fence."""
+        try:
+            self._files.storage.put_new(place_path(*place), FENCE)
+        except FileExistsInStorageError:
+            return False
+        return True
+
     def check(self) -> None:
-        """Raise ``FencedError`` if a higher epoch is claimed. Epochs are claimed one by one, so one look is enough."""
-        if self._files.storage.exists(epoch_path(self.current + 1)):
-            raise FencedError(
-                f"The state at {self._files.storage.location} has been taken over by another coordinator (epoch "
-                f"{self.current + 1}; this one has {self.current}). Only one Ray cluster may run a query at a time."
-            )
+        """Raise ``FencedError`` if a higher epoch is claimed."""
+        higher = self._files.storage.list(f"{EPOCHS}/", after=epoch_path(self.current))
+        if higher:
+            raise self.fenced(higher[-1][0])
+
+    def fenced(self, by: str) -> FencedError:
+        """Return the error of a coordinator that has met ``by``, the path of a claim or a fence."""
+        return FencedError(
+            f"The state at {self._files.storage.location} has been taken over by another coordinator ({by}; this one "
+            f"has epoch {self.current}). Only one Ray cluster may run a query at a time."
+        )
 
     def newest(self) -> EpochFile | None:
         """Return the highest claim, or None if there is none."""
         epochs = self._files.numbers(EPOCHS)
-        return self._files.read(epoch_path(epochs[-1]), EpochFile) if epochs else None
+        return self._read(epochs[-1]) if epochs else None
 
-    def is_newest(self, run_id: str) -> bool:
-        """Return whether the last claim was made for the run."""
-        newest = self.newest()
-        return newest is not None and newest.run_id == run_id
+    def is_superseded(self, newest: EpochFile | None, run_id: str) -> bool:
+        """Return whether a run has claimed an epoch before the ``newest`` claim, which is another run's."""
+        if newest is None or newest.run_id == run_id:
+            return False
+        return run_id in (self.runs() if newest.earlier_runs is None else newest.earlier_runs)
 
-    def is_superseded(self, run_id: str) -> bool:
-        """Return whether the run has claimed an epoch and another run has claimed a later one."""
-        newest = self.newest()
-        return newest is not None and newest.run_id != run_id and run_id in self.runs()
+    def _runs_until(self, newest: EpochFile | None, run_id: str) -> tuple[str, ...]:
+        """Return the last runs until the ``newest`` claim, the newest run last, without ``run_id``."""
+        if newest is None:
+            return ()
+        before = reversed(self.runs()) if newest.earlier_runs is None else (*newest.earlier_runs, newest.run_id)
+        runs = list(dict.fromkeys(reversed([run for run in before if run != run_id])))
+        return tuple(reversed(runs[:REMEMBERED_RUNS]))
+
+    def _read(self, epoch: int) -> EpochFile:
+        return self._files.read(epoch_path(epoch), EpochFile)
+
+    def obsolete(self) -> list[str]:
+        """Return the paths of the claims that nobody needs any more. The fences of their epochs stay."""
+        return [epoch_path(epoch) for epoch in self._files.numbers(EPOCHS) if epoch <= self.current - KEPT_CLAIMS]
 
     def runs(self) -> dict[str, EpochFile]:
         """Return the last claim of every run that has claimed an epoch. The last run comes first."""

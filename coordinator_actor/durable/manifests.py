@@ -11,16 +11,18 @@ from backends.exceptions import FileExistsInStorageError
 from backends.formats import manifest_chain as chain
 from backends.formats.manifest import STATE_FORMAT_VERSION, Manifest
 from backends.formats.manifest_chain import Layout
-from backends.formats.sealed import seal
+from backends.formats.sealed import seal, unseal
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.checkpoint_place import CheckpointPlaces
-from coordinator_actor.durable.fencing import Epochs
+from coordinator_actor.durable.fencing import FENCE, MANIFESTS, Epochs, place_path
+from coordinator_actor.durable.manifest_folds import ManifestFolds
 from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 from coordinator_actor.durable.savepoint_records import SavepointRecords
 
-MANIFESTS = "manifests"
 QUERY_FILE = "query.json"
+FEW = 4
+"""So many manifests are read one by one."""
 
 
 class QueryFile(Struct, frozen=True):
@@ -31,9 +33,11 @@ class QueryFile(Struct, frozen=True):
     format_version: int = STATE_FORMAT_VERSION
 
 
-def manifest_path(manifest_id: int) -> str:
-    """Return the path of a manifest. Paths sort by id."""
-    return numbered_path(MANIFESTS, manifest_id)
+def manifest_path(manifest: Manifest) -> str:
+    """Return the path of a manifest: by epoch and sequence, or by its id if an earlier release has written it."""
+    if manifest.sequence:
+        return place_path(manifest.epoch, manifest.sequence)
+    return numbered_path(MANIFESTS, manifest.id)
 
 
 def schema_path(schema_id: str) -> str:
@@ -45,7 +49,8 @@ class ManifestLog:
     """The manifests of one query, as one coordinator sees and extends them.
 
     ``epochs`` are its epochs, ``savepoints`` the records of its savepoints, ``places`` those of the places of its
-    checkpoint. ``manifests`` has those that were read, by id.
+    checkpoint, ``folds`` copies of manifests. ``manifests`` has those that were read, by id. ``_sequence`` is that of
+    the last manifest of the claimed epoch that is known to exist.
     """
 
     def __init__(self, storage: CheckpointStorage, coordinator_id: str) -> None:
@@ -55,6 +60,8 @@ class ManifestLog:
         self.epochs = Epochs(self._files, coordinator_id)
         self.savepoints = SavepointRecords(self._files)
         self.places = CheckpointPlaces(self._files)
+        self.folds = ManifestFolds(self._files)
+        self._sequence = 0
 
     @property
     def epoch(self) -> int:
@@ -64,14 +71,20 @@ class ManifestLog:
     def claim(self, run_id: str, layouts: Iterable[Layout] = (), schema_ids: Mapping[str, str] | None = None) -> None:
         """Claim the next epoch, then read all manifests: in this order nothing acknowledged can be missed."""
         self.epochs.claim(run_id, layouts, schema_ids)
+        self._sequence = 0
         self.refresh()
 
     def refresh(self) -> None:
         """Read the manifests that are not known yet."""
-        missing = [i for i in self._files.numbers(MANIFESTS) if i not in self.manifests]
+        listed = self.storage.list(f"{MANIFESTS}/")
+        there = {p for p, size in listed if p.endswith(".json") and size != len(FENCE)}
+        if len(there) > len(self.manifests) + FEW:
+            copies = {manifest_path(copy): copy for copy in self.folds.read()}
+            self.manifests.update({copies[path].id: copies[path] for path in copies.keys() & there})
+        missing = sorted(there - {manifest_path(manifest) for manifest in self.manifests.values()})
         # Maintenance may remove a manifest between listing and reading. Such a manifest is not needed; if it were,
         # walking the chain would say so.
-        for manifest in self._files.read_all([manifest_path(i) for i in missing], Manifest):
+        for manifest in self._files.read_all(missing, Manifest):
             self.manifests[manifest.id] = manifest
 
     def last_id(self) -> int:
@@ -84,33 +97,47 @@ class ManifestLog:
 
     def chain(self) -> dict[int, Manifest]:
         """Return the manifest of each version, along the parents of the head, as far as they are kept."""
-        return chain.walk(self.head(), self.manifests.get, lambda i: self.storage.full_location(manifest_path(i)))
+        return chain.walk(self.head(), self.manifests.get, self._name)
 
     def forget(self, kept: Collection[int]) -> list[str]:
         """Forget the manifests that are older than the newest of ``kept`` and not among them. Return their paths."""
         newest = max(kept, default=0)
-        gone = [i for i in self.manifests if i < newest and i not in kept]
-        for i in gone:
-            del self.manifests[i]
-        return [manifest_path(i) for i in gone]
+        return [manifest_path(self.manifests.pop(i)) for i in list(self.manifests) if i < newest and i not in kept]
 
     def append(self, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
-        """Write a manifest durably, under the next id if its own is taken. Return it as written.
+        """Write a manifest durably at the next place of the epoch, with a new id if its own is taken. Return it so.
 
-        Raises ``FencedError`` if another coordinator has taken over. The manifest then counts for nothing.
+        Raises ``FencedError`` if another coordinator has taken over: then the manifest is not written. What an earlier
+        call has written, whose answer was lost, is found at its place and taken up.
         """
         while True:
+            placed = msgspec.structs.replace(manifest, epoch=self.epoch, sequence=self._sequence + 1)
+            path = manifest_path(placed)
             try:
-                self._files.create(manifest_path(manifest.id), manifest)
+                self._files.create(path, placed)
             except FileExistsInStorageError:
-                self.epochs.check()
-                self.refresh()
-                counter.ensure_above(max(self.manifests))
-                manifest = msgspec.structs.replace(manifest, id=counter.get_and_increment())
+                there = self.storage.get(path)
+                if there == FENCE:
+                    raise self.epochs.fenced(path) from None
+                earlier = unseal(there, Manifest, self.storage.full_location(path))
+                self._take(earlier)
+                if manifest.id <= earlier.id:
+                    counter.ensure_above(max(self.manifests))
+                    manifest = msgspec.structs.replace(manifest, id=counter.get_and_increment())
                 continue
-            self.epochs.check()
-            self.manifests[manifest.id] = manifest
-            return manifest
+            self._take(placed)
+            return placed
+
+    def _take(self, written: Manifest) -> None:
+        self.manifests[written.id] = written
+        self._sequence = written.sequence
+
+    def _name(self, manifest_id: int) -> str:
+        """Name a manifest for messages. Where one is missing that an earlier one names, only its id is known."""
+        known = self.manifests.get(manifest_id)
+        if known is not None:
+            return self.storage.full_location(manifest_path(known))
+        return f"Manifest {manifest_id} in {self.storage.full_location(MANIFESTS)}"
 
     def query_file(self) -> QueryFile | None:
         """Return ``query.json``, or None if it does not exist."""

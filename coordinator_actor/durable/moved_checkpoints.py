@@ -19,8 +19,8 @@ from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.formats.changelog_group import GROUPS
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.checkpoint_records import HISTORY
-from coordinator_actor.durable.fencing import EPOCHS, epoch_path
-from coordinator_actor.durable.manifests import MANIFESTS, QUERY_FILE, ManifestLog, QueryFile
+from coordinator_actor.durable.fencing import EPOCHS, MANIFESTS, epoch_path
+from coordinator_actor.durable.manifests import QUERY_FILE, ManifestLog, QueryFile
 from coordinator_actor.durable.spark_commits import METADATA, SparkCommits, query_id_of, write_query_id
 from coordinator_actor.exceptions import CheckpointPlaceError
 

@@ -8,6 +8,8 @@ from coordinator_actor.durable.record_files import RecordFiles, numbered_path
 
 DIRECTORY = "savepoint-ids"
 RELEASED = ".released"
+KEPT_RECORDS = 20
+"""So many records are kept. The newest one says which ids are taken; a hold is the last, or nearly."""
 
 
 class SavepointRecord(Struct, frozen=True):
@@ -48,7 +50,7 @@ class SavepointRecords:
         return self._files.numbers(DIRECTORY)
 
     def all(self) -> list[SavepointRecord]:
-        """Return the records of all savepoints that were ever begun, by ascending id."""
+        """Return the records of the last savepoints that were begun, by ascending id."""
         return self._files.read_all([savepoint_record_path(i) for i in self.ids()], SavepointRecord)
 
     def hold_of(self, run_id: str) -> SavepointRecord | None:
@@ -59,6 +61,11 @@ class SavepointRecords:
         released = {path for path, _ in self._files.storage.list(f"{DIRECTORY}/") if path.endswith(RELEASED)}
         held = [r for r in self.all() if r.stop and r.run_id == run_id]
         return next((r for r in reversed(held) if _released_path(r.checkpoint_id) not in released), None)
+
+    def obsolete(self, held: int | None) -> list[str]:
+        """Return the paths of the records that are not kept; ``held`` is kept in any case."""
+        old = [i for i in self.ids()[:-KEPT_RECORDS] if i != held]
+        return [path for i in old for path in (savepoint_record_path(i), _released_path(i))]
 
     def release(self, checkpoint_id: int) -> None:
         """Write durably that the savepoint has failed that a run was to be stopped with. The run goes on."""

@@ -54,7 +54,7 @@ class Batches:
                     f"A task of batch {batch_id} is too late: batch {run.batch.highest_opened} of run {run.run_id} has "
                     "begun."
                 )
-            advance(self._runs, run, batch_id)
+            advance(self._runs, run, batch_id, is_own=True)
             if run.held_from is not None and batch_id >= run.held_from:
                 raise BatchHeldError(
                     f"Batch {batch_id} of run {run.run_id} waits: the query stops with a savepoint of version "

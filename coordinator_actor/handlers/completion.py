@@ -8,15 +8,23 @@ from coordinator_actor.query.query_state import QueryState
 
 
 def catch_up(runs: RunRegistry, run: QueryState) -> None:
-    """Complete the prepared version if Spark has committed its batch, even if nobody has said so yet."""
+    """Complete the prepared version if Spark has committed its batch, even if nobody has said so yet.
+
+    Raises ``FencedError`` if another coordinator has taken over.
+    """
     completed, chain = run.versions.completed, run.versions.chain
     following = chain.get(completed + 1)
     if following is not None and following.run_id == run.run_id and run.commits.has(completed):
+        _require_own(run)
         _complete(runs, run, completed + 1)
 
 
-def advance(runs: RunRegistry, run: QueryState, batch_id: int) -> None:
-    """Complete version ``batch_id``, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``."""
+def advance(runs: RunRegistry, run: QueryState, batch_id: int, *, is_own: bool = False) -> None:
+    """Complete version ``batch_id``, as Spark's commits say. Raises ``StaleBatchError`` or ``InvalidRequestError``.
+
+    ``is_own``: the run's driver or a task of its next batch says so. Else the commit was only seen, and it may be that
+    of a run in another cluster which has replaced this one: raises ``FencedError`` if there is such a run.
+    """
     completed = run.versions.completed
     if batch_id == completed:
         return
@@ -35,7 +43,14 @@ def advance(runs: RunRegistry, run: QueryState, batch_id: int) -> None:
             "exist in "
             f"{run.registration.checkpoint_location}, or no longer."
         )
+    if not is_own:
+        _require_own(run)
     _complete(runs, run, batch_id)
+
+
+def _require_own(run: QueryState) -> None:
+    """Raise ``FencedError`` unless a commit that was seen is surely this run's: others claim an epoch before theirs."""
+    run.manifests.epochs.check()
 
 
 def _complete(runs: RunRegistry, run: QueryState, version: int) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import to_builtins
+
 from coordinator_actor.durable.checkpoint_records import as_plain
+from coordinator_actor.durable.schema_history import schema_history
 from coordinator_actor.handlers.registries import Registries
 from coordinator_actor.query.query_state import QueryState
 
@@ -69,4 +72,7 @@ def _described(run: QueryState) -> dict[str, Any]:
         "retired_by": run.retired_by,
         "operators": {o.name: o.num_partitions for o in registration.operators},
         "backends": {o.name: o.backend for o in registration.operators},
+        "schemas": {o.name: o.schema for o in registration.operators},
+        "schema_history": {o.name: schema_history(versions.chain, o.name) for o in registration.operators},
+        "batch_times": None if run.last_times is None else to_builtins(run.last_times),
     }

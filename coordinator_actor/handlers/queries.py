@@ -70,8 +70,9 @@ class Queries:
         storage = self._open_storage(registration.state_location, registration.storage_options)
         spark = self._open_storage(registration.checkpoint_location, registration.storage_options)
         manifests = ManifestLog(storage, self._coordinator_id)
-        was_known = manifests.epochs.is_newest(registration.run_id)
-        if not was_known and manifests.epochs.is_superseded(registration.run_id):
+        newest = manifests.epochs.newest()
+        was_known = newest is not None and newest.run_id == registration.run_id
+        if manifests.epochs.is_superseded(newest, registration.run_id):
             return RegisteredQuery(f"Run {registration.run_id} has been replaced by a newer one.", 0, 0)
         # Spark's commits before the manifests: an older run may go on meanwhile, and a committed batch has a manifest.
         commits = SparkCommits(spark)
@@ -97,7 +98,7 @@ class Queries:
         if refusal is not None:
             return RegisteredQuery(refusal, 0, completed)
         self._finish_repeats(registration.state_location)
-        self._claim(run, initial)
+        self._claim(run, initial, was_known=was_known)
         savepoints = RunSavepoints(
             run, self._open_storage, self._in_background, self._registries.clock, self._conf.savepoint_timeout
         )
@@ -122,7 +123,7 @@ class Queries:
                         log.info("Run %s has been replaced in another cluster already", other.run_id)
 
     @staticmethod
-    def _claim(run: QueryState, initial: Mapping[str, Mapping[int, PartitionEntry]] | None) -> None:
+    def _claim(run: QueryState, initial: Mapping[str, Mapping[int, PartitionEntry]] | None, *, was_known: bool) -> None:
         """Claim the state. The run is not known to anybody before this has succeeded."""
         while True:
             run.claim(initial)
@@ -131,7 +132,7 @@ class Queries:
                 break
             # An older run has gone on to other schemas meanwhile: this one has to follow upon them.
             run.adopt(operators)
-        run.take_over()
+        run.take_over(was_known=was_known)
 
     def renew_leases(self, run_ids: Sequence[str]) -> list[str]:
         """See ``CoordinatorPort``."""
@@ -160,13 +161,13 @@ class Queries:
                 run.release_recorded_hold()
         return True
 
-    def batch_committed(self, run_id: str, batch_id: int) -> bool:
+    def batch_committed(self, run_id: str, batch_id: int, *, by_driver: bool = False) -> bool:
         """See ``CoordinatorPort``."""
         run = self._runs.awaited(run_id)
         with run.lock:
             if not run.is_current or batch_id + 1 <= run.versions.completed:
                 return False
-            advance(self._runs, run, batch_id + 1)
+            advance(self._runs, run, batch_id + 1, is_own=by_driver)
             return True
 
     def deactivate_instances(self, run_id: str) -> bool:

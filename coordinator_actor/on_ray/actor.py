@@ -13,7 +13,6 @@ from functools import partial, wraps
 from typing import Any
 
 import ray
-from ray.util.metrics import Counter, Gauge, Histogram
 
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.request_counts import RequestCounts
@@ -28,9 +27,10 @@ from coordinator_actor.log_lines import set_up_logging
 from coordinator_actor.messages import Acknowledged, Refused
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.node_watch import NodeWatch
-from coordinator_actor.on_ray.storage_metrics import storage_metrics
+from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.port import GROUPS, MESSAGES, CoordinatorPort, Group
 from coordinator_actor.priority import take_ordinary_priority
+from coordinator_actor.query_metrics import QueryMetrics
 from coordinator_actor.query_threads import QueryThreads
 
 log = logging.getLogger(__name__)
@@ -71,10 +71,11 @@ class StateStoreCoordinator:
         queries = QueryThreads()
         nodes = NodeWatch()
         self._requests = RequestCounts()
-        # A coordinator is no host, and has none of a host's tag.
-        self._publish_storage = storage_metrics(self._requests, {"namespace": namespace, "host": ""})
+        clock = steady_clock()
+        self._metrics = RayMetrics({"namespace": namespace})
+        self._query_metrics = QueryMetrics(self._metrics, clock)
         self._coordinator = Coordinator(
-            steady_clock(),
+            clock,
             partial(CheckpointStorage.open, requests=self._requests),
             conf,
             tokens=tokens,
@@ -82,16 +83,7 @@ class StateStoreCoordinator:
             dead_nodes=lambda: nodes.dead,
         )
         self._dispatcher = Dispatcher(self._coordinator, queries)
-        tags = ("namespace",)
-        self._hosts_gauge = Gauge("statestore_hosts", "Live state store hosts", tags)
-        self._queries_gauge = Gauge("statestore_queries", "Registered streaming queries", tags)
-        self._prepared_counter = Counter("statestore_prepared_versions", "Manifests written", tags)
-        self._acknowledge_ms = Histogram(
-            "statestore_acknowledge_ms",
-            "Time to take an acknowledgement",
-            [1, 2, 5, 10, 20, 50, 100, 500, 1000, 5000],
-            tags,
-        )
+        self._acknowledgements = RayMetrics({"namespace": namespace})  # of the actor's own thread
         watch = LeaseWatch(self._coordinator, self._publish_counts, self._end)
         threading.Thread(target=watch.run, name="statestore-leases", daemon=True).start()
         # In a thread of its own, since removing files may take long.
@@ -106,10 +98,7 @@ class StateStoreCoordinator:
                 log.exception("Maintenance failed")
 
     def _publish_counts(self, hosts: int, queries: int) -> None:
-        tags = {"namespace": self._namespace}
-        self._hosts_gauge.set(hosts, tags)
-        self._queries_gauge.set(queries, tags)
-        self._publish_storage()
+        self._query_metrics.publish(hosts, queries, self._coordinator.running(), self._requests.read())
 
     def _end(self) -> None:
         ray.kill(ray.get_actor(self._name, namespace=self._namespace), no_restart=True)
@@ -127,10 +116,9 @@ class StateStoreCoordinator:
 
     def _acknowledged(self, answers: Sequence[Acknowledged | Refused], seconds: float) -> None:
         """Publish how long a message took, with its time in the queue, and whether a version is prepared."""
-        tags = {"namespace": self._namespace}
-        self._acknowledge_ms.observe(seconds * 1e3, tags)
+        self._acknowledgements.observe("statestore_acknowledge_seconds", seconds)
         if any(isinstance(a, Acknowledged) and a.manifest_id is not None for a in answers):
-            self._prepared_counter.inc(1, tags)
+            self._acknowledgements.add("statestore_prepared_versions_total", 1)
 
     def __repr__(self) -> str:
         return f"StateStoreCoordinator({self._namespace} on {self._node_ip})"

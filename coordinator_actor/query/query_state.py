@@ -31,6 +31,9 @@ from coordinator_actor.query.running_batch import NO_DURATIONS, NO_STAGES, Runni
 
 log = logging.getLogger(__name__)
 
+RECORDS_EVERY = 60
+"""Old claims and savepoint records are looked for in one maintenance of so many."""
+
 
 class QueryState:
     """One registered run of a query.
@@ -83,6 +86,7 @@ class QueryState:
         self._begun_before: int | None = None
         self._announced: Completed | None = None
         self._announced_by_host: dict[str, Completed] = {}
+        self._maintenances = 0
 
     # -- what the program declares -------------------------------------------------------------
 
@@ -144,6 +148,12 @@ class QueryState:
     def maintained_at(self, now: float) -> None:
         """Take note that garbage is being removed."""
         self.maintained = now
+        self._maintenances += 1
+
+    @property
+    def records_are_due(self) -> bool:
+        """Return whether this maintenance looks for records that nobody needs any more: the first one, and few more."""
+        return self._maintenances % RECORDS_EVERY == 1
 
     def retire(self, run_id: str) -> None:
         """Take note that a newer run replaces this one."""
@@ -192,10 +202,11 @@ class QueryState:
         if versions.completed > 0 and versions.completed not in versions.chain:
             self._recover(versions.completed)
 
-    def take_over(self) -> None:
+    def take_over(self, *, was_known: bool = True) -> None:
         """Begin the work of this run on the claimed state, with a prepared version or a held batch if there is one.
 
-        What an older coordinator may still write counts for nothing from now on.
+        What an older coordinator may still write counts for nothing from now on. ``was_known``: the run has claimed the
+        state before, so that a savepoint may hold it.
         """
         versions = self.versions
         if self._replace_record():
@@ -207,7 +218,7 @@ class QueryState:
             self._begun_before = versions.completed
         versions.carry_snapshots()
         self.announce()
-        hold = self.manifests.savepoints.hold_of(self.run_id)
+        hold = self.manifests.savepoints.hold_of(self.run_id) if was_known else None
         if hold is not None:
             self._held_from, self._held_by_record = hold.version, hold.checkpoint_id
         conf = self._lag_conf
@@ -239,6 +250,12 @@ class QueryState:
 
     # -- batches -------------------------------------------------------------------------------
 
+    @property
+    def last_times(self) -> BatchTimes | None:
+        """The times of the last batch whose tasks needed them, for people. Needs no lock."""
+        times = self._times
+        return None if times is None else times[1]
+
     def times(self, batch_id: int) -> BatchTimes | None:
         """Return the times of a batch, as Spark has logged them; None if no operator uses them."""
         if not any(o.uses_time for o in self.registration.operators):
@@ -246,6 +263,11 @@ class QueryState:
         if self._times is None or self._times[0] != batch_id:
             self._times = (batch_id, self.commits.times(batch_id))
         return self._times[1]
+
+    @property
+    def watermark_ms(self) -> int:
+        """Return the watermark of the newest batch that was asked for its times, in ms since 1970; 0 without one."""
+        return 0 if self._times is None else self._times[1].watermark_ms
 
     def may_be_committed(self, batch_id: int) -> bool:
         """Return whether Spark may have committed a batch that is not known to be committed: the batch has begun.
@@ -366,6 +388,11 @@ class QueryState:
     def release(self) -> None:
         """Let all batches go on."""
         self._held_from, self._held_by_record = None, None
+
+    @property
+    def held_by_record(self) -> int | None:
+        """Return the savepoint whose record holds the run; None if none does."""
+        return self._held_by_record
 
     def release_recorded_hold(self) -> None:
         """End a hold that an earlier coordinator began: its savepoint has failed before that could be written."""

@@ -6,7 +6,7 @@ each names its run and its base.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -54,17 +54,34 @@ def stored_changes(
         run_id: versions.layouts,
         **{r: {x.operator: x for x in file.layouts} for r, file in log.epochs.runs().items() if r != run_id},
     }
-    for of_run, layouts in runs.items():
-        if layouts.keys() != versions.layouts.keys():
-            continue
-        for name, partition in tasks_of(layouts):
-            if (name, partition) not in found:
-                changes = _stored_changelog(log, versions, layouts[name], partition, version, of_run, grouped)
-                if changes is not None:
-                    found[(name, partition)] = changes
-        if found:
-            return StoredChanges(of_run, layouts, found)
+    alone = _alone(log, version)
+    with ThreadPoolExecutor(READERS) as pool:
+        for of_run, layouts in runs.items():
+            if layouts.keys() != versions.layouts.keys():
+                continue
+            missing = [task for task in tasks_of(layouts) if task not in found]
+
+            def changes_of(
+                task: TaskKey, of_run: str = of_run, layouts: Mapping[str, Layout] = layouts
+            ) -> PartitionEntry | None:
+                paths = alone.get(layouts[task[0]].directory(task[1]), [])
+                return _stored_changelog(log, versions, layouts[task[0]], task[1], version, of_run, grouped, paths)
+
+            changes = zip(missing, pool.map(changes_of, missing), strict=True)
+            found.update({task: entry for task, entry in changes if entry is not None})
+            if found:
+                return StoredChanges(of_run, layouts, found)
     return StoredChanges(run_id, versions.layouts, found)
+
+
+def _alone(log: ManifestLog, version: int) -> dict[str, list[tuple[str, int]]]:
+    """Return path and size of the changelogs of a version that are files of their own, by directory, the last first."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for path, size in reversed(log.storage.list("operators")):
+        directory, _, name = path.rpartition("/")
+        if name.startswith(f"{version}-") and name.endswith(".changelog"):
+            found.setdefault(directory, []).append((path, size))
+    return found
 
 
 def _grouped(log: ManifestLog, version: int) -> dict[_Commit, PartitionEntry]:
@@ -92,15 +109,13 @@ def _stored_changelog(
     version: int,
     run_id: str,
     grouped: Mapping[_Commit, PartitionEntry],
+    alone: Sequence[tuple[str, int]],
 ) -> PartitionEntry | None:
     base = versions.head_in(layout, partition, version - 1)
     in_group = grouped.get((layout.operator, layout.num_partitions, partition, run_id, base))
     if in_group is not None:
         return in_group
-    for path, size in reversed(log.storage.list(f"{layout.directory(partition)}/")):
-        name = path.rsplit("/", 1)[-1]
-        if not name.startswith(f"{version}-") or not name.endswith(".changelog"):
-            continue
+    for path, size in alone:
         data = log.storage.get(path)
         meta = read_changelog_meta(data)
         if (meta.query_run_id, meta.version, meta.base) == (run_id, version, base):

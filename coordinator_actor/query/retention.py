@@ -51,7 +51,8 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
         # The chain is never changed, only replaced, and descriptors are only added. A load that begins from now on is
         # told of no file that is not kept.
         chain, descriptors = versions.chain, versions.descriptors
-        manifests = run.manifests.forget({m.id for m in chain.values()})
+        kept = {m.id for m in chain.values()}
+        manifests = [*run.manifests.forget(kept), *run.manifests.folds.forget(kept)]
     # Without the lock, since there may be a million files.
     try:
         files = [*sizes, *(path for directory in ("operators", GROUPS) for path in storage.unfinished(directory))]
@@ -68,6 +69,20 @@ def remove_garbage(run: QueryState, now: float) -> list[str]:
     removed = [path for path in found if not is_in_use(path)] + manifests
     storage.delete_all(removed)
     return removed
+
+
+def tidy_records(run: QueryState) -> None:
+    """Fold manifests, and remove claims and savepoint records that nobody needs: who begins has to read them all.
+
+    To be called behind ``remove_garbage`` by the same thread, which has seen that nobody has taken over.
+    """
+    manifests = run.manifests
+    with run.lock:
+        run.require_current()
+        folds, held = manifests.folds.due(run.versions.completed_chain), run.held_by_record
+    manifests.folds.write(folds)
+    if run.records_are_due:
+        manifests.storage.delete_all([*manifests.epochs.obsolete(), *manifests.savepoints.obsolete(held)])
 
 
 def measured(run: QueryState) -> tuple[Manifest, int | None] | None:

@@ -15,16 +15,18 @@ from backends.formats.manifest import ChangelogRef, Lineage, SnapshotRef
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from backends.storage.create_if_absent import PROBE
 from coordinator_actor.durable.checkpoint_records import HISTORY
-from coordinator_actor.durable.fencing import EPOCHS
-from coordinator_actor.durable.manifests import MANIFESTS, QUERY_FILE, manifest_path, schema_path
+from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS
+from coordinator_actor.durable.manifest_folds import FOLDS
+from coordinator_actor.durable.manifests import QUERY_FILE, manifest_path, schema_path
 from coordinator_actor.reading.stored_versions import StateVersions
 
 THREADS = 16
 
 _RECORDS = {
-    EPOCHS: ("epoch", "it is never removed: epochs only grow"),
+    EPOCHS: ("epoch", "it says which run has the state; only the last ones stay"),
     "checkpoints": ("place", "it says where the checkpoint is"),
     "savepoint-ids": ("savepoint id", "its number is not given again"),
+    FOLDS: ("fold", "it has copies of manifests, to be read with few requests"),
     HISTORY: ("history", "it is for people; a newer one replaces it"),
     "standalone": ("standalone store", "a provider that is used alone, with manifests of its own"),
 }
@@ -75,7 +77,7 @@ def stored_files(
 def _keep_manifests(versions: StateVersions, kept: dict[str, list[str]]) -> None:
     schemas: dict[str, list[int]] = {}
     for version, manifest in versions.chain.items():
-        kept.setdefault(manifest_path(manifest.id), []).append(f"version {version}")
+        kept.setdefault(manifest_path(manifest), []).append(f"version {version}")
         for entry in manifest.operators.values():
             schemas.setdefault(schema_path(entry.schema_id), []).append(version)
     for path, of in schemas.items():
@@ -153,7 +155,7 @@ def _of_version(storage: CheckpointStorage, versions: StateVersions, version: in
                 left += [source.lineage for source in lineage.rescaled.sources]
     of_snapshots: dict[str, list[str]] = {}
     _keep_snapshots(storage, refs, of_snapshots)
-    manifests = {manifest_path(m.id) for v, m in versions.chain.items() if v <= version}
+    manifests = {manifest_path(m) for v, m in versions.chain.items() if v <= version}
     return {QUERY_FILE, *found, *of_snapshots, *manifests}
 
 
@@ -166,6 +168,8 @@ def _described(path: str, size: int, kept: Iterable[str], versions: StateVersion
         return StoredFile(path, size, kind, version=version_in(path), kept_by=kept_by, why=why)
     if top == "operators":
         return _of_partition(path, size, kept_by, versions)
+    if top == MANIFESTS and size == len(FENCE):
+        return StoredFile(path, size, "fence", kept_by=("it keeps an earlier coordinator from writing; it stays",))
     if top == MANIFESTS:
         why = "" if kept_by else "a later manifest replaces it; retention removes it"
         return StoredFile(path, size, "manifest", kept_by=kept_by, why=why)

@@ -51,13 +51,18 @@ class Piece(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Reading:
-    """What is to be read of one operator. ``schema`` is that of ``version``, and reads older rows as well."""
+    """What is to be read of one operator. ``schema`` is that of ``version``, and reads older rows as well.
+
+    There are ``key_groups`` in all; ``num_partitions`` is the layout of ``version``.
+    """
 
     place: StatePlace
     operator: str
     version: int
     schema: OperatorSchema
     pieces: tuple[Piece, ...]
+    key_groups: int
+    num_partitions: int
 
 
 def find_state(
@@ -209,7 +214,8 @@ class StateVersions:
         """
         at = self.resolve(version)
         entry = self.entry(operator, at)
-        return Reading(self.place, operator, at, self.schema(entry), tuple(self._pieces(operator, entry, at)))
+        pieces = tuple(self._pieces(operator, entry, at))
+        return Reading(self.place, operator, at, self.schema(entry), pieces, self.key_groups, entry.num_partitions)
 
     def reading_of_changes(self, operator: str, from_version: int, to_version: int | None = None) -> Reading:
         """Return how to read all changes from one version to another: by batches ``from_version`` to ``to_version -
@@ -227,7 +233,8 @@ class StateVersions:
                 held = self.chain[segment.last].operators[operator]
                 since = max(start, segment.first - 1)
                 pieces += (structs.replace(p, since=since) for p in self._pieces(operator, held, segment.last))
-        return Reading(self.place, operator, end, self.schema(entry), tuple(pieces))
+        schema = self.schema(entry)
+        return Reading(self.place, operator, end, schema, tuple(pieces), self.key_groups, entry.num_partitions)
 
     def _pieces(self, operator: str, entry: OperatorEntry, version: int) -> Iterator[Piece]:
         layout: Layout = chains.layout_of(operator, entry)

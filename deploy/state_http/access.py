@@ -29,17 +29,29 @@ HEADERS = [
 
 
 class Gate:
-    """ASGI middleware that passes on requests with a valid token, of limited size, and a limited number at once."""
+    """ASGI middleware that passes on requests with a valid token, of limited size, and a limited number at once.
 
-    def __init__(self, app: App, verifier: TokenVerifier, limits: HttpLimits) -> None:
+    What is below the path ``page`` is passed on as it is, for the page has checks and limits of its own; so is the
+    root, which leads there.
+    """
+
+    def __init__(self, app: App, verifier: TokenVerifier, limits: HttpLimits, page: str | None = None) -> None:
         self._app = app
         self._verifier = verifier
         self._limits = limits
+        self._page = page
         self._requests = 0
+
+    def _is_of_page(self, scope: Scope) -> bool:
+        if self._page is None:
+            return False
+        path, base = scope["path"], scope.get("root_path", "").rstrip("/")
+        own = path[len(base) :] if base and path.startswith(base) else path
+        return own in ("", "/", self._page) or own.startswith(f"{self._page}/")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one connection; see ASGI."""
-        if scope["type"] == "lifespan":
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and self._is_of_page(scope)):
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":

@@ -1,16 +1,14 @@
-"""The FastAPI application: routes, their description, and the page at its root."""
+"""The FastAPI application: routes, their description, and the page below ``/ui``."""
 
 from __future__ import annotations
 
 import asyncio
-import html
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request
-from fastapi.responses import HTMLResponse, Response, StreamingResponse
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from fastapi.security import HTTPBasic, HTTPBearer
 
 from deploy.state_http import models, problems
@@ -23,11 +21,8 @@ from spark_bridge.queryable.server.token_verifier import TokenVerifier
 ARROW = "application/vnd.apache.arrow.stream"
 LINES = "application/x-ndjson"
 VERSION_HEADER = "X-Statestore-Version"
-PAGE = Path(__file__).with_name("index.html")
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
-)
+PAGE = "/ui"
+"""Where the page is. It checks tokens by itself, which browsers give in a cookie."""
 DESCRIPTION = """
 The state of running streams, read only. Every answer is of one version of all partitions: the last completed
 checkpoint, unless `isolation` or `version` say otherwise.
@@ -75,11 +70,13 @@ def create_app(
     verifier: TokenVerifier,
     limits: HttpLimits | None = None,
     lifespan: Callable[[], Any] | None = None,
+    page: Callable[..., Any] | None = None,
 ) -> FastAPI:
     """Return the application.
 
     ``connect`` makes the query client, when a request needs it first; ``verifier`` checks the tokens of requests;
-    ``lifespan`` makes an asynchronous context manager that is open as long as the application runs.
+    ``lifespan`` makes an asynchronous context manager that is open as long as the application runs. ``page`` is the
+    application of the page (``spark_bridge.ui.app``).
     """
     limits = limits or HttpLimits()
     service = StateService(connect, limits)
@@ -104,11 +101,12 @@ def create_app(
     )
     problems.add_handlers(app)
 
-    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
-    async def index(request: Request) -> HTMLResponse:
-        base = request.scope.get("root_path", "").rstrip("/") + "/"
-        page = PAGE.read_text(encoding="utf-8").replace("{{base}}", html.escape(base))
-        return HTMLResponse(page, headers={"Content-Security-Policy": PAGE_POLICY})
+    if page is not None:
+        app.mount(PAGE, page)
+
+        @app.get("/", include_in_schema=False)
+        async def index(request: Request) -> Response:
+            return RedirectResponse(request.scope.get("root_path", "").rstrip("/") + f"{PAGE}/", 303)
 
     @app.get(
         "/v1/operators",
@@ -179,7 +177,7 @@ def create_app(
         )
 
     _describe_problems(app)
-    app.add_middleware(Gate, verifier=verifier, limits=limits)
+    app.add_middleware(Gate, verifier=verifier, limits=limits, page=None if page is None else PAGE)
     return app
 
 

@@ -12,8 +12,10 @@ from rich.console import Console
 from spark_bridge.cli import change_commands, logs, overview_commands, state_commands, storage_commands, top
 from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import drain as drain_cli
+from spark_bridge.cli import run as run_cli
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
+from spark_bridge.cli import ui as ui_cli
 from spark_bridge.cli.doctor import command as doctor
 
 app = typer.Typer(
@@ -51,6 +53,8 @@ for command in (
     logs.logs,
     doctor.doctor,
     drain_cli.drain,
+    run_cli.run,
+    ui_cli.ui,
 ):
     app.command()(command)
 

@@ -1,4 +1,4 @@
-"""``statestore token ...``: read-only tokens for query clients outside the Ray cluster."""
+"""``statestore token ...``: tokens for clients and people outside the Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ ANSWER_SECONDS = 10.0
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(\d+)([smhdw])")
 
-app = typer.Typer(name="token", help="Issue, list and revoke read-only tokens of query clients.", no_args_is_help=True)
+app = typer.Typer(
+    name="token",
+    help="Issue, list and revoke tokens of clients and people outside.",
+    no_args_is_help=True,
+)
 
 Address = Annotated[
     str | None, typer.Option("--address", help="Address of the Ray cluster; by default the one on record here.")
@@ -46,23 +50,28 @@ def issue(
     expires: Annotated[
         str | None, typer.Option("--expires", help="When it ends by itself, such as 12h, 30d, 2w; by default never.")
     ] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It may also act on the page, such as trigger a savepoint.")
+    ] = False,
     address: Address = None,
     namespace: Namespace = NAMESPACE,
     coordinator: CoordinatorName = COORDINATOR_NAME,
     as_json: AsJson = False,
 ) -> None:
-    """Issue a read-only token. It is printed alone, and cannot be shown again.
+    """Issue a token, read-only by default. It is printed alone, and cannot be shown again.
 
     Example: statestore token issue --name dashboard --expires 30d
     """
     expires_in = None if expires is None else seconds_of(expires)
-    token = _ask(address, namespace, coordinator, "issue_token", name, expires_in)
+    more = {"admin": True} if admin else {}
+    token = _ask(address, namespace, coordinator, "issue_token", name, expires_in, **more)
     typer.echo(encoded({"name": name, "token": token, "expires_in": expires_in}) if as_json else token)
     if as_json:
         return
     ends = "until it is revoked" if expires is None else f"for {expires}"
+    kind = "an administrator's" if admin else "the read-only"
     _explain(
-        f"This is the read-only token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients "
+        f"This is {kind} token {name!r}, valid {ends}. Keep it: it is not stored, and not shown again. Clients "
         "give it as token= or in STATESTORE_TOKEN."
     )
 
@@ -108,12 +117,13 @@ def revoke(
 def rendered(tokens: tuple[IssuedToken, ...], now: float) -> Table:
     """Return the tokens as a table; ``now`` is in seconds since 1970."""
     table = Table(box=None, padding=(0, 2))
-    for heading in ("name", "id", "created", "expires", "state"):
+    for heading in ("name", "id", "kind", "created", "expires", "state"):
         table.add_column(heading, overflow="fold")
     for token in tokens:
         state = "revoked" if token.revoked is not None else "valid" if token.is_valid(now) else "expired"
         expires = "never" if token.expires is None else _time(token.expires)
-        table.add_row(Text(token.name), token.id, _time(token.created), expires, state)
+        kind = "admin" if token.admin else "read-only"
+        table.add_row(Text(token.name), token.id, kind, _time(token.created), expires, state)
     return table
 
 
@@ -125,17 +135,17 @@ def _explain(text: str, style: str | None = None) -> None:
     Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _ask(address: str | None, namespace: str, coordinator: str, method: str, *args: object) -> Any:
+def _ask(address: str | None, namespace: str, coordinator: str, method: str, *args: object, **named: object) -> Any:
     """Send one message to the coordinator and return the answer; print an error on stderr and exit with 2."""
     try:
         with joined_ray(address, namespace):
-            return _sent(namespace, coordinator, method, *args)
+            return _sent(namespace, coordinator, method, *args, **named)
     except (CoordinatorError, SparkBridgeError) as error:
         _explain(str(error), "red")
         raise typer.Exit(2) from error
 
 
-def _sent(namespace: str, coordinator: str, method: str, *args: object) -> Any:
+def _sent(namespace: str, coordinator: str, method: str, *args: object, **named: object) -> Any:
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -149,7 +159,7 @@ def _sent(namespace: str, coordinator: str, method: str, *args: object) -> Any:
             "stream with state has been started (init_spark or attach)."
         ) from error
     try:
-        return ask(actor, method, *args, timeout=ANSWER_SECONDS)
+        return ask(actor, method, *args, timeout=ANSWER_SECONDS, **named)
     except RayTaskError:
         raise
     except RayError as error:

@@ -3,12 +3,16 @@
 On object storage each write is a request, which costs money and takes 30 to 100 ms however small it is. On a local disk
 each file is synced with its directory. So the number of writes of a batch should follow the hosts, not the partitions.
 A host knows which of its partitions have opened the batch and have not committed: these are waited for, for a bounded
-time. The format is in ``backends/formats/changelog_group.py``.
+time. On object storage it also waits for as many as were at work at once in the batch before (``tasks_at_work.py``):
+tasks that start together open one after the other. To wait pays only as long as a write takes, so nobody waits longer
+than writes have taken lately. The format is in ``backends/formats/changelog_group.py``.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from backends.formats.changelog import ChangelogMeta
@@ -16,12 +20,19 @@ from backends.formats.changelog_group import GroupMember, group_path, write_grou
 from backends.host_memory import CHANGELOGS, HostMemory
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
+from spark_bridge.host.tasks_at_work import TasksAtWork
 
 LARGE_BYTES = 4 << 20
 """A changelog of so many bytes goes alone: its transfer takes longer than a request, and the others would wait for it.
 """
 GROUP_BYTES = 16 << 20
 """A group that has come to so many bytes waits for no more."""
+LOCAL_SECONDS = 0.01
+"""Nobody waits longer on a local disk, however slow it is lately: there a write costs nothing but its time."""
+FIRST_WRITE_SECONDS = 0.01
+"""How long a write is taken to last before the first one of a run."""
+NEWEST_WRITE_SHARE = 0.25
+"""How much the last write counts in how long writes take."""
 
 
 class GroupCommit:
@@ -55,10 +66,12 @@ class _Batch:
     """The newest batch of a run that this host has opened, which makes ``version``.
 
     ``about_to_commit`` are the partitions that have opened the batch and have not committed since; ``group`` is the one
-    that still takes members.
+    that still takes members. ``write_seconds`` is how long the run's writes have taken lately.
     """
 
     version: int
+    at_work: TasksAtWork
+    write_seconds: float
     about_to_commit: set[tuple[str, int]] = field(default_factory=set)
     group: GroupCommit | None = None
 
@@ -66,13 +79,15 @@ class _Batch:
 class GroupCommits:
     """The groups of one host. Thread-safe: ``_changed`` guards everything, and is free while storage is written.
 
-    A group is stored once every partition is in it that is about to commit, or has come to ``linger`` seconds or
-    ``GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for each run of the host.
+    A group is stored once every partition is in it that is awaited, or has come to ``linger`` seconds, to as many as a
+    write takes, or to ``GROUP_BYTES``; also while an earlier group is still being stored. Memory: one batch for each
+    run of the host.
     """
 
-    def __init__(self, linger: float, memory: HostMemory) -> None:
+    def __init__(self, linger: float, memory: HostMemory, clock: Callable[[], float] = time.monotonic) -> None:
         self._linger = linger
         self._memory = memory
+        self._clock = clock
         self._changed = threading.Condition()
         self._batches: dict[str, _Batch] = {}
 
@@ -80,10 +95,13 @@ class GroupCommits:
         """Take note that a task has opened a partition, and will commit changes that lead to ``version``."""
         with self._changed:
             batch = self._batches.get(run_id)
-            if batch is None or batch.version < version:
-                batch = self._batches[run_id] = _Batch(version)
+            if batch is None:
+                batch = self._batches[run_id] = _Batch(version, TasksAtWork(), FIRST_WRITE_SECONDS)
+            elif batch.version < version:
+                batch = self._batches[run_id] = _Batch(version, batch.at_work.next_batch(), batch.write_seconds)
             if batch.version == version:
                 batch.about_to_commit.add((operator, partition))
+                batch.at_work.opened(operator, partition)
 
     def forget(self, run_id: str | None) -> None:
         """Forget a run that is over; None: all of them. Groups that have members are stored all the same."""
@@ -100,29 +118,46 @@ class GroupCommits:
         """
         member = GroupMember(meta, path, data)
         with self._changed:
-            group, number = self._joined(member)
-            if group is None:
+            batch, group, number = self._joined(member, waits_for_starts=not storage.is_local)
+            if batch is None or group is None:
                 pass
             elif number == 0:
-                self._changed.wait_for(lambda: group.is_closed, self._linger)
+                self._wait(batch, group, LOCAL_SECONDS if storage.is_local else self._linger)
                 self._close(group, meta)
             else:
                 self._changed.wait_for(lambda: group.is_over)
-        if group is None:
-            return storage.put_new(path, data)
-        if number == 0:
-            self._store(storage, group)
-        if group.error is not None:
-            raise group.error
-        assert group.refs is not None
-        return group.refs[number]
+        try:
+            if group is None:
+                return storage.put_new(path, data)
+            if number == 0:
+                self._store(storage, group)
+            if group.error is not None:
+                raise group.error
+            assert group.refs is not None
+            return group.refs[number]
+        finally:
+            if batch is not None:
+                with self._changed:
+                    batch.at_work.answered(meta.operator, meta.partition)
 
-    def _joined(self, member: GroupMember) -> tuple[GroupCommit | None, int]:
-        """Return the group that a changelog has joined, and its number there; None if it is to go alone."""
+    def _wait(self, batch: _Batch, group: GroupCommit, most: float) -> None:
+        """Wait for other members, as long as it pays, and for ``most`` seconds at most."""
+        members = len(group.members)
+        only_starts = not batch.about_to_commit
+        self._changed.wait_for(lambda: group.is_closed, min(self._linger, most, batch.write_seconds))
+        if only_starts and not group.is_closed:
+            batch.at_work.waited(in_vain=len(group.members) == members)
+
+    def _joined(self, member: GroupMember, *, waits_for_starts: bool) -> tuple[_Batch | None, GroupCommit | None, int]:
+        """Return the batch and the group that a changelog has joined, and its number there.
+
+        The batch is None for a changelog of another batch than the newest, the group for one that is to go alone.
+        ``waits_for_starts``: a group also waits for tasks that have not opened the batch yet.
+        """
         meta = member.meta
         batch = self._batches.get(meta.query_run_id)
         if batch is None or batch.version != meta.version:
-            return None, 0  # late: nobody else commits that version
+            return None, None, 0  # late: nobody else commits that version
         batch.about_to_commit.discard((meta.operator, meta.partition))
         group = batch.group
         if not self._linger or len(member.data) >= LARGE_BYTES:
@@ -130,9 +165,11 @@ class GroupCommits:
         else:
             group = batch.group = group or GroupCommit()
             number = group.add(member)
-        if group is not None and (not batch.about_to_commit or group.nbytes >= GROUP_BYTES):
-            self._close(group, meta)
-        return (None, 0) if number < 0 else (group, number)
+        if group is not None:
+            is_awaited = batch.about_to_commit or (waits_for_starts and batch.at_work.expects_more())
+            if not is_awaited or group.nbytes >= GROUP_BYTES:
+                self._close(group, meta)
+        return (batch, None, 0) if number < 0 else (batch, group, number)
 
     def _close(self, group: GroupCommit, meta: ChangelogMeta) -> None:
         """Let a group take no more members."""
@@ -146,12 +183,17 @@ class GroupCommits:
         """Store a closed group, and tell its members what has become of it."""
         refs: list[FileRef] | None = None
         error: BaseException | None = None
+        began = self._clock()
         try:
             refs = self._stored(storage, group.members)
         except BaseException as failed:  # noqa: BLE001 - every member raises it
             error = failed
+        taken = max(0.0, self._clock() - began)
         with self._changed:
             group.refs, group.error = refs, error
+            batch = self._batches.get(group.members[0].meta.query_run_id)
+            if batch is not None and error is None:
+                batch.write_seconds += NEWEST_WRITE_SHARE * (taken - batch.write_seconds)
             self._changed.notify_all()
 
     def _stored(self, storage: CheckpointStorage, members: list[GroupMember]) -> list[FileRef]:

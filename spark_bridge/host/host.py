@@ -107,7 +107,7 @@ class Host:
         self.prepared = PreparedVersions(
             registration, self.held, self.completed, self.files.open_storage, self.hand_overs.gives
         )
-        self.group_commits = GroupCommits(conf.commit_linger, self.memory)
+        self.group_commits = GroupCommits(conf.commit_linger, self.memory, clock)
         self.held.on_run_ended(self.group_commits.forget)
         self.task_commits = TaskCommits(registration, self.held, self.prepared, self.counters, self.group_commits)
         self.reads = PartitionReads(
@@ -226,6 +226,7 @@ class Host:
             "node_id": self.info.node_id,
             **self.counters.read(),
             "memory": {"host_memory": self.memory.limit, **self.memory.held()},
+            "row_cache": self.memory.row_cache_counts(),
             "waiting_commits": self.memory.num_waiting,
             "storage_requests": self.files.requests.read(),
             "instances": described,

@@ -105,6 +105,7 @@ class Instance:
             "run_id": self.registration.run_id,
             "operator": self.operator,
             "partition": self.partition,
+            "num_partitions": self.spec.num_partitions,
             "version": self.state.version,
             "snapshot_version": self.snapshot_version,
             **self.size(),

@@ -32,9 +32,9 @@ from spark_bridge.host.version_requests import VersionRequests
 log = logging.getLogger(__name__)
 
 
-SMALL_BYTES = 256 << 10
+SMALL_BYTES = 1 << 20
 """So many bytes of small files of one snapshot are stored with its descriptor."""
-TOGETHER_BYTES = 8 << 20
+TOGETHER_BYTES = 16 << 20
 TOGETHER_SECONDS = 10.0
 
 

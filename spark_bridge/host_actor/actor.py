@@ -24,13 +24,13 @@ from coordinator_actor.log_lines import set_up_logging
 from coordinator_actor.messages import (
     HostInfo,
 )
+from coordinator_actor.on_ray.ray_metrics import RayMetrics
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
-from coordinator_actor.on_ray.storage_metrics import storage_metrics
 from coordinator_actor.priority import take_ordinary_priority
 from spark_bridge.host.host import Host
 from spark_bridge.host_actor.flight_server import HostFlightServer
-from spark_bridge.host_actor.ray_metrics import memory_metrics, request_metrics
-from spark_bridge.host_actor.session_options import SessionOptions
+from spark_bridge.host_actor.host_metrics import PUBLISH_SECONDS, HostMetrics, every
+from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
 from spark_bridge.queryable.reads.host_reads import HostReads
 from spark_bridge.queryable.server.client_proxy import KvStateClientProxy
 from spark_bridge.queryable.server.token_verifier import ClusterTokens
@@ -50,6 +50,7 @@ class StateStoreHost:
     """One named Ray actor per executor core; see ``Host`` for what it does."""
 
     def __init__(self, host_id: str, token: str, options: SessionOptions, query_port: int) -> None:
+        require_same_driver(options)
         self._node_ip = ray.util.get_node_ip_address()
         who = {"role": "host", "namespace": options.namespace, "node_ip": self._node_ip, "host": host_id}
         set_up_logging(options.log_format, who)
@@ -92,10 +93,9 @@ class StateStoreHost:
         )
         self._host = Host(info, self._coordinator, self._local_dir, conf=options.conf)
         self._reads = HostReads(self._host)
-        self._publish_requests = request_metrics(self._queries.statistics, namespace, host_id)
-        self._publish_memory = memory_metrics(self._host.memory, namespace, host_id)
-        tags = {"namespace": namespace, "host": host_id}
-        self._publish_storage = storage_metrics(self._host.files.requests, tags)
+        sink = RayMetrics({"namespace": namespace, "host": host_id})
+        self._metrics = HostMetrics(sink, self._queries.statistics, info.restart)
+        self._publish = every(PUBLISH_SECONDS, self._publish_metrics, time.monotonic)
         # Before the coordinator, and so any client, hears of the address.
         self._queries.start()
         self._host.register()
@@ -133,9 +133,7 @@ class StateStoreHost:
     def _run_heartbeat(self) -> None:
         while not self._stopping.wait(self._until_heartbeat()):
             try:
-                self._publish_requests()
-                self._publish_memory()
-                self._publish_storage()
+                self._publish()
             except Exception:  # the thread must go on
                 log.warning("The metrics of %s were not published", self._host.info.host_id, exc_info=True)
             if self._until_heartbeat() > 0:
@@ -146,6 +144,10 @@ class StateStoreHost:
                 log.warning("The coordinator did not take the heartbeat of %s", self._host.info.host_id, exc_info=True)
             if self._host.replaced is not None:
                 self._end_process(self._host.replaced)
+
+    def _publish_metrics(self) -> None:
+        registrations = [instance.registration for instance in self._host.held.all()]
+        self._metrics.publish(self._host.describe(), {r.run_id: r.name or r.query_id for r in registrations})
 
     def _end_process(self, reason: str) -> None:
         """End this process at once: another incarnation is the host.

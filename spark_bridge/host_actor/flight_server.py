@@ -20,7 +20,7 @@ from backends.encoding.keys import KeyRange
 from backends.encoding.sorted_pairs import PAIRS_SCHEMA, to_bytes_list
 from backends.exceptions import StateStoreError
 from backends.host_memory import REQUESTS
-from coordinator_actor.access_tokens import is_read_only
+from coordinator_actor.access_tokens import is_issued
 from coordinator_actor.exceptions import CoordinatorError
 from spark_bridge.exceptions import RequestError, SparkBridgeError
 from spark_bridge.host.host import Host
@@ -65,7 +65,7 @@ class _TokenMiddleware(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 def _refused(token: str) -> str:
     only = "This state store host answers here only calls with the cluster's token"
-    if is_read_only(token):
+    if is_issued(token):
         return f"{only}; a read-only token is for its query address alone."
     return f"{only}; {'this one has another' if token else 'this one has none'}."
 

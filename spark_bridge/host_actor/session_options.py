@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from backends.conf import StateStoreConf
 from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE, CoordinatorConf
 from coordinator_actor.log_lines import format_of_environment
+from coordinator_actor.wire_version import WIRE_VERSION, other_version
+from spark_bridge.exceptions import EnvironmentProblemError
 from spark_bridge.queryable.server.request_limits import RequestLimits
 from spark_bridge.transport.tls import TlsConf
 
@@ -20,7 +22,8 @@ class SessionOptions:
     """The options of ``init_spark`` and ``attach`` that concern the state store; see there for their meaning.
 
     ``session_id`` names the session among those that use the same coordinator. ``log_format`` is that of the hosts'
-    logs (``coordinator_actor.log_lines``).
+    logs (``coordinator_actor.log_lines``). ``wire_version`` is the driver's: made with the object, so that none is
+    there where the driver's release has none.
     """
 
     num_hosts: int | None
@@ -35,3 +38,11 @@ class SessionOptions:
     request_limits: RequestLimits = field(default_factory=RequestLimits)
     log_format: str = field(default_factory=format_of_environment)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex[:8])
+    wire_version: int = field(default_factory=lambda: WIRE_VERSION)
+
+
+def require_same_driver(options: SessionOptions) -> None:
+    """Raise ``EnvironmentProblemError``, in a host, if the driver that starts the host speaks other messages."""
+    problem = other_version("The driver", getattr(options, "wire_version", None), "the release on this host's machine")
+    if problem is not None:
+        raise EnvironmentProblemError(problem)

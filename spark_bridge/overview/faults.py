@@ -5,7 +5,7 @@ The limits are those of the alerts that operators of streams usually set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -14,6 +14,7 @@ from spark_bridge.overview.model import (
     ERROR,
     RUNNING,
     WARNING,
+    Checkpoint,
     Fault,
     Host,
     Operator,
@@ -32,6 +33,12 @@ LEAST_SKEWED_KEYS = 10_000
 """Fewer keys in a partition slow nothing down."""
 MOST_SNAPSHOT_LAG = 50
 """Versions: five snapshots of ten versions each, as Spark's own warning has it."""
+MOST_TIME_SKEW = 5.0
+LEAST_SKEWED_MS = 1_000
+"""A partition whose batch takes less slows nothing down."""
+SLOW_STORAGE_MS = 1_000
+"""Storage is slow if the slowest changelog of a usual batch takes so long, and half of the batch."""
+CHANGELOG_STEP = "changelog_ms"
 RECENT = 20
 """So many of the last checkpoints are looked at."""
 
@@ -135,6 +142,7 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             + ", ".join(str(c.version - 1) for c in retried[-3:])
             + ".",
         )
+    yield from _slow_storage(recent, subject)
     if failed := query.counts.get("failed", 0):
         yield Fault(
             WARNING,
@@ -142,6 +150,26 @@ def _of_query(overview: Overview, query: Query) -> Iterator[Fault]:
             subject,
             f"{failed} checkpoints of this run were given up, and tried again.",
             "Look at the coordinator's log for storage errors and lost hosts.",
+        )
+
+
+def _slow_storage(recent: Sequence[Checkpoint], subject: str) -> Iterator[Fault]:
+    known = [
+        (c.steps[CHANGELOG_STEP].max_ms, c.duration_ms) for c in recent if c.duration_ms and CHANGELOG_STEP in c.steps
+    ]
+    if len(known) < 3:
+        return
+    usual = median(ms for ms, _ in known)
+    share = median(ms / duration for ms, duration in known)
+    if usual > SLOW_STORAGE_MS and share > 0.5:
+        yield Fault(
+            WARNING,
+            "slow-storage",
+            subject,
+            f"The slowest changelog of a batch takes {usual / 1000:.1f} s to become durable, {min(share, 1):.0%} of "
+            "the batch.",
+            "The storage of the checkpoint location is slow: look at its disk (is it full, shared, failing?) or at the "
+            "object store's latency and throttling, and at the hosts' networks.",
         )
 
 
@@ -176,6 +204,7 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
             f"Partition {hottest.partition} has {largest:,} keys, {operator.skew:.1f} times those of the median one.",
             "Take more partitions, or a key that spreads better; for one hot key partial_aggregation=True helps.",
         )
+    yield from _slow_partition(operator, subject)
     lagging = [p for p in operator.partitions if (p.snapshot_lag or 0) > MOST_SNAPSHOT_LAG]
     if lagging:
         worst = max(lagging, key=lambda p: p.snapshot_lag or 0)
@@ -196,4 +225,24 @@ def _of_operator(query: Query, operator: Operator) -> Iterator[Fault]:
             subject,
             f"{len(unowned)} of {operator.num_partitions} partitions are held by no host that has answered.",
             "They are loaded when a task or a client asks for them; if they stay so, look at the hosts.",
+        )
+
+
+def _slow_partition(operator: Operator, subject: str) -> Iterator[Fault]:
+    timed = [(ms, p) for p in operator.partitions if (ms := p.work_ms) is not None]
+    if len(timed) < 3:
+        return
+    usual = median(ms for ms, _ in timed)
+    slowest_ms, slowest = max(timed, key=lambda one: one[0])
+    if slowest_ms > LEAST_SKEWED_MS and slowest_ms > MOST_TIME_SKEW * usual:
+        rows = "" if slowest.rows is None else f" for {slowest.rows:,} rows"
+        yield Fault(
+            WARNING,
+            "slow-partition",
+            subject,
+            f"In its last batch partition {slowest.partition} took {slowest_ms / 1000:.1f} s{rows}; the median one "
+            f"took {usual / 1000:.2f} s.",
+            "If it is always the same partition, a few keys get most of the rows: look for them among the hottest "
+            "keys, and use partial_aggregation=True or a key that spreads better. If it is always the same host, "
+            "look at that machine.",
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from backends.encoding.operator_schema import OperatorSchema
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
     CLUSTER,
@@ -19,8 +20,10 @@ from spark_bridge.overview.model import (
     Overview,
     Partition,
     Query,
+    SchemaUse,
     Step,
 )
+from spark_bridge.overview.state_variables import variables_of
 
 Description = Mapping[str, Any]
 _COUNTERS = ("opens", "commits", "keys_written", "keys_read", "loads", "snapshots")
@@ -66,6 +69,7 @@ def _query(
 ) -> Query:
     run_id, completed = query["run_id"], query["completed_version"]
     begun = query.get("batch_begun_ms")
+    times = query.get("batch_times") or {}
     return Query(
         query_id=query["query_id"],
         run_id=run_id,
@@ -78,14 +82,15 @@ def _query(
         prepared_version=query["prepared_version"],
         oldest_version=query["oldest_version"],
         operators=tuple(
-            _operator(name, n, held.get((run_id, name), ()), completed, query.get("backends", {}).get(name))
-            for name, n in query["operators"].items()
+            _operator(name, n, held.get((run_id, name), ()), query) for name, n in query["operators"].items()
         ),
         checkpoints=tuple(_checkpoint(record, query) for record in stats.get("history", ())),
         pending_partitions=query["pending_partitions"],
         batch_ms=None if begun is None else max(0, now_ms - begun),
         replaced_by=query["retired_by"],
         counts=dict(query["checkpoints"]),
+        watermark_ms=times.get("watermark_ms") or None,
+        batch_time_ms=times.get("timestamp_ms") or None,
     )
 
 
@@ -96,9 +101,7 @@ def _checkpoint(record: Description, query: Description) -> Checkpoint:
     return Checkpoint(**plain, is_kept=query["oldest_version"] <= record["version"] <= query["completed_version"])
 
 
-def _operator(
-    name: str, num_partitions: int, held: Sequence[Partition], completed: int, backend: str | None
-) -> Operator:
+def _operator(name: str, num_partitions: int, held: Sequence[Partition], query: Description) -> Operator:
     # A partition that has moved may be held by its last host as well: the newer version counts.
     newest: dict[int, Partition] = {}
     for one in sorted(held, key=lambda p: p.version or 0):
@@ -106,14 +109,22 @@ def _operator(
     partitions = tuple(newest.get(p, Partition(name, p)) for p in range(num_partitions))
     keys = [p.keys for p in partitions if p.keys is not None]
     middle = median(keys) if keys else 0
+    schema = query.get("schemas", {}).get(name)
+    variables = () if schema is None else variables_of(OperatorSchema.from_json(schema))
+    used = [SchemaUse(i, first, last) for i, first, last in query.get("schema_history", {}).get(name, ())]
+    if used:
+        used[-1] = replace(used[-1], variables=variables)
     return Operator(
         name,
         num_partitions,
-        backend,
+        query.get("backends", {}).get(name),
+        schema_id=used[-1].schema_id if used else None,
         keys=sum(keys) if len(keys) == num_partitions else None,
         memory_bytes=sum(p.memory_bytes or 0 for p in partitions),
         skew=max(keys) / middle if middle else None,
         partitions=partitions,
+        variables=variables,
+        schemas=tuple(used),
     )
 
 
@@ -130,6 +141,7 @@ def _partition(host: Description, instance: Description) -> Partition:
         snapshot_version=snapshot,
         snapshot_lag=None if snapshot is None else max(0, version - snapshot),
         commit_ms={name: value for name, value in commit.items() if name != "version"},
+        rows=instance.get("commits", {}).get(commit.get("version"), {}).get("num_rows"),
     )
 
 
@@ -147,6 +159,7 @@ def _hosts(coordinator: Description, hosts: Sequence[Description]) -> list[Host]
             partitions=len(host["instances"]),
             memory=dict(host.get("memory", {})),
             counters={name: host[name] for name in _COUNTERS if name in host},
+            row_cache=dict(host.get("row_cache", {})),
             storage_requests=dict(host.get("storage_requests", {})),
             requests=dict(host.get("requests", {})),
             loading=tuple(host.get("loading", ())),

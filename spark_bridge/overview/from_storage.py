@@ -6,12 +6,16 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from backends.encoding.operator_schema import OperatorSchema
+from backends.exceptions import DamagedFileError, MissingFileError
 from backends.formats import manifest_chain as chains
 from backends.formats.checkpoint_size import delta_bytes
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.durable.checkpoint_records import CheckpointRecord, CheckpointRecords
 from coordinator_actor.durable.record_files import RecordFiles
-from coordinator_actor.durable.spark_commits import query_id_of
+from coordinator_actor.durable.schema_history import schema_history
+from coordinator_actor.durable.spark_commits import SparkCommits, query_id_of
+from coordinator_actor.messages import BatchTimes
 from coordinator_actor.reading.stored_versions import StatePlace, StateVersions, find_state
 from spark_bridge.overview.faults import faults_of
 from spark_bridge.overview.model import (
@@ -23,8 +27,10 @@ from spark_bridge.overview.model import (
     Partition,
     Query,
     Savepoint,
+    SchemaUse,
     Step,
 )
+from spark_bridge.overview.state_variables import variables_of
 
 
 def overview_of_checkpoint(
@@ -55,6 +61,7 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
     newest = versions.log.epochs.newest()
     readable = versions.readable
     prepared = max(versions.chain, default=0)
+    times = _times(SparkCommits(open_storage(place.checkpoint_location, place.options)))
     return Query(
         query_id=query_id_of(open_storage(place.checkpoint_location, place.options)),
         run_id="" if newest is None else newest.run_id,
@@ -72,7 +79,20 @@ def stored_query(place: StatePlace, versions: StateVersions, open_storage: OpenS
             Savepoint(r.checkpoint_id, r.version, r.location, r.created_ms, r.run_id, r.stop)
             for r in versions.log.savepoints.all()
         ),
+        watermark_ms=times.watermark_ms or None,
+        batch_time_ms=times.timestamp_ms or None,
     )
+
+
+def _times(commits: SparkCommits) -> BatchTimes:
+    """Return the times of the last batch that Spark has planned; zeros if there is none."""
+    last = commits.last_begun()
+    if last is None:
+        return BatchTimes()
+    try:
+        return commits.times(last)
+    except (DamagedFileError, MissingFileError):
+        return BatchTimes()  # Spark removes old files meanwhile; a damaged one says nothing about the state
 
 
 def checkpoints_of(
@@ -151,4 +171,16 @@ def _operators(versions: StateVersions) -> Iterable[Operator]:
             )
             for p in range(entry.num_partitions)
         )
-        yield Operator(name, entry.num_partitions, entry.backend, entry.schema_id, partitions=partitions)
+        used = [
+            SchemaUse(i, first, last, variables_of(OperatorSchema.from_json(versions.log.schema(i))))
+            for i, first, last in schema_history(chain, name)
+        ]
+        yield Operator(
+            name,
+            entry.num_partitions,
+            entry.backend,
+            entry.schema_id,
+            partitions=partitions,
+            variables=used[-1].variables,
+            schemas=tuple(used),
+        )

@@ -18,6 +18,8 @@ RUNNING, RETIRED, STORED = "running", "replaced", "stored"
 """The status of a query: it runs; a newer run has replaced it; only its storage was looked at."""
 WARNING, ERROR = "warning", "error"
 CLUSTER, STORAGE = "cluster", "storage"
+INPUT_WAIT = "input_wait"
+"""The step in which a task waits for its input rows: no work on state."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Partition:
 
     ``version`` is that of the host, or the last completed one in storage. ``snapshot_version`` is that of the newest
     snapshot, 0 for none, and ``snapshot_lag`` the versions that it is behind. ``changelog_bytes`` are those of the
-    changelogs behind it. ``commit_ms`` are the steps of the last commit.
+    changelogs behind it. ``commit_ms`` are the steps of the last commit, and ``rows`` its input rows.
     """
 
     operator: str
@@ -92,11 +94,50 @@ class Partition:
     snapshot_lag: int | None = None
     changelog_bytes: int | None = None
     commit_ms: dict[str, float] = field(default_factory=dict)
+    rows: int | None = None
+
+    @property
+    def work_ms(self) -> float | None:
+        """Return the time of its last commit without the wait for input rows; None if it is not known."""
+        return sum(ms for name, ms in self.commit_ms.items() if name != INPUT_WAIT) if self.commit_ms else None
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One state variable: the types of its columns by name, and its time to live.
+
+    ``inner`` are the columns that tell the rows of one key apart: the user's key of a map, when a timer fires, the
+    bounds of a session. ``window`` names the key column that is a window.
+    """
+
+    name: str
+    kind: str
+    key: dict[str, str] = field(default_factory=dict)
+    value: dict[str, str] = field(default_factory=dict)
+    inner: dict[str, str] = field(default_factory=dict)
+    window: str | None = None
+    ttl_ms: int | None = None
+
+
+@dataclass(frozen=True)
+class SchemaUse:
+    """The schema that the versions from ``first_version`` to ``last_version`` of an operator were written with.
+
+    ``variables`` are known where the schema itself can be read: from storage, and of the newest.
+    """
+
+    schema_id: str
+    first_version: int
+    last_version: int
+    variables: tuple[Variable, ...] = ()
 
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a query. ``skew`` is the keys of the largest partition over those of the median one."""
+    """One operator of a query. ``skew`` is the keys of the largest partition over those of the median one.
+
+    ``schemas`` are those of the versions that storage has, the oldest first.
+    """
 
     name: str
     num_partitions: int
@@ -106,6 +147,8 @@ class Operator:
     memory_bytes: int | None = None
     skew: float | None = None
     partitions: tuple[Partition, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    schemas: tuple[SchemaUse, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,7 +167,9 @@ class Savepoint:
 class Query:
     """One query. Versions ``oldest_version`` to ``completed_version`` can be read.
 
-    ``pending_partitions`` of the running batch have not acknowledged it, ``batch_ms`` after its begin.
+    ``pending_partitions`` of the running batch have not acknowledged it, ``batch_ms`` after its begin. ``watermark_ms``
+    and ``batch_time_ms`` are the event time up to which the last batch expects no more rows, and its processing time,
+    as Spark has logged them; None without a watermark. A coordinator knows them where an operator needs times.
     """
 
     query_id: str
@@ -144,6 +189,8 @@ class Query:
     batch_ms: int | None = None
     replaced_by: str | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    watermark_ms: int | None = None
+    batch_time_ms: int | None = None
 
     @property
     def title(self) -> str:
@@ -156,6 +203,7 @@ class Host:
     """One StateStoreHost. ``answered``: False if it did not answer in time, and only the coordinator's word is known.
 
     ``memory`` is in bytes by what holds it, with the budget as ``host_memory``; ``counters`` count since it started.
+    ``row_cache`` has the keys that its row caches were ``asked`` for, and the ``hits`` among them.
     """
 
     host_id: str
@@ -169,9 +217,16 @@ class Host:
     partitions: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    row_cache: dict[str, int] = field(default_factory=dict)
     storage_requests: dict[str, int] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
     loading: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def cache_hits(self) -> float | None:
+        """Return the share of keys that row caches had, 0 to 1; None if nothing was asked for."""
+        asked = self.row_cache.get("asked", 0)
+        return self.row_cache.get("hits", 0) / asked if asked else None
 
     @property
     def machine(self) -> str:

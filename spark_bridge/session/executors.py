@@ -22,9 +22,12 @@ POLL_SECONDS = 0.2
 def executor_cores(spark: SparkSession) -> dict[str, int]:
     """Return the cores of the executors on each machine, by IP address, as Spark knows them now.
 
-    Of ``local[n]``, whose tasks run in the driver's process, the machine is this one.
+    None are left when Spark has been stopped. Of ``local[n]``, whose tasks run in the driver's process, the machine is
+    this one.
     """
     context = spark.sparkContext
+    if context._jsc is None:  # the program has stopped Spark, and is about to end
+        return {}
     scala = context._jsc.sc()
     if scala.isLocal():
         return {own_address(): max(1, min(context.defaultParallelism, os.cpu_count() or 1))}

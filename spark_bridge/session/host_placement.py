@@ -188,7 +188,7 @@ class HostPlacement:
             thread.start()
 
     def _let_go(self, nodes: Mapping[str, str]) -> None:
-        gone = [host for host in self.hosts if host.node_id not in nodes or _is_dead(host.actor)]
+        gone = [host for host in self.hosts if host.node_id not in nodes or is_dead(host.actor)]
         for host in gone:
             if host.node_id in nodes:
                 self._not_before[host.node_id] = time.monotonic() + START_AGAIN_SECONDS
@@ -234,7 +234,7 @@ def end_hosts(hosts: Sequence[StandingHost]) -> None:
         ray.kill(host.actor, no_restart=True)
 
 
-def _is_dead(actor: Any) -> bool:
+def is_dead(actor: Any) -> bool:
     """Return whether Ray has given an actor up: it could not be made, or its node is gone."""
     try:
         return bool(ray._private.state.actors(actor._actor_id.hex()).get("State") == DEAD)

@@ -23,6 +23,7 @@ from spark_bridge.session.current import (
 from spark_bridge.session.executors import await_executors, executor_cores
 from spark_bridge.session.java import ensure_java
 from spark_bridge.session.ray_cluster import join_or_start_ray, stop_ray
+from spark_bridge.session.ray_on_spark import require_cores
 from spark_bridge.transport.tls import TlsConf
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def init_spark(
             request_limits=request_limits or RequestLimits(),
         )
         await_executors(spark, num_executors)
-        _join(spark, options, by_raydp=True, started_ray=started_ray)
+        _join(spark, options, raydp_app=app_name, started_ray=started_ray)
     except BaseException:
         raydp.stop_spark()
         if started_ray:
@@ -136,12 +137,15 @@ def attach(
 
     Joins or starts Ray as ``init_spark`` does, and sets on the live session the settings that stateful operators need.
     The options are those of ``init_spark``. ``stop_spark`` ends the state store and leaves the Spark session running.
-    Raises ``SessionError`` if this process has a session already, ``TlsError`` if certificates do not fit.
+    On Spark that runs Ray itself (``setup_ray_on_spark``) Ray must have left cores to Spark. Raises ``SessionError`` if
+    this process has a session already, ``TlsError`` if certificates do not fit, ``EnvironmentProblemError`` if no cores
+    are left to streams.
     """
     require_no_session()
     _require_hosts(num_hosts)
     if tls is not None:
         tls.check()
+    require_cores(spark)
     started_ray = join_or_start_ray(ray_address, 1)
     try:
         options = SessionOptions(
@@ -156,7 +160,7 @@ def attach(
             query_port=query_port,
             request_limits=request_limits or RequestLimits(),
         )
-        _join(spark, options, by_raydp=False, started_ray=started_ray)
+        _join(spark, options, raydp_app=None, started_ray=started_ray)
     except BaseException:
         if started_ray:
             stop_ray()
@@ -182,10 +186,15 @@ def stop_spark() -> None:
         session.stop()
 
 
-def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, started_ray: bool) -> None:
-    """Start the state cluster of a Spark session and make the session this process's."""
+def _join(spark: SparkSession, options: SessionOptions, *, raydp_app: str | None, started_ray: bool) -> None:
+    """Start the state cluster of a Spark session and make the session this process's.
+
+    ``raydp_app`` is the name of the application that ``init_spark`` has started by RayDP.
+    """
     from spark_bridge.session.listener import StateStoreQueryListener
+    from spark_bridge.session.lost_executors import LostExecutors
     from spark_bridge.session.settings import STATE_LOCATION_CONF, apply_settings, redact
+    from spark_bridge.session.spark_master import SparkMasterWatch
     from spark_bridge.session.state_cluster import StateCluster
     from spark_bridge.task import local_properties
 
@@ -198,9 +207,14 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
     spark.streams.addListener(listener)
     listener.publish_endpoints()
     cluster.placement.publish = listener.publish_addresses
+    lost_executors = LostExecutors(spark, by_raydp=raydp_app is not None)
+    master = SparkMasterWatch(spark, raydp_app) if raydp_app is not None else None
 
     def stop() -> None:
+        lost_executors.close()
         try:
+            if master is not None:
+                master.close()
             if spark.sparkContext._jsc is not None:
                 for query in spark.streams.active:
                     query.stop()
@@ -208,7 +222,7 @@ def _join(spark: SparkSession, options: SessionOptions, *, by_raydp: bool, start
             listener.close()
             cluster.stop()
         finally:
-            if by_raydp:
+            if raydp_app is not None:
                 import raydp
 
                 raydp.stop_spark()
@@ -230,15 +244,18 @@ def _set_log_level(spark: SparkSession, level: str) -> None:
 
 
 def _spark_configs(given: dict[str, str] | None, cores: int) -> dict[str, str]:
+    from spark_bridge.session.raydp_settings import SHUFFLE, MasterSettings, master_on_head
     from spark_bridge.session.settings import EXCLUDED_RULES, STATELESS_AQE, excluded_rules
 
     ours = {
+        **master_on_head(given or {}),
+        **SHUFFLE,
         "spark.sql.shuffle.partitions": str(max(cores, 1)),
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
         "spark.sql.session.timeZone": "UTC",
     }
-    configs = {**ours, **(given or {})}
+    configs = MasterSettings({**ours, **(given or {})})
     configs[EXCLUDED_RULES] = excluded_rules(configs.get(EXCLUDED_RULES))
     configs[STATELESS_AQE] = "false"
     return configs

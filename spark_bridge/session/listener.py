@@ -12,7 +12,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,12 +28,15 @@ from backends.exceptions import StateStoreError
 from backends.storage.checkpoint_storage import CheckpointStorage
 from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.messages import QueryRegistration
+from coordinator_actor.on_ray.ray_metrics import RayMetrics
+from coordinator_actor.wire_version import WIRE_VERSION
 from spark_bridge.exceptions import SparkBridgeError
 from spark_bridge.operators.conf import configured_key_groups
 from spark_bridge.operators.declared_operators import duplicate_names, operators_in_plan
 from spark_bridge.operators.initial_state import InitialEntries, InitialState, make_initial_states
 from spark_bridge.session.driver_heartbeats import DriverHeartbeats
-from spark_bridge.session.operator_progress import has_listeners, progress_of_batch, tell_listeners
+from spark_bridge.session.events_in_java import EventsInJava
+from spark_bridge.session.operator_progress import has_listeners, newest_progress, progress_of_batch, tell_listeners
 from spark_bridge.session.query_refusal import end_with, sources_refusal
 from spark_bridge.session.settings import (
     MIN_BATCHES_CONF,
@@ -43,6 +46,7 @@ from spark_bridge.session.settings import (
     unsafe_settings,
 )
 from spark_bridge.session.state_cluster import StateCluster
+from spark_bridge.session.stream_metrics import StreamMetrics
 from spark_bridge.task import local_properties as properties
 
 log = logging.getLogger(__name__)
@@ -61,7 +65,10 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """By run, the local properties of the thread that runs the query, which its later jobs are given."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._in_java: Any = None
         self._heartbeats = DriverHeartbeats(cluster.leases, cluster.coordinator, cluster.stopping)
+        sink = RayMetrics({"namespace": cluster.options.namespace})
+        self._metrics = StreamMetrics(sink, lambda run_id: newest_progress(cluster, run_id))
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:
         """Register a query that has stateful operators, and set the properties of its tasks."""
@@ -142,6 +149,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             self._registrations[registration.run_id] = registration
             self._properties[registration.run_id] = self._spark.sparkContext._jsc.sc().getLocalProperties()
         self._heartbeats.add(registration)
+        self._metrics.add(registration.run_id, registration.name or registration.query_id)
         self._set(properties.RUN_ID, registration.run_id)
         self.publish_endpoints()
         log.info(
@@ -171,6 +179,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         self._set(properties.ADDRESSES, json.dumps(self._cluster.addresses()))
         self._set(properties.TOKEN, self._cluster.token)
         self._set(properties.HOST_FILES, self._cluster.host_files)
+        self._set(properties.WIRE, str(WIRE_VERSION))
         self._set(properties.TIMEOUT, str(options.recovery_timeout))
         self._set(properties.TLS, None if options.tls is None else options.tls.to_json())
 
@@ -215,13 +224,24 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         # setLocalProperty(key, None) removes the property.
         self._spark.sparkContext._jsc.sc().setLocalProperty(key, value)
 
+    @property
+    def _jlistener(self) -> Any:
+        if self._in_java is None:
+            self._in_java = self._spark._jvm.PythonStreamingQueryListenerWrapper(
+                EventsInJava(self, self.batch_committed)
+            )
+        return self._in_java
+
     def onQueryProgress(self, event: QueryProgressEvent) -> None:
         """Report that a batch is done: ``commits/<N>`` is on disk, so the batch's version is completed."""
-        run_id = str(event.progress.runId)
+        self.batch_committed(str(event.progress.runId), int(event.progress.batchId), lambda: str(event.progress.json))
+
+    def batch_committed(self, run_id: str, batch_id: int, progress_json: Callable[[], str]) -> None:
+        """Report a batch of any query of the session; those without stateful operators are passed over."""
         with self._lock:
             known = run_id in self._registrations
         if known and not self._stopping.is_set():
-            batch_id = int(event.progress.batchId)
+            self._metrics.batch(run_id, progress_json())
             try:
                 self._cluster.batch_committed(run_id, batch_id)
                 if has_listeners():
@@ -229,7 +249,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
                     tell_listeners(run_id, progress_of_batch(self._cluster, run_id, batch_id))
             except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
                 # The first task of the next batch completes the version all the same.
-                log.warning("Batch %s of run %s was not reported: %s", event.progress.batchId, run_id, error)
+                log.warning("Batch %d of run %s was not reported: %s", batch_id, run_id, error)
 
     def onQueryIdle(self, event: Any) -> None:
         """Do nothing: an idle query has no new version."""
@@ -241,6 +261,7 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
             known = self._registrations.pop(run_id, None)
             self._properties.pop(run_id, None)
         self._heartbeats.remove(run_id)
+        self._metrics.remove(run_id)
         if known is not None and not self._stopping.is_set():
             try:
                 self._cluster.coordinator.deactivate_instances(run_id)
@@ -252,3 +273,4 @@ class StateStoreQueryListener(StreamingQueryListener):  # type: ignore[misc]
         """Stop the heartbeats."""
         self._stopping.set()
         self._heartbeats.close()
+        self._metrics.close()

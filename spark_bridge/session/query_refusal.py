@@ -17,7 +17,8 @@ from spark_bridge.operators.declared_operators import nodes
 def end_with(jvm: Any, execution: Any, message: str) -> None:
     """End a query (a JVM ``StreamExecution``) that has not begun; ``query.exception()`` then has the message.
 
-    To be called in ``onQueryStarted``. Raises ``Py4JError`` where Spark's classes are not as those of 3.5 and 4.2.
+    To be called in ``onQueryStarted``; of a query that runs already, ``query.stop()`` must follow. Raises
+    ``Py4JError`` where Spark's classes are not as those of 3.5 and 4.2.
     """
     kind = execution.getClass()
     # State and its cases stand beside StreamExecution, whose package is another one since Spark 4.1.

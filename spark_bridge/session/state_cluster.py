@@ -15,7 +15,9 @@ from coordinator_actor.exceptions import CoordinatorError
 from coordinator_actor.on_ray.actor import get_or_create_coordinator
 from coordinator_actor.on_ray.cluster_store import ClusterStore
 from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
-from spark_bridge.exceptions import SparkBridgeError
+from coordinator_actor.port import CoordinatorPort
+from coordinator_actor.wire_version import other_version
+from spark_bridge.exceptions import EnvironmentProblemError, SparkBridgeError
 from spark_bridge.host_actor.actor import host_files_dir
 from spark_bridge.host_actor.session_options import SessionOptions
 from spark_bridge.session.host_placement import HostPlacement
@@ -30,7 +32,8 @@ class StateCluster:
     """Starts the hosts of one session in a Ray cluster, and the coordinator if no other session has started it.
 
     ``executors`` gives the cores of the executors on each machine now, by IP address: the hosts stand there. Raises
-    ``InvalidRequestError`` if no node can take the coordinator.
+    ``InvalidRequestError`` if no node can take the coordinator, ``EnvironmentProblemError`` if the coordinator that is
+    there is of a release that speaks other messages.
     """
 
     def __init__(self, options: SessionOptions, executors: Callable[[], Mapping[str, int]]) -> None:
@@ -45,6 +48,7 @@ class StateCluster:
             options.namespace, options.coordinator_name, min(LEASE_SECONDS, options.recovery_timeout)
         )
         """The way of the messages that renew leases: none of them takes a lease's time."""
+        require_same_messages(self.coordinator)
         self.token = self.coordinator.token()
         session_dir = Path(ray._private.worker._global_node.get_session_dir_path())
         self.host_files = str(host_files_dir(session_dir, options))
@@ -96,7 +100,7 @@ class StateCluster:
 
     def batch_committed(self, run_id: str, batch_id: int) -> None:
         """Report that Spark has committed a batch: its version is completed, and the hosts may apply it."""
-        if self.coordinator.batch_committed(run_id, batch_id):
+        if self.coordinator.batch_committed(run_id, batch_id, by_driver=True):
             for host in self.hosts:
                 host.on_progress.remote()
 
@@ -113,3 +117,13 @@ class StateCluster:
         self.placement.close()
         if not others:
             ray.kill(ray.get_actor(self.options.coordinator_name, namespace=self.options.namespace), no_restart=True)
+
+
+def require_same_messages(coordinator: CoordinatorPort) -> None:
+    """Raise ``EnvironmentProblemError`` unless the coordinator speaks this release's messages."""
+    try:
+        theirs: int | None = coordinator.wire_version()
+    except AttributeError:  # the actor is of a release without that message
+        theirs = None
+    if (problem := other_version("The coordinator that runs in this namespace", theirs, "this session")) is not None:
+        raise EnvironmentProblemError(problem)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from backends.decoders import json_decoder
+from coordinator_actor.wire_version import other_version
 from spark_bridge.exceptions import StateStoreRefusedError
 from spark_bridge.task.endpoints import Endpoints
 from spark_bridge.transport.tls import TlsConf
 
 RUN_ID = "statestore.runId"
+WIRE = "statestore.wireVersion"
+"""The version of the messages that the driver speaks."""
 REFUSAL = "statestore.refusal"
 """Why the query may not run; not set if it may."""
 ADDRESSES = "statestore.addresses"
@@ -46,6 +49,10 @@ def endpoints_from(local_property: Callable[[str], str | None], operator: str) -
             "store listener. Start the query from the session that init_spark returned or that attach(spark) was "
             "called with; sessions made by spark.newSession() reach no listener, and a batch query keeps no state."
         )
+    theirs = local_property(WIRE)
+    known = int(theirs) if theirs and theirs.isdecimal() else None
+    if (problem := other_version("The driver", known, "the release on this executor's machine")) is not None:
+        raise StateStoreRefusedError(problem)
     return endpoints, run_id
 
 

@@ -9,6 +9,7 @@ that port, and gRPC fails their calls at once.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -94,7 +95,7 @@ class SilentHosts:
         """Probe the hosts of slow calls; shut down the connections to those that are silent."""
         before = time.monotonic() - SLOW_SECONDS
         slow = {call.place for call in list(self._calls.values()) if call.since < before}
-        silent = _silent(slow) if slow else set()
+        silent = silent_places(slow) if slow else set()
         self._failed = {place: self._failed.get(place, 0) + 1 for place in silent}
         for place, times in self._failed.items():
             if times >= FAILED_PROBES:
@@ -102,8 +103,11 @@ class SilentHosts:
                 shut_down_connections(place)
 
 
-def _silent(places: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Return the places at which nobody takes a connection within ``PROBE_SECONDS``."""
+def silent_places(places: Collection[tuple[str, int]], *, refusals: bool = True) -> set[tuple[str, int]]:
+    """Return the places at which nobody takes a connection within ``PROBE_SECONDS``.
+
+    Without ``refusals``, those that refuse one are not among them: their machine is there.
+    """
     connecting: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
     silent = set(places)
     try:
@@ -121,7 +125,8 @@ def _silent(places: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
                 poll.unregister(descriptor)
                 left -= 1
                 probe, place = connecting[descriptor]
-                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error == 0 or (error == errno.ECONNREFUSED and not refusals):
                     silent.discard(place)
     finally:
         for probe, _ in connecting.values():

@@ -22,6 +22,7 @@ from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.messages import (
     Acknowledge,
     HostInfo,
@@ -165,4 +166,5 @@ class World:
     def manifests_of(self, checkpoint: str) -> list[dict[str, Any]]:
         """What is written below a checkpoint directory of this name."""
         paths = sorted((self.root / checkpoint / "statestore/manifests").glob("*.json"))
-        return [json.loads(msgspec.json.encode(unseal(p.read_bytes(), Manifest, p.name), enc_hook=dict)) for p in paths]
+        found = [unseal(data, Manifest, p.name) for p in paths if (data := p.read_bytes()) != FENCE]
+        return [json.loads(msgspec.json.encode(manifest, enc_hook=dict)) for manifest in found]

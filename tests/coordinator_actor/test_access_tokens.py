@@ -1,4 +1,4 @@
-"""Read-only tokens: issued, saved, listed, revoked, verified by whoever has the secret; hosts learn of revocations."""
+"""Tokens of clients and people: issued, saved, listed, revoked, verified by the secret; hosts learn of revocations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.storage.checkpoint_storage import CheckpointStorage
-from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_read_only, verified_id
+from coordinator_actor.access_tokens import AccessTokens, MemoryTokenStore, is_admin, is_issued, verified_id
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.exceptions import InvalidRequestError, InvalidTokenError
 from coordinator_actor.messages import HostInfo, HostReport
+from spark_bridge.queryable.server.token_verifier import ClusterTokens, Grant
 from tests.effort import examples
 
 SECRET = "5ec4e7" * 8
@@ -42,7 +43,7 @@ def tokens(world: World) -> AccessTokens:
 def test_a_token_names_itself_and_is_verified_by_the_secret(world: World, tokens: AccessTokens) -> None:
     token = tokens.issue_token("dashboard", 60)
     (issued,) = tokens.list_tokens()
-    assert token.startswith(f"ssr1.{issued.id}.1800000061.") and is_read_only(token)
+    assert token.startswith(f"ssr1.{issued.id}.1800000061.") and is_issued(token)
     assert verified_id(token, SECRET, (), world.now) == issued.id
     assert (issued.name, issued.created, issued.expires, issued.revoked) == (
         "dashboard",
@@ -50,6 +51,17 @@ def test_a_token_names_itself_and_is_verified_by_the_secret(world: World, tokens
         1_800_000_061,
         None,
     )
+
+
+def test_a_token_of_an_administrator_is_told_apart_by_its_signature(world: World, tokens: AccessTokens) -> None:
+    act, look = tokens.issue_token("act", admin=True), tokens.issue_token("look")
+    assert is_admin(act) and not is_admin(look) and is_issued(act)
+    assert [t.admin for t in tokens.list_tokens()] == [True, False] == [t.admin for t in world.tokens().list_tokens()]
+    assert verified_id(act, SECRET, (), world.now)
+    with pytest.raises(InvalidTokenError, match="altered"):
+        verified_id(look.replace("ssr1.", "ssa1."), SECRET, (), world.now)
+    assert ClusterTokens(SECRET, lambda: ()).verify(act) == Grant(tokens.list_tokens()[0].id, True, admin=True)
+    assert ClusterTokens(SECRET, lambda: ()).verify(look) == Grant(tokens.list_tokens()[1].id, True, admin=False)
 
 
 def test_a_token_ends_at_its_time(world: World, tokens: AccessTokens) -> None:

@@ -13,6 +13,7 @@ from backends.encoding.schema import StateSchema
 from backends.exceptions import DamagedFileError, MissingFileError, StorageError
 from coordinator_actor.coordinator import Coordinator
 from coordinator_actor.coordinator_conf import CoordinatorConf
+from coordinator_actor.durable.fencing import place_path
 from coordinator_actor.exceptions import (
     CoordinatorError,
     FencedError,
@@ -307,12 +308,12 @@ def test_changes_of_two_runs_never_make_one_version(world: World, started: Coord
 def test_a_missing_manifest_in_the_middle_is_damage_that_names_it(world: World, started: Coordinator) -> None:
     for batch in range(3):
         world.run_batch(started, batch)
-    (world.root / "ck/statestore/manifests" / f"{2:020d}.json").unlink()
-    with pytest.raises(MissingFileError, match=f"{2:020d}.json does not exist, but version 3"):
+    (world.root / "ck/statestore" / place_path(1, 2)).unlink()
+    with pytest.raises(MissingFileError, match=r"Manifest 2 in .*/manifests does not exist, but version 3"):
         world.coordinator().register_query(world.registration("run2"))
 
 
-@pytest.mark.parametrize("path", [f"manifests/{1:020d}.json", f"epochs/{1:020d}.json", "query.json"])
+@pytest.mark.parametrize("path", [place_path(1, 1), f"epochs/{1:020d}.json", "query.json"])
 def test_a_flipped_digit_in_a_record_is_damage_that_names_it(world: World, started: Coordinator, path: str) -> None:
     world.run_batch(started, 0)
     file = world.root / "ck/statestore" / path
@@ -329,7 +330,7 @@ def test_of_two_coordinators_only_the_newer_completes_versions(world: World, sta
     newer = world.coordinator()
     assert newer.register_query(world.registration("run2")).epoch == 2
     acknowledge(started, held[0])
-    with pytest.raises(FencedError, match="epoch 2"):
+    with pytest.raises(FencedError, match="this one has epoch 1"):
         acknowledge(started, held[1])
     world.run_batch(newer, 1, run="run2")
     head = max(world.manifests(), key=lambda m: (m["epoch"], m["id"]))
@@ -338,6 +339,19 @@ def test_of_two_coordinators_only_the_newer_completes_versions(world: World, sta
     third.register_query(world.registration("run3"))
     wanted = head["operators"]["op"]["partitions"]["0"]["changelog"]["path"]
     assert world.open(third, 2, 0, "run3").head == wanted
+
+
+def test_the_commit_of_a_run_in_another_cluster_completes_nothing_here(world: World, started: Coordinator) -> None:
+    """The old coordinator has prepared the version; a newer run makes it anew, and Spark commits that."""
+    for p in range(2):
+        acknowledge(started, world.stage(world.open(started, 0, p), p, 0, "old"))
+    newer = world.coordinator()
+    newer.register_query(world.registration("run2"))
+    world.run_batch(newer, 0, run="run2", attempt="new")
+    for seen in (lambda: started.batch_committed("run1", 0), lambda: started.driver_heartbeat("run1")):
+        with pytest.raises(FencedError, match="taken over"):
+            seen()
+    assert started.open_for_read("run1", "op", 0).version == 0
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
+
+from spark_bridge.cli.main import app
+from spark_bridge.cli.supervision import STOPPED_ELSEWHERE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -25,13 +30,15 @@ def test_ray_takes_the_launcher_file() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
-@pytest.mark.parametrize("unit", ["ray-head.service", "ray-worker.service"])
+@pytest.mark.parametrize("unit", ["ray-head.service", "ray-worker.service", "stream@.service"])
 def test_systemd_takes_the_units(unit: str, tmp_path: Path) -> None:
     """Paths of the machine that the units are for need not be here, so they are put there."""
-    ray = tmp_path / "ray"
-    ray.write_text("#!/bin/sh\n")
-    ray.chmod(0o755)
-    text = (DEPLOY / "systemd" / unit).read_text().replace("/opt/statestore/bin/ray", str(ray))
+    text = (DEPLOY / "systemd" / unit).read_text()
+    for name in ("ray", "statestore"):
+        program = tmp_path / name
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        text = text.replace(f"/opt/statestore/bin/{name}", str(program))
 
     def complaints(text: str) -> str:
         (tmp_path / unit).write_text(text)
@@ -42,6 +49,17 @@ def test_systemd_takes_the_units(unit: str, tmp_path: Path) -> None:
 
     assert complaints(text) == ""
     assert "Restrat" in complaints(text.replace("Restart=", "Restrat="))
+
+
+def test_the_unit_of_a_stream_calls_the_program_as_it_is() -> None:
+    unit = (DEPLOY / "systemd/stream@.service").read_text()
+    (called,) = re.findall(r"ExecStart=/opt/statestore/bin/statestore (.*)", unit)
+    run = get_command(app).commands["run"]  # type: ignore[attr-defined]
+    context = run.make_context("run", called.replace("%i", "clicks").split()[1:])
+    assert str(context.params["program"]) == "clicks.py"
+    assert (context.params["name"], context.params["backoff_limit"]) == ("clicks", 20)
+    codes = re.findall(r"SuccessExitStatus=(.*)", unit)[0].split()
+    assert codes == [str(STOPPED_ELSEWHERE), str(128 + signal.SIGTERM)]
 
 
 def test_units_and_their_settings_meet() -> None:

@@ -468,18 +468,24 @@ def test_the_token_of_a_header() -> None:
 # -- the page and the description ----------------------------------------------------------------
 
 
-def test_the_page_needs_nothing_else(http: TestClient) -> None:
-    page = http.get("/")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert page.headers["cache-control"] == "no-store"
-    assert "http://" not in page.text and "https://" not in page.text and "src=" not in page.text
-    assert '<base href="/">' in page.text
+async def told(scope: Any, receive: Any, send: Any) -> None:
+    """A page that answers with its path."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": f"{scope['root_path']}|{scope['path']}".encode()})
 
 
-def test_the_page_below_a_prefix(memory: MemoryClient) -> None:
-    with TestClient(create_app(connected(memory), Tokens()), headers=BEARER, root_path='/state"<') as http:
-        assert '<base href="/state&quot;&lt;/">' in http.get("/").text
+@pytest.mark.parametrize("root", ["", "/state"])
+def test_the_page_checks_tokens_by_itself(memory: MemoryClient, root: str) -> None:
+    with TestClient(create_app(connected(memory), Tokens(), page=told), root_path=root) as http:
+        assert http.get("/ui/query").text.startswith(f"{root}/ui|")
+        assert http.get("/", follow_redirects=False).headers["location"] == f"{root}/ui/"
+        for path in ("/v1/operators", "/uix", "/openapi.json", "/v1/../ui/../v1/operators"):
+            assert http.get(path).status_code == 401, path
+
+
+def test_without_a_page_there_is_none(http: TestClient) -> None:
+    assert http.get("/").status_code == http.get("/ui/").status_code == 404
 
 
 def test_the_description(http: TestClient) -> None:

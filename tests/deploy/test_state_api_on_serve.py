@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import tempfile
@@ -94,12 +95,10 @@ def test_the_application_on_serve(address: str) -> None:
     token = coordinator("issue_token", "browser")
     with httpx.Client(base_url=f"{address}/state", auth=("", token), timeout=PATIENCE) as http:
         wait_until(lambda: http.get("/v1/operators").status_code == 200)
-        for path in ("/", "/openapi.json", "/v1/operators", "/nothing"):
+        for path in ("/openapi.json", "/v1/operators", "/nothing"):
             assert http.get(path, auth=("", "wrong")).status_code == 401
             assert http.get(path, auth=None).status_code == 401
         assert http.get("/v1/operators").json() == {"operators": []}
-        page = http.get("/")
-        assert '<base href="/state/">' in page.text and page.headers["content-type"].startswith("text/html")
         assert "/v1/operators/{operator}/scan" in http.get("/openapi.json").json()["paths"]
         for answer in (
             http.get("/v1/operators/nothing/keys/1"),
@@ -127,3 +126,18 @@ def test_a_scan_that_fails_is_cut_short_on_the_wire(address: str) -> None:
         assert json.loads(lines[-1])["problem"]["detail"] == "a host is gone"
         assert json.loads(lines[0]) == {"user": 0, "name": "user 0"}
         assert http.get("/v1/operators").status_code == 200
+
+
+def test_the_page_below_a_prefix(address: str) -> None:
+    """Somebody signs in with a token for people and sees that nothing runs; the coordinator is there."""
+    act = coordinator("issue_token", "anna")
+    with httpx.Client(base_url=f"{address}/state", headers={"Accept": "text/html"}, timeout=PATIENCE) as http:
+        led = http.get("/", follow_redirects=True)
+        assert led.status_code == 401 and led.url.path == "/state/ui/"
+        assert http.get("/ui/static/page.css").headers["content-type"].startswith("text/css")
+        fields = dict(re.findall(r'name="(\w+)" value="([^"]*)"', led.text))
+        wait_until(lambda: http.post("/ui/signin", data={**fields, "token": act}).status_code == 303)
+        front = http.get("/ui/")
+        assert front.status_code == 200 and "No query runs" in front.text and 'href="/state/ui/hosts"' in front.text
+        coordinator("revoke_token", "anna")
+        wait_until(lambda: http.get("/ui/").status_code == 401)

@@ -13,6 +13,7 @@ from tests.lab.lab import Lab
 
 PORT = 6379
 START_SECONDS = 300.0
+START_ATTEMPTS = 3
 RAY = str(Path(sys.executable).with_name("ray"))
 OBJECT_STORE = 80 << 20
 
@@ -42,8 +43,16 @@ def start_ray(lab: Lab, cpus: Sequence[int], environment: Mapping[str, str] | No
 
 
 def start_ray_on(lab: Lab, k: int, cpus: int, environment: Mapping[str, str] | None = None) -> None:
-    """Start Ray on one machine: the head on machine 0, on others a node that joins it."""
+    """Start Ray on one machine: the head on machine 0, on others a node that joins it.
+
+    On a busy computer Ray may give its own start up; a unit of systemd tries again, and so does this.
+    """
     role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if k == 0 else [f"--address={ray_address(lab)}"]
     node = [f"--node-ip-address={lab.addresses[k]}", f"--num-cpus={cpus}", f"--object-store-memory={OBJECT_STORE}"]
     argv = [RAY, "start", *role, *node]
-    lab.run(k, argv, {**ray_environment(), **(environment or {})}, timeout=START_SECONDS)
+    for attempt in range(START_ATTEMPTS):
+        is_last = attempt == START_ATTEMPTS - 1
+        started = lab.run(k, argv, {**ray_environment(), **(environment or {})}, timeout=START_SECONDS, check=is_last)
+        if not started.returncode:
+            return
+        lab.run(k, [RAY, "stop", "--force"], ray_environment(), timeout=START_SECONDS, check=False)

@@ -249,7 +249,7 @@ class Query:
 
     def _progress(self, batch: int) -> None:
         try:
-            is_news = self.port.batch_committed(self.run_id, batch)
+            is_news = self.port.batch_committed(self.run_id, batch, by_driver=True)
         except KNOWN_ERRORS as error:
             self.world.judge(error, self.run_id, "progress")
             return

@@ -23,6 +23,7 @@ from backends.formats.manifest_chain import Layout
 from backends.formats.sealed import unseal
 from backends.formats.snapshot import SnapshotDescriptor
 from backends.storage.checkpoint_storage import digest
+from coordinator_actor.durable.manifests import manifest_path
 from coordinator_actor.messages import Acknowledge
 from tests.simulation.scheduler import Violation
 from tests.simulation.storage import content_of
@@ -103,6 +104,9 @@ class Model:
     named: set[str] = field(default_factory=set)
     """Attempts that a manifest has named."""
     epoch: int = 0
+    """The highest epoch that was claimed."""
+    closed: set[int] = field(default_factory=set)
+    """The epochs that have a fence."""
     fenced: set[int] = field(default_factory=set)
     answered: dict[tuple[str, int, str, int], set[tuple[str, int]]] = field(default_factory=dict)
 
@@ -185,7 +189,7 @@ class Model:
             # One that has lost the query may take an id that has been removed since; it counts for nothing.
             raise Violation(f"Manifest {manifest.id} is written twice.")
         self.named.update(entry.attempt for _, _, entry in entries(manifest))
-        if manifest.epoch < self.epoch:
+        if manifest.epoch in self.closed or (newest is not None and manifest.epoch < newest.epoch):
             # By a coordinator that has lost the query, and perhaps stood still for long: nobody is answered.
             self.fenced.add(manifest.id)
             self.manifests[manifest.id] = manifest
@@ -247,9 +251,7 @@ class Model:
         The manifest with whose id it answers names the changes.
         """
         if manifest_id in self.fenced:
-            raise Violation(
-                f"Manifest {manifest_id} was written after a higher epoch was claimed, and is answered for."
-            )
+            raise Violation(f"Manifest {manifest_id} was written after its epoch had ended, and is answered for.")
         named = None if manifest_id is None else self.manifests.get(manifest_id)
         if (
             named is not None
@@ -279,7 +281,7 @@ class Model:
             return
         chain = self.chain()
         for m in chain.values():
-            if manifest_name(m.id) not in files:
+            if manifest_path(m) not in files:
                 raise Violation(f"Manifest {m.id} (version {m.version}) is kept, but was removed.")
         for operator, held in head.operators.items():
             layout = Layout(operator, held.num_partitions, held.backend)
@@ -361,11 +363,6 @@ def _commits(files: dict[str, bytes], version: int) -> Iterator[ChangelogMeta]:
             length = int.from_bytes(data[-16:-8], "little")
             index = unseal(data[-16 - length : -16], GroupIndex, path)
             yield from (read_changelog(data[p.offset : p.offset + p.size])[0] for p in index.parts)
-
-
-def manifest_name(manifest_id: int) -> str:
-    """Where a manifest is kept."""
-    return f"manifests/{manifest_id:020d}.json"
 
 
 def to_array(values: list[bytes]) -> pa.BinaryArray:

@@ -24,17 +24,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.exceptions import StorageError
+from backends.exceptions import FileExistsInStorageError, StorageError
 from backends.formats import manifest_chain, retention
 from backends.formats.changelog_group import group_path, write_group
-from backends.formats.manifest import OperatorEntry
+from backends.formats.manifest import Manifest, OperatorEntry
 from backends.formats.partition_entries import PartitionEntries
 from backends.formats.retention import Retention
 from backends.partition.loading import Loading
 from backends.partition.pending_changes import PendingChanges
 from backends.storage.create_if_absent import CreateIfAbsentProofs
 from backends.storage.file_ref import FileRef
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
 from coordinator_actor.durable.fencing import EPOCHS, Epochs
+from coordinator_actor.durable.manifests import ManifestLog, manifest_path
 from coordinator_actor.handlers import batches, owners
 from coordinator_actor.handlers.host_registry import HostRegistry
 from coordinator_actor.messages import Acknowledged
@@ -94,7 +96,36 @@ def last_speaker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Epochs, "check", lambda self: None)
+    monkeypatch.setattr(Epochs, "_close", lambda self, epochs: None)
+
+
+def leapt_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(self: Any, manifest: Manifest, counter: CheckpointIDCounter) -> Manifest:
+        while True:
+            placed = msgspec.structs.replace(manifest, epoch=self.epoch, sequence=self._sequence + 1)
+            self._sequence += 1
+            try:
+                self._files.create(manifest_path(placed), placed)
+            except FileExistsInStorageError:
+                continue
+            self.manifests[placed.id] = placed
+            return placed
+
+    monkeypatch.setattr(ManifestLog, "append", append)
+
+
+def late_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    close: Callable[..., None] = Epochs._close
+
+    def claim(self: Any, run_id: str, layouts: Any = (), schema_ids: Any = None) -> None:
+        monkeypatch.setattr(Epochs, "_close", lambda self, epochs: None)
+        self.epochs.claim(run_id, layouts, schema_ids)
+        self._sequence = 0
+        self.refresh()
+        monkeypatch.setattr(Epochs, "_close", close)
+        close(self.epochs, range(1, self.epoch))
+
+    monkeypatch.setattr(ManifestLog, "claim", claim)
 
 
 def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +215,11 @@ def any_base(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     stored: Callable[..., Any] = recovery._stored_changelog
 
-    def of_any_run(log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str, held: Any) -> Any:
+    def of_any_run(
+        log: Any, versions: Any, layout: Any, partition: int, version: int, run_id: str, *found_in: Any
+    ) -> Any:
         runs = [run_id, *log.epochs.runs()]
-        found = (stored(log, versions, layout, partition, version, one, held) for one in runs)
+        found = (stored(log, versions, layout, partition, version, one, *found_in) for one in runs)
         return next((entry for entry in found if entry is not None), None)
 
     monkeypatch.setattr(recovery, "_stored_changelog", of_any_run)
@@ -225,8 +258,8 @@ def lost_orders(monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     take_over: Callable[..., None] = QueryState.take_over
 
-    def hasty(self: QueryState) -> None:
-        take_over(self)
+    def hasty(self: QueryState, **given: bool) -> None:
+        take_over(self, **given)
         if self.batch.prepared is not None:
             self.complete(self.versions.completed + 1)
 
@@ -365,6 +398,19 @@ FAULTS: Sequence[PlantedFault] = (
         prepare=restless_in_two_clusters,
     ),
     PlantedFault(
+        "leapt-fences",
+        "A coordinator that meets a fence writes its manifest behind the fence.",
+        leapt_fences,
+        range(2411, 2511),
+        prepare=restless_in_two_clusters,
+    ),
+    PlantedFault(
+        "late-fences",
+        "A claim reads the manifests before it closes the lower epochs.",
+        late_fences,
+        test="tests/coordinator_actor/durable/test_fencing.py::test_a_manifest_that_is_written_during_a_claim_is_read",
+    ),
+    PlantedFault(
         "no-claim",
         "A registration claims no epoch, but goes on under the newest one.",
         no_claim,
@@ -459,7 +505,7 @@ FAULTS: Sequence[PlantedFault] = (
         "prepared-is-completed",
         "Behind a restart of the coordinator a prepared version is completed without Spark's commit.",
         prepared_is_completed,
-        range(221, 521),
+        range(250, 550),
         test="tests/coordinator_actor/handlers/test_repeated_batches.py::"
         "test_a_coordinator_that_restarts_in_a_repeat_goes_on_with_it",
     ),

@@ -176,14 +176,15 @@ class SimulatedStorage:
         """None: an object store has no such files."""
         return []
 
-    def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Path and size of every file in a directory and below, sorted by path."""
+    def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
+        """Path and size of every file in a directory and below, sorted by path; those behind ``after``."""
         stem = prefix.strip("/")
 
         def listed() -> list[tuple[str, int]]:
             held = self._disk.directory(self.location, stem) if stem else self._disk.all_files(self.location)
             below = f"{stem}/" if "/" in stem else ""
-            return sorted((path, len(data)) for path, data in held.items() if path.startswith(below))
+            first = after or ""
+            return sorted((p, len(data)) for p, data in held.items() if p.startswith(below) and p > first)
 
         return self._call("list", prefix, listed)
 

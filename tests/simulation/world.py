@@ -23,6 +23,7 @@ from backends.formats.changelog_group import GROUPS
 from backends.formats.file_names import partition_directory, version_in
 from backends.partition.partition_state import open_partition
 from coordinator_actor.coordinator import Coordinator
+from coordinator_actor.durable.fencing import FENCE
 from coordinator_actor.exceptions import IncompleteBatchError, InvalidRequestError
 from coordinator_actor.messages import Acknowledged, HostInfo, HostReport
 from coordinator_actor.query.files_in_use import BUSY_SECONDS
@@ -362,6 +363,9 @@ class World:
         if location == stream.state:
             if path.startswith("manifests/"):
                 data = self.disk.directory(location, path)[path]
+                if data == FENCE:
+                    stream.model.closed.add(int(path.split("/")[1].split("-", maxsplit=1)[0]))
+                    return
                 files = {**self.disk.directory(location, "operators"), **self.disk.directory(location, GROUPS)}
                 stream.model.manifest_written(data, files)
             elif path.startswith("epochs/"):
@@ -463,7 +467,7 @@ class World:
         files = self.disk.all_files(stream.state)
         if head.version - head.oldest > 4 * KEEP + 8:
             return f"Version {head.version} still keeps version {head.oldest}."
-        num_manifests = sum(p.startswith("manifests/") for p in files)
+        num_manifests = sum(p.startswith("manifests/") and data != FENCE for p, data in files.items())
         # Snapshots share their .sst files with later ones.
         logs = [p for p in files if p.startswith(("operators/", f"{GROUPS}/")) and not p.endswith(".sst")]
         old = [p for p in logs if version_in(p) < head.oldest - 4 * KEEP]
@@ -540,6 +544,8 @@ def run(
     root = Path(tempfile.mkdtemp(prefix="simulation-", dir=memory if memory.is_dir() else None))
     locks = LocalLocks()
     replacements = {
+        ("coordinator_actor.durable.manifest_folds", "FOLDED"): 3,
+        ("coordinator_actor.durable.manifests", "FEW"): 0,
         ("backends.partition.local_directory", "lock"): locks.lock,
         ("backends.partition.local_directory", "os"): types.SimpleNamespace(close=locks.close),
         ("backends.partition.background", "_pool"): threads.Background(),

@@ -9,12 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyspark
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from ray.exceptions import RayError
@@ -25,10 +27,30 @@ from tests.patience import HANG, PATIENCE
 from tests.scratch import SCRATCH
 
 # Java processes here live for minutes, and most of their time goes into loading and compiling what runs a few times.
-# Cold
-# code takes more stack as well, which a regular expression within Spark 4.2 has once run out of.
+# Cold code takes more stack as well, which a regular expression within Spark 4.2 has once run out of. Each file of a
+# checkpoint costs processes (chmod) that Java starts through a helper process, unless it is told otherwise.
 _JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote -Xss4m"
+_JVM += " -Djdk.lang.Process.launchMechanism=VFORK"
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {_JVM}".strip()
+
+# Ray would start a Python worker per CPU for tasks, of which the tests have none: seconds of imports for each.
+os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112, the name is Ray's
+
+_FILE_MANAGER = "FileSystemBasedCheckpointFileManager"
+_STREAMING = "org.apache.spark.sql.execution.streaming"
+_QUICK = {
+    # Generated code pays off behind thousands of rows; here each plan runs over a few.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.ui.explainMode": "simple",
+    # A query that has nothing to do lists its directory a hundred times a second otherwise.
+    "spark.sql.streaming.pollingDelay": "50ms",
+    # Spark's other manager starts a process (readlink) at each step of a rename on a local disk.
+    "spark.sql.streaming.checkpointFileManagerClass": f"{_STREAMING}.{_FILE_MANAGER}"
+    if pyspark.__version__ < "4"
+    else f"{_STREAMING}.checkpointing.{_FILE_MANAGER}",
+}
+"""Settings that make short streams cheap, and change nothing of what they give."""
 
 
 @pytest.fixture(scope="session")
@@ -59,6 +81,7 @@ def spark() -> Iterator[SparkSession]:
             "spark.ui.enabled": "false",
             "spark.task.maxFailures": "4",
             "spark.log.level": "ERROR",
+            **_QUICK,
             "spark.python.authenticate.socketTimeout": f"{HANG:.0f}s",  # PySpark waits 15 s for itself
         },
         recovery_timeout=HANG,
@@ -81,14 +104,19 @@ class Stream:
     files: int = 0
     frames: list[pd.DataFrame] = field(default_factory=list)
 
+    @cached_property
+    def arrow_schema(self) -> pa.Schema:
+        """The schema of the files; Spark is asked once, which takes it longer than to write one."""
+        schema = self.spark.createDataFrame([], self.schema).schema
+        return pa.schema([pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in schema.fields])
+
     @property
     def checkpoint(self) -> str:
         return str(self.root / "checkpoint")
 
     def add(self, rows: list[tuple[Any, ...]] | pd.DataFrame) -> None:
         """Write one file; files are read in the order they were added."""
-        schema = self.spark.createDataFrame([], self.schema).schema
-        arrow = pa.schema([pa.field(f.name, from_spark_type(f.dataType.jsonValue())) for f in schema.fields])
+        arrow = self.arrow_schema
         if isinstance(rows, pd.DataFrame):
             table = pa.Table.from_pandas(rows, schema=arrow, preserve_index=False)
         else:

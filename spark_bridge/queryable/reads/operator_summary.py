@@ -26,8 +26,13 @@ def operator_summary(found: RunningOperator) -> dict[str, Any]:
         "backend": found.operator.backend,
         "oldest_version": found.oldest_version,
         "completed_version": found.completed_version,
-        "state": [_described(VariableRows(schema, v)) for v in schema.in_use],
+        "state": variables_summary(schema),
     }
+
+
+def variables_summary(schema: OperatorSchema) -> list[dict[str, Any]]:
+    """Return the summary of each state variable that is in use."""
+    return [_described(VariableRows(schema, v)) for v in schema.in_use]
 
 
 def _described(rows: VariableRows) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
 
 SUB_BUCKETS = 8
 """Buckets per power of two. A percentile is the middle of its bucket, so it is wrong by 1/16 (6 %) at most."""
@@ -45,6 +48,17 @@ class LatencyHistogram:
         copied.counts = self.counts[:]
         copied.total = self.total
         return copied
+
+    def counts_up_to(self, bounds: Sequence[float]) -> list[int]:
+        """Return how many latencies were at most each bound, in ascending seconds, and then how many there are.
+
+        A bucket counts for the first bound that its middle does not exceed.
+        """
+        found = [0] * (len(bounds) + 1)
+        for bucket, count in enumerate(self.counts):
+            if count:
+                found[bisect_left(bounds, middle_of(bucket))] += count
+        return list(accumulate(found))
 
     def quantiles(self, wanted: tuple[float, ...] = QUANTILES) -> list[float]:
         """Return the latencies in seconds that the shares ``wanted`` (ascending) did not exceed.

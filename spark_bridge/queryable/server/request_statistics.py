@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +21,13 @@ OTHER = "(other)"
 class _Series:
     """One operator and verb; the lock guards all figures."""
 
-    __slots__ = ("failures", "histogram", "lock", "slowest", "slowest_lately")
+    __slots__ = ("failures", "histogram", "lock", "slowest")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.histogram = LatencyHistogram()
         self.failures = 0
         self.slowest = 0.0
-        self.slowest_lately = 0.0
 
     def observe(self, seconds: float, failed: bool) -> None:
         histogram, bucket = self.histogram, bucket_of(seconds)
@@ -36,23 +36,25 @@ class _Series:
             histogram.total += 1
             if failed:
                 self.failures += 1
-            if seconds > self.slowest_lately:
-                self.slowest_lately = seconds
-                self.slowest = max(self.slowest, seconds)
+            self.slowest = max(self.slowest, seconds)
 
 
 @dataclass(frozen=True)
 class RequestDelta:
     """The figures of one operator and verb since the deltas were last taken.
 
-    ``latencies`` are seconds by quantile; 1.0 is the slowest.
+    ``latencies`` are those of the requests in between.
     """
 
     operator: str
     verb: str
     requests: int
     failures: int
-    latencies: dict[float, float]
+    latencies: LatencyHistogram
+
+    def counts(self, bounds: Sequence[float]) -> list[int]:
+        """Return how many requests took at most each bound, in ascending seconds, and then how many there were."""
+        return self.latencies.counts_up_to(bounds)
 
 
 class RequestStatistics:
@@ -117,14 +119,12 @@ class RequestStatistics:
             for key, series in self._all():
                 with series.lock:
                     histogram, failures = series.histogram.copy(), series.failures
-                    slowest, series.slowest_lately = series.slowest_lately, 0.0
                 before, failures_before = self._taken.get(key) or (LatencyHistogram(), 0)
                 since = histogram.since(before)
                 if not since.total:
                     continue
                 self._taken[key] = histogram, failures
-                latencies = {q: min(s, slowest) for q, s in zip(QUANTILES, since.quantiles(), strict=True)}
-                found.append(RequestDelta(*key, since.total, failures - failures_before, {**latencies, 1.0: slowest}))
+                found.append(RequestDelta(*key, since.total, failures - failures_before, since))
         return found
 
     def _all(self) -> list[tuple[tuple[str, str], _Series]]:

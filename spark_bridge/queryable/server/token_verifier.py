@@ -2,8 +2,8 @@
 
 There are two kinds of tokens. The cluster's secret token allows everything on every port. The coordinator gives it to
 every process of the Ray cluster, because Ray's namespaces are no boundary between processes. Read-only tokens
-(``coordinator_actor.access_tokens``) are for clients outside; they are valid for the query port alone, which only
-reads.
+(``coordinator_actor.access_tokens``) are for clients outside; they are valid for the query port, which only reads, and
+for HTTP. Those of administrators are the same to both, and may act on the page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator_actor.access_tokens import is_read_only, verified_id
+from coordinator_actor.access_tokens import is_admin, is_issued, verified_id
 from coordinator_actor.exceptions import InvalidTokenError
 from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 
@@ -23,14 +23,16 @@ from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError
 class Grant:
     """What a token allows.
 
-    ``name`` is ``cluster``, or the id of a read-only token as ``statestore token list`` shows it.
+    ``name`` is ``cluster``, or the id of a token as ``statestore token list`` shows it. ``read_only`` is for the
+    cluster's ports; ``admin`` may act on the page.
     """
 
     name: str
     read_only: bool
+    admin: bool = False
 
 
-CLUSTER = Grant("cluster", read_only=False)
+CLUSTER = Grant("cluster", read_only=False, admin=True)
 
 
 class TokenVerifier(Protocol):
@@ -69,7 +71,7 @@ class ClusterTokens:
                 "one by itself, "
                 "others need token= or STATESTORE_TOKEN (statestore token issue)."
             )
-        if not is_read_only(token):
+        if not is_issued(token):
             if not hmac.compare_digest(token.encode(errors="replace"), self._encoded):
                 raise AccessDeniedError("The token is unknown: it is of another cluster, or none at all.")
             return CLUSTER
@@ -79,6 +81,7 @@ class ClusterTokens:
                 "It is not known here at the moment which tokens have been revoked; ask again soon."
             )
         try:
-            return Grant(verified_id(token, self._secret, revoked, self._clock()), read_only=True)
+            name = verified_id(token, self._secret, revoked, self._clock())
         except InvalidTokenError as error:
             raise AccessDeniedError(str(error)) from error
+        return Grant(name, read_only=True, admin=is_admin(token))

@@ -37,6 +37,10 @@ class StateRelation:
         """The names of the columns."""
         return list(self.relation.columns)
 
+    def interrupt(self) -> None:
+        """End what runs on the statement, from another thread: that call raises DuckDB's ``InterruptException``."""
+        self._connection.interrupt()
+
     def arrow(self) -> pa.Table:
         """Return all rows as an Arrow table."""
         return self._call("to_arrow_table")

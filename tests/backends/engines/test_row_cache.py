@@ -94,6 +94,7 @@ def test_what_was_read_or_found_absent_is_not_read_again():
     assert below.get([b"key1", *asked[:5], b"key2"]) == [b"value1", *expected[:5], b"value2"]
     assert below.num_read == len(asked) + 2
     assert below.get([]) == []
+    assert below.cache._budget.counts == {"asked": 3 * len(asked) + 7, "hits": 2 * len(asked) + 5}
 
 
 def test_what_need_not_be_kept_is_not():

@@ -26,7 +26,7 @@ from backends.partition.load_watch import LoadWatch
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.request_counts import RequestCounts
 
-SMALL = 256 << 10
+SMALL = 1 << 20
 
 
 @dataclass
@@ -100,18 +100,18 @@ def test_small_snapshots_are_one_object_and_each_is_loaded_by_itself(uploads: Up
 
 
 def test_large_files_are_files_and_are_shared_and_those_in_an_object_are_not(uploads: Uploads) -> None:
-    files = {"1.sst": b"x" * 70_000, "2.sst": b"small"}
+    files = {"1.sst": b"x" * 300_000, "2.sst": b"small"}
     (first,) = store_together(uploads.storage, [uploads.prepare(0, files)])
     assert sorted(path.partition("/")[0] for path in uploads.paths()) == ["groups", "operators"]
     (again,) = store_together(uploads.storage, [uploads.prepare(0, files, 4, first.descriptor.without_content)])
     shared = first.descriptor.paths & again.descriptor.paths
     assert len(shared) == 1 and next(iter(shared)).startswith("operators/op/4/0/default/3-")
     assert len(uploads.paths()) == 3 and uploads.loaded(again) == files
-    assert again.written < 5_000 < 70_000 < first.written
+    assert again.written < 5_000 < 300_000 < first.written
 
 
 def test_one_listing_tells_of_the_files_of_all_partitions(uploads: Uploads) -> None:
-    files = {"1.sst": b"x" * 70_000}
+    files = {"1.sst": b"x" * 300_000}
     first = store_together(uploads.storage, [uploads.prepare(p, files) for p in range(3)])
     lost = next(path for path in uploads.paths() if path.startswith("operators/op/4/1/"))
     uploads.storage.delete(lost)
@@ -119,7 +119,7 @@ def test_one_listing_tells_of_the_files_of_all_partitions(uploads: Uploads) -> N
     uploads.storage = CheckpointStorage.open(uploads.storage.location, fsync=False, requests=counts)
     listed: dict[str, dict[str, int]] = {}
     again = [uploads.prepare(p, files, 4, first[p].descriptor, listed=listed) for p in range(3)]
-    assert [one.written for one in again] == [0, 70_000, 0]
+    assert [one.written for one in again] == [0, 300_000, 0]
     assert counts.read()["list"] == 1 and list(listed) == ["operators/op/4"]
 
 

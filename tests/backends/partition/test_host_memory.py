@@ -81,6 +81,12 @@ def counted(memory):
     return {kind: held[kind] for kind in NOTHING}
 
 
+def taken_by_commits(memory, before):
+    """Bytes of changes that are staged or accepted, beyond those of ``before``."""
+    held = counted(memory)
+    return sum(held[kind] - before[kind] for kind in (STAGED, DELTAS))
+
+
 def arrow_bytes():
     gc.collect()
     return pa.total_allocated_bytes()
@@ -190,14 +196,19 @@ def test_a_commit_that_does_not_fit_is_refused_and_changes_nothing(opened):
 
 def test_a_commit_that_comes_again_is_not_refused_beside_the_one_that_it_replaces(opened):
     conf = StateStoreConf(fsync=False, host_memory=18 * MIB)
+    memory = host_memory(conf)
     (state,) = opened(1, conf)
     commit(state, keys_of(range(100)))
+    before = counted(memory)
     keys = keys_of(range(45_000))
     staged(state, keys, "first", families=("default",))
+    once = taken_by_commits(memory, before)
+    assert once >= len(keys) * (KEY_BYTES + VALUE_BYTES)
     with pytest.raises(HostMemoryError):
-        host_memory(conf).claim(STAGED, 2 * len(keys) * (KEY_BYTES + VALUE_BYTES), "Another commit")
+        memory.claim(STAGED, 2 * len(keys) * (KEY_BYTES + VALUE_BYTES), "Another commit")
     for attempt in ("first", "second"):
         ref = staged(state, keys, attempt, families=("default",))
+        assert taken_by_commits(memory, before) == once, "it takes the place of the one before, and as much"
     state.complete(2, ref.path)
     assert state.num_keys(2) == len(keys) + 2 * 100
 

@@ -62,7 +62,7 @@ def restarted(world: World, n: int = N, *, is_reported: bool = True) -> Coordina
 
 def complete(world: World, c: Coordinator) -> None:
     world.commit_spark(0)
-    assert c.batch_committed("run1", 0) is True
+    assert c.batch_committed("run1", 0, by_driver=True) is True
 
 
 def attempts(world: World, n: int = N) -> list[str]:
@@ -190,7 +190,7 @@ def test_a_version_is_not_completed_before_the_manifest_of_its_repeat_is_written
             c.batch_committed("run1", 0)
         assert c.registries.runs.by_id["run1"].versions.completed == 0
     world.put_hook = None
-    assert c.batch_committed("run1", 0) is True
+    assert c.batch_committed("run1", 0, by_driver=True) is True
     assert attempts(world) == second((3,))
     assert world.manifests()[-1]["id"] == 4  # 2 and 3 may still appear
 
@@ -297,7 +297,7 @@ def test_a_version_that_two_runs_complete_has_one_content(world: World, monkeypa
     heads = []
 
     def late(self: RunRegistry, run: QueryState, savepoints: RunSavepoints, *, was_over: bool) -> None:
-        assert c.batch_committed("run1", 0) is True
+        assert c.batch_committed("run1", 0, by_driver=True) is True
         heads.append(self.by_id["run1"].versions.head(1, "op", 3))
         add(self, run, savepoints, was_over=was_over)
 

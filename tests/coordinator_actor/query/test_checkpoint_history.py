@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from backends.exceptions import StorageError
@@ -23,34 +22,17 @@ from coordinator_actor.durable.checkpoint_records import (
 )
 from coordinator_actor.durable.moved_checkpoints import fork_checkpoint
 from coordinator_actor.durable.record_files import RecordFiles, numbered_path
-from coordinator_actor.messages import MOST_STEPS, Acknowledge, CommitFigures, HostReport
+from coordinator_actor.messages import MOST_STEPS, CommitFigures, HostReport
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS, CheckpointHistory
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import acknowledge, run_of
 from tests.coordinator_actor.hanging_storage import HangingStorage
+from tests.coordinator_actor.query.checkpoints_of_a_world import batches, begin, staged
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
-
-
-def begin(world: World, run: str = "run1", **changes: Any) -> Coordinator:
-    c = world.coordinator()
-    answer = c.register_query(world.registration(run, **changes))
-    assert answer.refusal is None, answer.refusal
-    return c
-
-
-def staged(world: World, c: Coordinator, batch: int, p: int, figures: CommitFigures, run: str = "run1") -> Acknowledge:
-    return msgspec.structs.replace(world.stage(world.open(c, batch, p, run), p, batch, "t", run), figures=figures)
-
-
-def batches(world: World, c: Coordinator, first: int, last: int, run: str = "run1") -> None:
-    for batch in range(first, last + 1):
-        world.plan_spark(batch)
-        world.run_batch(c, batch, run=run)
-        c.batch_committed(run, batch)
 
 
 def history(c: Coordinator, query: str = "q") -> list[dict[str, Any]]:

@@ -251,8 +251,8 @@ def test_manifests_that_go_while_they_are_read_are_looked_for_anew(stream):
     listed: list[str] = []
 
     class Slow(CheckpointStorage):
-        def list(self, prefix: str = "") -> list[tuple[str, int]]:
-            found = super().list(prefix)
+        def list(self, prefix: str = "", *, after: str | None = None) -> list[tuple[str, int]]:
+            found = super().list(prefix, after=after)
             if prefix == "manifests/" and not listed:
                 listed.extend(path for path, _ in found)
                 run_and_clean(s, 6, 20)

@@ -44,15 +44,16 @@ def test_tokens_are_listed_with_their_state() -> None:
         IssuedToken("01", "old", 0.0, 100),
         IssuedToken("02", "gone", 0.0, None, 5.0),
         IssuedToken("03", "dashboard", 86_400.0, 1_800_000_000),
-        IssuedToken("04", "for ever", 86_400.0),
+        IssuedToken("04", "for ever", 86_400.0, admin=True),
     )
     out = io.StringIO()
     Console(file=out, width=160).print(rendered(tokens, 1_700_000_000.0))
     lines = [line.split() for line in out.getvalue().splitlines()]
-    assert lines[0] == ["name", "id", "created", "expires", "state"]
+    assert lines[0] == ["name", "id", "kind", "created", "expires", "state"]
     assert [line[-1] for line in lines[1:]] == ["expired", "revoked", "valid", "valid"]
-    assert lines[3] == [*("dashboard", "03", "1970-01-02", "00:00:00", "UTC", "2027-01-15", "08:00:00", "UTC", "valid")]
-    assert lines[4][-2] == "never"
+    created, expires = ("1970-01-02", "00:00:00", "UTC"), ("2027-01-15", "08:00:00", "UTC")
+    assert lines[3] == ["dashboard", "03", "read-only", *created, *expires, "valid"]
+    assert lines[4][-2] == "never" and lines[4][3] == "admin"
 
 
 def test_names_that_look_like_markup_are_shown_as_they_are() -> None:

@@ -18,8 +18,9 @@ from backends.formats.changelog_group import read_index
 from backends.host_memory import CHANGELOGS, host_memory
 from backends.storage.checkpoint_storage import CheckpointStorage
 from backends.storage.file_ref import FileRef
-from spark_bridge.host import group_commit
+from spark_bridge.host import group_commit, tasks_at_work
 from spark_bridge.host.group_commit import GroupCommits
+from spark_bridge.host.tasks_at_work import TasksAtWork
 from tests.coordinator_actor.coordinator_world import World
 from tests.coordinator_actor.coordinators import run_of
 from tests.patience import PATIENCE
@@ -59,6 +60,10 @@ class Committing:
         self.memory = host_memory(CONF)
         self.groups = GroupCommits(linger, self.memory)
 
+    def is_remote(self) -> None:
+        """Take the storage for an object store."""
+        self.storage.is_local = False
+
     def open(self, *partitions: int, version: int = 1, run: str = "run1") -> None:
         for p in partitions:
             self.groups.opened(run, version, "op", p)
@@ -81,6 +86,14 @@ class Committing:
 
 def meta(p: int, version: int = 1, run: str = "run1") -> ChangelogMeta:
     return ChangelogMeta(run, "op", p, 8, version, f"try{p}", None)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have writes taken for as long as any linger, so that the linger alone decides; also on this local disk."""
+    monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", FOR_EVER)
+    monkeypatch.setattr(group_commit, "LOCAL_SECONDS", FOR_EVER)
+    monkeypatch.setattr(group_commit, "NEWEST_WRITE_SHARE", 0.0)
 
 
 @pytest.fixture
@@ -219,6 +232,79 @@ def test_one_that_opens_again_is_waited_for_again(made: Callable[..., Committing
     other = host.commit(1)
     refs = results([first, again, other])
     assert len({ref.within for ref in refs}) == 1 and host.storage.read(refs[1]) == b"again"
+
+
+def begun(made: Callable[..., Committing], linger: float) -> Committing:
+    """Tasks 0 to 2 were at work at once in the first batch."""
+    host = made(linger)
+    host.is_remote()
+    host.open(0, 1, 2)
+    results([host.commit(p) for p in range(3)])
+    return host
+
+
+def test_on_object_storage_those_are_waited_for_that_were_at_work_at_once_in_the_batch_before(
+    made: Callable[..., Committing],
+) -> None:
+    host = begun(made, FOR_EVER)
+    commits = []
+    for p in (2, 0, 1):
+        host.open(p, version=2)
+        commits.append(host.commit(p, version=2))
+    assert len({ref.within for ref in results(commits)} - {None}) == 1
+    host.open(0, version=3)
+    first = host.commit(0, version=3)
+    host.wait_for_members(1)
+    host.open(1, 2, version=3)
+    second = [host.commit(p, version=3) for p in (1, 2)]
+    assert len({ref.within for ref in results([first, *second])} - {None}) == 1
+
+
+def test_with_few_slots_nobody_waits_for_tasks_that_wait_for_a_slot(made: Callable[..., Committing]) -> None:
+    host = made(FOR_EVER)
+    host.is_remote()
+    for version in (1, 2):
+        for p in range(4):
+            host.open(p, version=version)
+            assert results([host.commit(p, version=version)])[0].within is None
+
+
+def test_on_a_local_disk_nobody_waits_for_tasks_that_have_not_begun(made: Callable[..., Committing]) -> None:
+    host = begun(made, FOR_EVER)
+    host.storage.is_local = True
+    host.open(0, version=2)
+    assert results([host.commit(0, version=2)])[0].within is None
+
+
+def test_who_waits_in_vain_does_so_only_now_and_then() -> None:
+    known = TasksAtWork()
+    known.opened("op", 0)
+    known.opened("op", 1)
+    expected = []
+    for _ in range(tasks_at_work.VAIN_WAITS + tasks_at_work.RETRY_BATCHES):
+        known = known.next_batch()
+        known.opened("op", 0)
+        expected.append(known.expects_more())
+        if expected[-1]:
+            known.waited(in_vain=True)
+        known.opened("op", 1)
+    waits = [i for i, expects in enumerate(expected) if expects]
+    assert waits == [*range(tasks_at_work.VAIN_WAITS), waits[-1]] and waits[-1] >= tasks_at_work.RETRY_BATCHES
+    known = known.next_batch()
+    known.opened("op", 0)
+    known.waited(in_vain=False)
+    assert known.expects_more(), "somebody came"
+
+
+def test_nobody_waits_longer_than_a_write_has_taken_lately(
+    made: Callable[..., Committing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_commit, "FIRST_WRITE_SECONDS", SOON)
+    monkeypatch.setattr(group_commit, "NEWEST_WRITE_SHARE", 1.0)
+    host = made(FOR_EVER)
+    host.open(0, 1)
+    assert results([host.commit(0)])[0].within is None, "the first write is taken for a short one"
+    assert host.groups._batches["run1"].write_seconds < FOR_EVER / 2
 
 
 def test_a_run_that_ends_keeps_nobody_waiting_and_is_forgotten(made: Callable[..., Committing]) -> None:

@@ -89,9 +89,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append(ref.path)
         return read(storage, ref)
 
-    def lists(storage: CheckpointStorage, prefix: str = "") -> list[tuple[str, int]]:
+    def lists(storage: CheckpointStorage, prefix: str = "", **given: str) -> list[tuple[str, int]]:
         seen.append(prefix)
-        return listed(storage, prefix)
+        return listed(storage, prefix, **given)
 
     def reads_together(storage: CheckpointStorage, refs: Sequence[FileRef]) -> dict[str, bytes]:
         seen.append(refs[0].stored_in)

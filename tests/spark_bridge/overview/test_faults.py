@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spark_bridge.overview.faults import faults_of
-from spark_bridge.overview.model import Checkpoint, CoordinatorInfo, Host, Operator, Overview, Partition, Query
+from spark_bridge.overview.model import Checkpoint, CoordinatorInfo, Host, Operator, Overview, Partition, Query, Step
 
 PARTITIONS = tuple(Partition("op", p, 30, "h0", 20_000, 1, 28, 2) for p in range(5))
 QUERY = Query(
@@ -52,6 +52,19 @@ def host(**changes: Any) -> Overview:
     return replace(HEALTHY, hosts=(replace(HOST, **changes),))
 
 
+def timed(slowest: float, usual: float = 200.0, step: str = "merge_ms") -> Overview:
+    """Partition 3 takes longer than the others."""
+    times = tuple(replace(p, commit_ms={step: slowest if p.partition == 3 else usual}) for p in PARTITIONS)
+    return query(operators=(replace(QUERY.operators[0], partitions=times),))
+
+
+def stored_in(changelog_ms: float, duration_ms: int, n: int = 5) -> Overview:
+    """In the last n checkpoints the slowest changelog takes so long."""
+    steps = {"changelog_ms": Step(9_000.0, changelog_ms)}
+    last = tuple(replace(c, steps=steps, duration_ms=duration_ms) for c in QUERY.checkpoints[-n:])
+    return query(checkpoints=(*QUERY.checkpoints[:-n], *last))
+
+
 def test_a_healthy_system_has_no_fault() -> None:
     assert kinds(HEALTHY) == []
 
@@ -73,6 +86,8 @@ def test_a_healthy_system_has_no_fault() -> None:
         (partitions(3, keys=120_000), "skew", "warning"),
         (partitions(3, snapshot_lag=51), "snapshots-lag", "warning"),
         (partitions(3, owner=None), "not-loaded", "warning"),
+        (timed(1_600.0), "slow-partition", "warning"),
+        (stored_in(1_200.0, 2_000), "slow-storage", "warning"),
     ],
 )
 def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, severity: str) -> None:
@@ -91,6 +106,12 @@ def test_a_fault_is_found_and_says_what_to_do(overview: Overview, kind: str, sev
         partitions(3, keys=90_000),
         partitions(3, snapshot_lag=50),
         host(heartbeat_ms=5_000),
+        timed(900.0),
+        timed(1_600.0, usual=400.0),
+        timed(1_600.0, step="input_wait"),
+        stored_in(900.0, 1_000),
+        stored_in(1_200.0, 3_000),
+        stored_in(1_200.0, 2_000, n=2),
     ],
 )
 def test_what_is_no_fault(overview: Overview) -> None:

@@ -157,3 +157,50 @@ def test_which_query_is_meant(stream: Make) -> None:
 def test_no_state_is_said(stream: Make) -> None:
     with pytest.raises(MissingFileError):
         overview_of_checkpoint(str(stream().world.root / "nothing"))
+
+
+def test_both_know_the_state_variables_and_which_versions_have_which_schema(stream: Make) -> None:
+    s = stream(batches=3)
+    for found in (of_cluster(s), of_storage(s)):
+        (operator,) = found.query(None).operators
+        (variable,) = operator.variables
+        assert (variable.name, variable.kind, variable.key, variable.value) == (
+            "default",
+            "rows",
+            {"k": "int64"},
+            {"n": "int64"},
+        )
+        (used,) = operator.schemas
+        assert (used.schema_id, used.first_version, used.last_version) == (operator.schema_id, 1, 3)
+        assert used.variables == operator.variables
+    assert to_plain(operator)["schemas"][0]["variables"][0]["name"] == "default"
+
+
+def test_the_watermark_of_storage_and_of_a_coordinator_that_reads_it(stream: Make) -> None:
+    s = stream(batches=2)
+    assert of_storage(s).query(None).watermark_ms is None  # the file is not as Spark writes it
+    times = '{"batchWatermarkMs":7000,"batchTimestampMs":1000000}'
+    for batch in range(2):
+        (s.world.root / "ck" / "offsets" / str(batch)).write_text(f"v1\n{times}\n0")
+    found = of_storage(s).query(None)
+    assert (found.watermark_ms, found.batch_time_ms) == (7_000, 1_000_000)
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    assert coordinator["queries"][0]["batch_times"] is None
+    coordinator["queries"][0]["batch_times"] = {"watermark_ms": 7_000, "timestamp_ms": 1_000_000}
+    found = overview_of_cluster(coordinator, [], now_ms=0).query(None)
+    assert (found.watermark_ms, found.batch_time_ms) == (7_000, 1_000_000)
+
+
+def test_a_partition_knows_the_rows_of_its_last_batch_and_a_host_its_cache(stream: Make) -> None:
+    s = stream(hosts=1)
+    (described,) = (h.describe() for h in s.hosts.values())
+    last = described["instances"][0]["last_commit"]["version"]
+    described["instances"][0]["commits"][last]["num_rows"] = 17
+    described["instances"][0]["last_commit"].update(input_wait=500.0, merge_ms=3.0)
+    described["row_cache"] = {"asked": 8, "hits": 6}
+    coordinator = {**s.c.describe(), "namespace": "statestore"}
+    made = overview_of_cluster(coordinator, [described], now_ms=0)
+    partition = made.query(None).operators[0].partitions[described["instances"][0]["partition"]]
+    assert partition.rows == 17 and partition.work_ms is not None
+    assert partition.work_ms == sum(ms for name, ms in partition.commit_ms.items()) - 500.0
+    assert made.hosts[0].cache_hits == 0.75 and replace(made.hosts[0], row_cache={}).cache_hits is None

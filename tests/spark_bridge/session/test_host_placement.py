@@ -34,7 +34,7 @@ HEALTH = {
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Callable[[str], Any]]:
-    """A head at the address of this machine, and what adds a node at another address."""
+    """A head at the address of this machine, and what adds a node at another address, unless there is one."""
     ray_dir = tempfile.mkdtemp(prefix="rs-", dir=SCRATCH)
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_TMPDIR", ray_dir)  # a Cluster leaves its address there for whoever joins without one
@@ -43,10 +43,13 @@ def nodes() -> Iterator[Callable[[str], Any]]:
     try:
         ray.init(address=cluster.address, namespace="statestore", log_to_driver=False, logging_level="ERROR")
 
+        running: dict[str, Any] = {}
+
         def add(ip: str) -> Any:
-            node = cluster.add_node(num_cpus=1, node_ip_address=ip, object_store_memory=STORE)
-            node.end = lambda: cluster.remove_node(node, allow_graceful=False)
-            return node
+            if ip not in running:
+                node = running[ip] = cluster.add_node(num_cpus=1, node_ip_address=ip, object_store_memory=STORE)
+                node.end = lambda: cluster.remove_node(running.pop(ip), allow_graceful=False)
+            return running[ip]
 
         yield add
     finally:
@@ -75,26 +78,26 @@ def come_to_stand(cluster: StateCluster, wanted: dict[str, int]) -> None:
 
 def test_hosts_stand_beside_executors_and_the_coordinator_on_the_head(nodes: Callable[[str], Any]) -> None:
     two, three = nodes("127.0.0.2"), nodes("127.0.0.3")
-    executors = {"127.0.0.2": 3, "127.0.0.3": 2}
+    executors = {"127.0.0.2": 2, "127.0.0.3": 1}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors)
     try:
-        come_to_stand(cluster, {two.node_id: 3, three.node_id: 2})
+        come_to_stand(cluster, {two.node_id: 2, three.node_id: 1})
         assert node_of(get_or_create_coordinator()) == ray.get_runtime_context().get_node_id(), "the head's"
         assert cluster.coordinator.describe()["problems"] == []
 
         four = nodes("127.0.0.4")  # a machine joins, and one is lost: its executors run elsewhere from now on
-        executors = {"127.0.0.2": 3, "127.0.0.4": 2}
+        executors = {"127.0.0.2": 2, "127.0.0.4": 1}
         lost = {host.host_id for host in cluster.placement.hosts if host.node_id == three.node_id}
         wait_until(lambda: {h.node_id for h in cluster.placement.hosts} >= {four.node_id})
         three.end()
         wait_until(lambda: not lost & {host.host_id for host in cluster.placement.hosts})
-        come_to_stand(cluster, {two.node_id: 3, four.node_id: 2})
+        come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         known = wait_until(
-            lambda: len(hosts := cluster.coordinator.describe()["hosts"]) == 5 and {h["node_id"] for h in hosts}
+            lambda: len(hosts := cluster.coordinator.describe()["hosts"]) == 3 and {h["node_id"] for h in hosts}
         )
         assert known == {two.node_id, four.node_id}
 
-        executors = {"127.0.0.2": 3, "127.0.0.9": 1}
+        executors = {"127.0.0.2": 2, "127.0.0.9": 1}
         said = wait_until(lambda: cluster.coordinator.describe()["problems"])
         assert "127.0.0.9, where executors run" in said[0] and "127.0.0.4, where no executor runs" in said[1]
     finally:
@@ -105,23 +108,23 @@ def test_hosts_follow_executors_that_go_drained_nodes_and_scaling(
     nodes: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_placement, "SURPLUS_SECONDS", 0.0)
-    five, six = nodes("127.0.0.5"), nodes("127.0.0.6")
-    executors = {"127.0.0.5": 2, "127.0.0.6": 1}
+    two, four = nodes("127.0.0.2"), nodes("127.0.0.4")
+    executors = {"127.0.0.2": 2, "127.0.0.4": 1}
     cluster = StateCluster(SessionOptions(num_hosts=None), lambda: executors)
 
     try:
-        come_to_stand(cluster, {five.node_id: 2, six.node_id: 1})
+        come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         cluster.placement.scale(4)
-        come_to_stand(cluster, {five.node_id: 3, six.node_id: 1})
+        come_to_stand(cluster, {two.node_id: 3, four.node_id: 1})
         cluster.placement.scale(None)
-        come_to_stand(cluster, {five.node_id: 2, six.node_id: 1})
+        come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
         store = ClusterStore("statestore", "StateStoreCoordinator")
-        store.drain(six.node_id)
-        come_to_stand(cluster, {five.node_id: 3})
-        store.keep(six.node_id)
-        come_to_stand(cluster, {five.node_id: 2, six.node_id: 1})
-        executors = {"127.0.0.5": 2}
-        come_to_stand(cluster, {five.node_id: 2})
+        store.drain(four.node_id)
+        come_to_stand(cluster, {two.node_id: 3})
+        store.keep(four.node_id)
+        come_to_stand(cluster, {two.node_id: 2, four.node_id: 1})
+        executors = {"127.0.0.2": 2}
+        come_to_stand(cluster, {two.node_id: 2})
         ports = [host.port_number for host in cluster.placement.hosts]
         assert len(set(ports)) == 2 and max(ports) < 4, "ports come again, so that a range of them is enough"
     finally:

@@ -27,13 +27,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.effort import effort
 from tests.patience import HANG, PATIENCE
 
 OPERATOR = "balances"
 ACCOUNTS = 60
 OPENING = 1_000
 TRANSFERS = 25
-TELLERS = 4
+TELLERS = effort(2, 4)
 PAUSE = 0.3
 """Seconds between two blows."""
 

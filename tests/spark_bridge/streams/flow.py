@@ -16,6 +16,7 @@ import pandas as pd
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming import StreamingQuery
 
+from coordinator_actor.durable.fencing import FENCE
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.session.current import current_cluster
@@ -168,7 +169,9 @@ def backend(name: str) -> Iterator[None]:
 
 
 def newest_manifest(checkpoint: str) -> dict[str, Any]:
-    newest = max(Path(checkpoint, "statestore", "manifests").glob("*.json"))
+    newest = max(
+        p for p in Path(checkpoint, "statestore", "manifests").glob("*.json") if p.stat().st_size != len(FENCE)
+    )
     manifest: dict[str, Any] = json.loads(newest.read_text().splitlines()[0])
     return manifest
 

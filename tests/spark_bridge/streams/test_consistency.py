@@ -13,7 +13,7 @@ from tests.spark_bridge.streams.bank import run_bank
 
 pytestmark = pytest.mark.spark
 ANSWERS = effort(4_000, 20_000)
-SECONDS = effort(15, 45)
+SECONDS = effort(7, 45)
 
 
 def test_no_answer_is_ever_broken(make_stream: Callable[..., Stream], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StreamingQuery
 
+from coordinator_actor.durable.fencing import FENCE
 from spark_bridge import QueryableStateClient, aggregate
 from spark_bridge import functions as S
 from spark_bridge.exceptions import QueryEndedError, UnknownKeyOrNamespaceError, UnknownOperatorError
@@ -49,6 +50,7 @@ def manifests(stream: Stream) -> list[dict[str, Any]]:
     return [
         json.loads(p.read_text().splitlines()[0])
         for p in sorted(Path(stream.checkpoint, "statestore", "manifests").glob("*.json"))
+        if p.stat().st_size != len(FENCE)
     ]
 
 

@@ -1,0 +1,412 @@
+"""What many queries cost one coordinator: 50 queries, 1,000 partitions, 100 simulated hosts, a real actor, 10 minutes.
+
+    python benchmarks/many_queries.py                ten minutes; writes benchmarks/results/many-queries*
+    python benchmarks/many_queries.py --seconds 30 --queries 5 --partitions 100 --hosts 10 --no-write
+
+Each query has its partitions and runs a micro-batch every ``--interval`` seconds: its hosts ask for their part of the
+batch, acknowledge, and upload a snapshot of each partition once per maintenance interval. Every host sends a heartbeat
+a second about all runs it holds. The driver renews the leases of all its runs and sends a heartbeat for each, once a
+second, and says which batches are committed; a client locates an operator of each query every 10 s. Every answer is
+checked, and its latency kept: from the call to the answer in the process that plays the cluster, whose threads wait for
+each other as real hosts do not. An empty actor that is called beside shows what Ray, this process and the machine take
+of that. CPU and memory are those of the coordinator's process; the state that a query keeps grows up to ``--retain``
+versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from coordinator import SCHEMA, SESSION, InActor, PlayedHost, acknowledged, actor, console, directory, uploaded
+from ray_cluster import own_ray
+from rich.table import Table
+from suite.ratios import Spread
+from suite.svg import COLOURS, Line, lines
+
+from coordinator_actor.messages import HostInfo, HostReport, OpenBatch, OperatorSpec, QueryRegistration, Refused
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 1 << 20
+SLICES = 60
+"""The latencies of a run are summed up in so many slices of its time."""
+LOCATE_SECONDS = 10.0
+MAINTENANCE_SECONDS = 60.0
+HEARTBEAT_SECONDS = 1.0
+BEATING_THREADS = 10
+EMPTY, EMPTY_SECONDS = "(an empty actor)", 0.1
+SLOW_MS, GROWTH = 1000.0, 1.25
+"""Limits: the 99th percentile of any message above that of an empty actor in ms, memory at the end to that at the half.
+"""
+
+
+class Latencies:
+    """The latency of every message, by kind. Thread-safe; grows by 16 bytes a message."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.began = time.perf_counter()
+
+    def call(self, link: InActor, method: str, *args: Any) -> Any:
+        """Send a message, keep how long its answer took, and return that."""
+        started = time.perf_counter()
+        answer = link.call(method, *args)
+        self.keep(method, started)
+        return answer
+
+    def keep(self, kind: str, started: float) -> None:
+        """Keep how long something took that ends now."""
+        self._kept[kind].append((started - self.began, (time.perf_counter() - started) * 1e3))
+
+    def kinds(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return for each kind (seconds since the beginning, milliseconds) of all messages, the most frequent first."""
+        found = {kind: np.array(kept).reshape(-1, 2) for kind, kept in self._kept.items()}
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+@dataclass
+class PlayedQuery:
+    """One query and its part of every host, in the hosts' order."""
+
+    registration: QueryRegistration
+    root: Path
+    hosts: list[PlayedHost]
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    batch: int = 0
+    is_registered: bool = False
+
+    @property
+    def run(self) -> str:
+        return self.registration.run_id
+
+
+@dataclass
+class Load:
+    """A cluster of many queries that is played to a coordinator until ``ended``."""
+
+    link: InActor
+    empty: Callable[[], Any]
+    options: argparse.Namespace
+    queries: list[PlayedQuery]
+    infos: list[HostInfo]
+    latencies: Latencies = field(default_factory=Latencies)
+    late: int = 0
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self.latencies.call(self.link, method, *args)
+
+    def add_hosts(self) -> None:
+        """Register the hosts, whose heartbeats must follow at once."""
+        for info in self.infos:
+            self.call("register_host", info, HostReport())
+
+    def add_query(self, query: PlayedQuery) -> None:
+        """Register a query."""
+        for name in ("offsets", "commits"):
+            (query.root / name).mkdir(parents=True)
+        registered = self.call("register_query", query.registration)
+        if registered.refusal is not None:
+            raise RuntimeError(f"The coordinator refuses a query: {registered.refusal}")
+        query.is_registered = True
+
+    def checkpoint(self, query: PlayedQuery) -> None:
+        """Run one micro-batch of a query; all its hosts but those of the first batch own partitions."""
+        if not query.is_registered:
+            self.add_query(query)
+        batch, sizes = query.batch, {o.name: o.num_partitions for o in query.registration.operators}
+        (query.root / "offsets" / str(batch)).write_text("v1\n{}")
+        answers = []
+        for host in [h for h in query.hosts if batch == 0 or any(h.owned.values())]:
+            opened = self.call("open_batch", OpenBatch(query.run, batch, *host.name, host.assignment))
+            host.take(opened, batch)
+            made = tuple(acknowledged(host, opened, sizes, query.run, query.rng))
+            if made:
+                answers += self.call("acknowledge_many", query.run, *host.name, made)
+        refused = [a for a in answers if isinstance(a, Refused)]
+        if refused or not any(a.manifest_id is not None for a in answers):
+            raise RuntimeError(f"Batch {batch} of {query.registration.name} is not prepared: {refused[:1] or answers}")
+        (query.root / "commits" / str(batch)).write_text("v1\n{}")
+        self.call("batch_committed", query.run, batch)
+        self._upload(query, batch)
+        query.batch += 1
+
+    def _upload(self, query: PlayedQuery, batch: int) -> None:
+        rounds = max(1, round(MAINTENANCE_SECONDS / self.options.interval))
+        for host in query.hosts:
+            for operator, partitions in host.owned.items():
+                for p in partitions:
+                    if p % rounds == batch % rounds:
+                        snapshot = uploaded(host, operator, p, batch + 1, query.root, query.run, query.rng)
+                        if not self.call("snapshot_uploaded", snapshot):
+                            raise RuntimeError(f"The snapshot of {operator}/{p} does not count.")
+
+    def beat(self, number: int) -> None:
+        """Send one host's heartbeat about all runs that it holds."""
+        parts = {q.run: q.hosts[number] for q in self.queries if any(q.hosts[number].owned.values())}
+        info = self.infos[number]
+        orders = self.call("heartbeat_host", info.host_id, info.incarnation, {r: h.version for r, h in parts.items()})
+        if not orders.known or orders.unload_runs:
+            raise RuntimeError(f"{info.host_id} was forgotten: {orders}")
+
+    def renew(self, number: int) -> None:
+        """Renew the leases of all runs."""
+        if self.call("renew_leases", [q.run for q in self.queries if q.is_registered]):
+            raise RuntimeError("The coordinator has forgotten runs.")
+
+    def beat_driver(self, number: int) -> None:
+        """Send the driver's heartbeat about one query."""
+        query = self.queries[number]
+        if query.is_registered and not self.call("driver_heartbeat", query.run):
+            raise RuntimeError("The coordinator has forgotten a run.")
+
+    def call_empty(self, number: int) -> None:
+        """Call the empty actor."""
+        started = time.perf_counter()
+        self.empty()
+        self.latencies.keep(EMPTY, started)
+
+    def locate(self, number: int) -> None:
+        """Ask where an operator's partitions are, as a client that has just come."""
+        query = self.queries[number]
+        if not query.batch:
+            return
+        found = self.call("locate", query.registration.operators[0].name, query.run)
+        if len(found.owners) != query.registration.operators[0].num_partitions:
+            raise RuntimeError(f"{found.operator.name} was located with {len(found.owners)} partitions.")
+
+
+def made_queries(options: argparse.Namespace, root: Path) -> tuple[list[PlayedQuery], list[HostInfo]]:
+    """Return the queries and the hosts, which all queries share."""
+    infos = [
+        HostInfo(f"host-{i:04d}", uuid.uuid4().hex, f"grpc://10.0.{i}.1:1", f"node-{i}", SESSION)
+        for i in range(options.hosts)
+    ]
+    share, more = divmod(options.partitions, options.queries)
+    queries = []
+    for i in range(options.queries):
+        place = root / f"query-{i}"
+        registration = QueryRegistration(
+            query_id=str(uuid.uuid4()),
+            run_id=str(uuid.uuid4()),
+            name=f"query-{i}",
+            session_id=SESSION,
+            checkpoint_location=str(place),
+            state_location=str(place / "statestore"),
+            operators=(OperatorSpec("totals", share + (i < more), SCHEMA),),
+            key_groups=1024,
+            min_versions_to_retain=options.retain,
+            maintenance_interval=MAINTENANCE_SECONDS,
+        )
+        queries.append(PlayedQuery(registration, place, [PlayedHost(info) for info in infos]))
+    return queries, infos
+
+
+def empty_actor() -> Callable[[], Any]:
+    """Start an actor that does nothing; return a call of it that waits for the answer."""
+    import ray
+
+    from coordinator_actor.priority import take_ordinary_priority
+
+    class Empty:
+        """An empty actor."""
+
+        def __init__(self) -> None:
+            take_ordinary_priority()
+
+        def nothing(self) -> None:
+            """Do nothing."""
+
+    made = ray.remote(num_cpus=0)(Empty).remote()
+    return lambda: ray.get(made.nothing.remote())
+
+
+@dataclass
+class Sample:
+    """CPU in cores and memory in bytes of the coordinator at a moment, in seconds since the beginning."""
+
+    at: float
+    cores: float
+    memory: int
+
+
+def play(load: Load) -> list[Sample]:
+    """Play the load for its time; return a sample for each slice. Raises what any message has raised."""
+    options, ended = load.options, threading.Event()
+
+    def every(seconds: float, count: int, what: Callable[[int], None], shift: float) -> None:
+        """Do ``what`` for 0 to ``count - 1`` in turn, each every so many seconds, until the end."""
+        due = time.perf_counter() + shift
+        while not ended.is_set():
+            for number in range(count):
+                what(number)
+                due += seconds / count
+                rest = due - time.perf_counter()
+                if rest < -seconds:  # no catching up: what is late stays late, and is counted
+                    load.late += 1
+                    due = time.perf_counter()
+                if ended.wait(max(0.0, rest)):
+                    return
+
+    hosts, queries = len(load.infos), len(load.queries)
+    loops: list[tuple[Any, ...]] = [
+        (options.interval, 1, lambda _, q=query: load.checkpoint(q), options.interval * i / queries)
+        for i, query in enumerate(load.queries)
+    ]
+    # Hosts beat each by itself: an answer that takes long delays no other host.
+    share = max(1, -(-hosts // BEATING_THREADS))
+    loops += [
+        (HEARTBEAT_SECONDS, len(range(first, min(first + share, hosts))), lambda i, f=first: load.beat(f + i), 0.0)
+        for first in range(0, hosts, share)
+    ]
+    loops += [(HEARTBEAT_SECONDS, 1, load.renew, 0.0), (HEARTBEAT_SECONDS, queries, load.beat_driver, 0.0)]
+    loops += [(EMPTY_SECONDS, 1, load.call_empty, 0.0)]
+    loops += [(LOCATE_SECONDS, queries, load.locate, 0.0)]
+    samples: list[Sample] = []
+    with ThreadPoolExecutor(len(loops)) as pool:
+        load.latencies.began = began = time.perf_counter()
+        running: list[Future[None]] = [pool.submit(every, *loop) for loop in loops]
+        try:
+            cpu, at = load.link.cpu_seconds(), began
+            for i in range(SLICES):
+                ended.wait(max(0.0, began + options.seconds * (i + 1) / SLICES - time.perf_counter()))
+                now, used = time.perf_counter(), load.link.cpu_seconds()
+                samples.append(Sample(now - began, (used - cpu) / (now - at), load.link.resident()))
+                cpu, at = used, now
+                broken = [f for f in running if f.done()]
+                if broken:
+                    broken[0].result()
+        finally:
+            ended.set()
+    for one in running:
+        one.result()
+    return samples
+
+
+def summary(load: Load, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return what was measured, as is kept in JSON."""
+    options = load.options
+    messages = {}
+    for kind, kept in load.latencies.kinds().items():
+        ms = kept[:, 1]
+        p50, p99 = np.percentile(ms, [50, 99])
+        messages[kind] = {"count": len(ms), "p50": round(p50, 3), "p99": round(p99, 3), "most": round(ms.max(), 3)}
+    middle = samples[len(samples) // 2].memory
+    owned = [sum(len(ps) for q in load.queries for ps in q.hosts[i].owned.values()) for i in range(options.hosts)]
+    return {
+        "queries": options.queries,
+        "partitions": options.partitions,
+        "hosts": options.hosts,
+        "interval": options.interval,
+        "retain": options.retain,
+        "seconds": round(samples[-1].at, 1),
+        "batches": sum(q.batch for q in load.queries),
+        "late": load.late,
+        "partitions_of_a_host": [min(owned), max(owned)],
+        "cores": round(float(np.mean([s.cores for s in samples])), 3),
+        "memory_mib": {
+            "first": round(samples[0].memory / MIB, 1),
+            "half": round(middle / MIB, 1),
+            "last": round(samples[-1].memory / MIB, 1),
+        },
+        "messages_ms": messages,
+        "samples": [[round(s.at, 1), round(s.cores, 3), round(s.memory / MIB, 1)] for s in samples],
+    }
+
+
+def broken_limits(found: dict[str, Any]) -> list[str]:
+    """Return in words which limits are broken."""
+    memory, broken = found["memory_mib"], []
+    if found["cores"] >= 1:
+        broken.append(f"the coordinator takes {found['cores']} cores")
+    if memory["last"] > GROWTH * memory["half"]:
+        broken.append(f"memory grows: {memory['half']} MiB at the half, {memory['last']} MiB at the end")
+    messages = found["messages_ms"]
+    most = SLOW_MS + messages[EMPTY]["p99"]
+    broken += [f"{k}: p99 {m['p99']} ms" for k, m in messages.items() if m["p99"] > most]
+    return broken
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the figures."""
+    memory = found["memory_mib"]
+    table = Table(
+        title=f"{found['queries']} queries, {found['partitions']:,} partitions, {found['hosts']} hosts, a batch per "
+        f"{found['interval']:g} s, {found['seconds']:.0f} s: {found['cores']:.2f} cores, memory {memory['first']} MiB "
+        f"at first, {memory['half']} at the half, {memory['last']} at the end; {found['batches']:,} batches, "
+        f"{found['late']} times late",
+        title_justify="left",
+    )
+    for heading in ("message", "count", "a second", "p50 ms", "p99 ms", "most ms"):
+        table.add_column(heading, justify="left" if heading == "message" else "right")
+    for kind, m in found["messages_ms"].items():
+        rate = m["count"] / found["seconds"]
+        table.add_row(kind, f"{m['count']:,}", f"{rate:,.1f}", f"{m['p50']:.2f}", f"{m['p99']:.2f}", f"{m['most']:.1f}")
+    console.print(table)
+
+
+def pictures(load: Load, samples: Sequence[Sample]) -> dict[str, str]:
+    """Return SVGs by name: the 99th percentiles of the messages over time, and CPU and memory over time."""
+    edges = np.linspace(0, load.options.seconds, 13)
+    drawn = []
+    for kind, kept in load.latencies.kinds().items():
+        points = []
+        for low, high in pairwise(edges):
+            ms = kept[(kept[:, 0] >= low) & (kept[:, 0] < high), 1]
+            if len(ms):
+                points.append((float(low + high) / 2, Spread(*(float(v) for v in np.percentile(ms, [99, 99, 99])))))
+        if len(points) == len(edges) - 1 and (kind == EMPTY or len(drawn) < len(COLOURS) - 1):
+            drawn.append(Line(kind, tuple(points)))
+    of_load = f"{len(load.queries)} queries, {load.options.partitions:,} partitions, {len(load.infos)} hosts"
+    step = max(1, len(samples) // 12)
+    shown = samples[step - 1 :: step]
+    memory = Line("memory, MiB", tuple((s.at, Spread(*[s.memory / MIB] * 3)) for s in shown))
+    cores = Line("CPU, % of a core", tuple((s.at, Spread(*[s.cores * 100] * 3)) for s in shown))
+    across = "seconds since the start"
+    return {
+        "many-queries-latency": lines(f"99th percentile of the answers: {of_load}", "ms", across, drawn, is_time=True),
+        "many-queries-use": lines(f"The coordinator's process: {of_load}", "", across, [memory, cores], is_time=True),
+    }
+
+
+def main() -> int:
+    """Measure, print, and write the results; return 1 if a limit is broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, default=50)
+    parser.add_argument("--partitions", type=int, default=1000, help="of all queries together")
+    parser.add_argument("--hosts", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--interval", type=float, default=10.0, help="seconds from batch to batch of a query")
+    parser.add_argument("--retain", type=int, default=20, help="versions kept before the completed one")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    options = parser.parse_args()
+    with own_ray(1), directory() as root, actor("many-queries") as link:
+        load = Load(link, empty_actor(), options, *made_queries(options, root))
+        load.add_hosts()
+        samples = play(load)
+    found = summary(load, samples)
+    show(found)
+    if not options.no_write:
+        (RESULTS / "many-queries.json").write_text(json.dumps(found, indent=1) + "\n")
+        for name, drawn in pictures(load, samples).items():
+            (RESULTS / f"{name}.svg").write_text(drawn)
+    broken = broken_limits(found)
+    for words in broken:
+        console.print(f"BROKEN: {words}", style="bold red")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The table of all metrics, and where their values go. Code, reference page, dashboards and alerts go by the table.
+
+Names follow Prometheus: base units (seconds, bytes), ``_total`` for what only grows. Ray puts ``ray_`` before each name
+and adds labels of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+COORDINATOR, HOST, DRIVER = "coordinator", "host", "driver"
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""The upper bounds of histograms of seconds."""
+REQUEST_SECONDS = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+"""The same for requests of query clients. Above them stands ``+Inf``."""
+
+OPERATOR_FIGURES = {
+    "numRowsTotal": "Pairs of all column families behind the batch.",
+    "numRowsUpdated": "Keys that the batch has written.",
+    "numRowsRemoved": "Keys that the batch has removed.",
+    "numRowsDroppedByWatermark": "Rows of the batch that were late.",
+    "commitTimeMs": "Milliseconds of commits, over all partitions.",
+    "memoryUsedBytes": "Memory of the hosts for the operator.",
+    "numShufflePartitions": "Partitions of the operator.",
+    "numStateStoreInstances": "Partitions that have reported the batch.",
+}
+"""The figures of an operator in its last batch, by their names in Spark's ``StateOperatorProgress``."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric. ``role`` says whose process has it; each has the label ``namespace`` and those of ``labels``."""
+
+    name: str
+    kind: str
+    role: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def exported(self) -> str:
+        """Return the name under which Prometheus finds the metric."""
+        suffix = "_total" if self.kind == COUNTER and not self.name.endswith("_total") else ""
+        return f"ray_{self.name}{suffix}"
+
+
+_QUERY = ("query",)
+_HOST = ("host",)
+_OPERATOR = ("query", "operator")
+_REQUEST = ("host", "operator", "verb")
+_PARTITION = ("host", "query", "operator", "partition")
+
+METRICS: Mapping[str, Metric] = {
+    m.name: m
+    for m in (
+        Metric("statestore_hosts", GAUGE, COORDINATOR, "State store hosts that are alive."),
+        Metric("statestore_queries", GAUGE, COORDINATOR, "Streaming queries that are registered."),
+        Metric(
+            "statestore_coordinator_start_timestamp_seconds",
+            GAUGE,
+            COORDINATOR,
+            "When this process of the coordinator began, in seconds since 1970: a change is a restart.",
+        ),
+        Metric("statestore_acknowledge_seconds", HISTOGRAM, COORDINATOR, "Time to take acknowledgements."),
+        Metric("statestore_prepared_versions_total", COUNTER, COORDINATOR, "Versions whose manifest was written."),
+        Metric("statestore_query_running", GAUGE, COORDINATOR, "1 while the query runs, 0 once it has ended.", _QUERY),
+        Metric(
+            "statestore_freshness_seconds",
+            GAUGE,
+            COORDINATOR,
+            "Age of the newest completed version: the time since its batch began to read its rows.",
+            _QUERY,
+        ),
+        Metric(
+            "statestore_event_time_lag_seconds",
+            GAUGE,
+            COORDINATOR,
+            "How far the watermark of the newest batch is behind the clock. Queries without a watermark have none.",
+            _QUERY,
+        ),
+        Metric(
+            "statestore_last_checkpoint_timestamp_seconds",
+            GAUGE,
+            COORDINATOR,
+            "When the newest version was completed, in seconds since 1970.",
+            _QUERY,
+        ),
+        Metric(
+            "statestore_batch_seconds",
+            GAUGE,
+            COORDINATOR,
+            "How long the batch that runs has been running; 0 between batches.",
+            _QUERY,
+        ),
+        Metric(
+            "statestore_usual_interval_seconds",
+            GAUGE,
+            COORDINATOR,
+            "The median time between the last completed versions.",
+            _QUERY,
+        ),
+        Metric("statestore_epoch", GAUGE, COORDINATOR, "The epoch of the run: it grows with each restart.", _QUERY),
+        Metric("statestore_completed_version", GAUGE, COORDINATOR, "The newest completed version.", _QUERY),
+        Metric(
+            "statestore_checkpoint_duration_seconds",
+            HISTOGRAM,
+            COORDINATOR,
+            "Time of a checkpoint, from the first open to the durable manifest.",
+            _QUERY,
+        ),
+        Metric(
+            "statestore_checkpoint_step_seconds_total",
+            COUNTER,
+            COORDINATOR,
+            "Time of tasks by step of their work (such as get, logic, put, changelog, acknowledge), over all tasks.",
+            (*_QUERY, "step"),
+        ),
+        Metric(
+            "statestore_checkpoint_phase_seconds_total",
+            COUNTER,
+            COORDINATOR,
+            "Time of checkpoints by phase: tasks, acknowledge, manifest, commit.",
+            (*_QUERY, "phase"),
+        ),
+        Metric("statestore_checkpoints_total", COUNTER, COORDINATOR, "Completed checkpoints.", _QUERY),
+        Metric("statestore_checkpoints_failed_total", COUNTER, COORDINATOR, "Checkpoints that were given up.", _QUERY),
+        Metric(
+            "statestore_retried_tasks_total",
+            COUNTER,
+            COORDINATOR,
+            "Partitions that were acknowledged again: tasks that were retried, speculated, or run again.",
+            _QUERY,
+        ),
+        Metric(
+            "statestore_checkpoint_delta_bytes_total",
+            COUNTER,
+            COORDINATOR,
+            "Bytes of the changelogs that were stored.",
+            _QUERY,
+        ),
+        Metric(
+            "statestore_checkpoint_full_bytes",
+            GAUGE,
+            COORDINATOR,
+            "Bytes of all files from which the newest measured version is loaded.",
+            _QUERY,
+        ),
+        Metric("statestore_rows_total", COUNTER, COORDINATOR, "Rows that operators have taken.", _QUERY),
+        Metric("statestore_keys_updated_total", COUNTER, COORDINATOR, "Keys that were written.", _QUERY),
+        Metric("statestore_keys_removed_total", COUNTER, COORDINATOR, "Keys that were removed.", _QUERY),
+        Metric("statestore_late_rows_total", COUNTER, COORDINATOR, "Rows that the watermark has dropped.", _QUERY),
+        Metric(
+            "statestore_storage_requests_total",
+            COUNTER,
+            COORDINATOR,
+            "Requests to checkpoint storage, each attempt counted: put, get, head, list, delete. Hosts have it, too; "
+            "that of the coordinator has an empty host.",
+            (*_HOST, "kind"),
+        ),
+        Metric("statestore_host_restarts", GAUGE, HOST, "How many times Ray has started this host again.", _HOST),
+        Metric("statestore_loads_total", COUNTER, HOST, "Partitions that were loaded from storage.", _HOST),
+        Metric("statestore_commits_total", COUNTER, HOST, "Commits of partitions.", _HOST),
+        Metric("statestore_snapshots_total", COUNTER, HOST, "Snapshots that were stored.", _HOST),
+        Metric("statestore_keys_read_total", COUNTER, HOST, "Keys that tasks have read.", _HOST),
+        Metric("statestore_keys_written_total", COUNTER, HOST, "Keys that tasks have written.", _HOST),
+        Metric("statestore_loads_under_way", GAUGE, HOST, "Partitions that are being loaded now.", _HOST),
+        Metric("statestore_waiting_commits", GAUGE, HOST, "Commits that wait for room in host_memory.", _HOST),
+        Metric(
+            "statestore_memory_bytes",
+            GAUGE,
+            HOST,
+            "Memory that a host holds, by what holds it.",
+            (*_HOST, "kind"),
+        ),
+        Metric("statestore_memory_limit_bytes", GAUGE, HOST, "The option host_memory.", _HOST),
+        Metric(
+            "statestore_keys",
+            GAUGE,
+            HOST,
+            "Keys that a host holds. Operators of more than 100 partitions have one value a host, partition='all'.",
+            _PARTITION,
+        ),
+        Metric(
+            "statestore_partition_memory_bytes",
+            GAUGE,
+            HOST,
+            "Memory of partitions, as statestore_keys.",
+            _PARTITION,
+        ),
+        Metric(
+            "statestore_snapshot_lag_versions",
+            GAUGE,
+            HOST,
+            "How many versions the newest snapshot of a partition is behind, in the partition that is most behind.",
+            (*_HOST, *_OPERATOR),
+        ),
+        Metric(
+            "statestore_requests_total",
+            COUNTER,
+            HOST,
+            "Queries of state that were answered.",
+            (*_HOST, "operator", "verb"),
+        ),
+        Metric(
+            "statestore_request_failures_total",
+            COUNTER,
+            HOST,
+            "Queries of state that failed.",
+            (*_HOST, "operator", "verb"),
+        ),
+        Metric(
+            "statestore_request_seconds_bucket",
+            COUNTER,
+            HOST,
+            "Queries of state that took at most le seconds: the buckets of a histogram, for histogram_quantile.",
+            (*_REQUEST, "le"),
+        ),
+        Metric("statestore_input_rows_per_second", GAUGE, DRIVER, "Spark's inputRowsPerSecond.", _QUERY),
+        Metric("statestore_processed_rows_per_second", GAUGE, DRIVER, "Spark's processedRowsPerSecond.", _QUERY),
+        Metric(
+            "statestore_spark_duration_seconds",
+            GAUGE,
+            DRIVER,
+            "Spark's durationMs of the last batch, by step (triggerExecution, addBatch, walCommit ...).",
+            (*_QUERY, "step"),
+        ),
+        *(
+            Metric(f"statestore_operator_{name}", GAUGE, DRIVER, said, _OPERATOR)
+            for name, said in OPERATOR_FIGURES.items()
+        ),
+        Metric(
+            "statestore_operator_customMetrics",
+            GAUGE,
+            DRIVER,
+            "The customMetrics of an operator in its last batch, by Spark's name where Spark has the figure.",
+            (*_OPERATOR, "figure"),
+        ),
+    )
+}
+
+
+class MetricSink(Protocol):
+    """Takes the values of metrics. The label ``namespace``, and ``host`` in a host, are the sink's own."""
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+
+    def add(self, name: str, more: float, **labels: str) -> None:
+        """Add to a counter; nothing, if ``more`` is 0."""
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Count a value in a histogram."""
+
+
+def running_totals(sink: MetricSink) -> Callable[..., None]:
+    """Return a function ``reached(name, total, **labels)`` for counters of which only the sum so far is known.
+
+    A sum that is lower than before has begun anew at 0.
+    """
+    before: dict[tuple[object, ...], float] = {}
+
+    def reached(name: str, total: float, **labels: str) -> None:
+        key = (name, *sorted(labels.items()))
+        known = before.get(key, 0.0)
+        sink.add(name, total - known if total >= known else total, **labels)
+        before[key] = total
+
+    return reached

@@ -1,0 +1,153 @@
+"""``statestore ui``: the page, served by this process, of a running cluster or of a checkpoint."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from coordinator_actor.coordinator_conf import COORDINATOR_NAME, NAMESPACE
+from spark_bridge.cli.joined_ray import joined_ray
+from spark_bridge.cli.output import complain, errors_explained
+from spark_bridge.cli.sources import Address, Checkpoint, CoordinatorName, Namespace, StateLocation
+from spark_bridge.cli.storage_options import Option, options_of
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.transport.tls import TlsConf
+
+if TYPE_CHECKING:
+    from spark_bridge.overview.model import Overview
+    from spark_bridge.ui.sign_in import OwnToken
+    from spark_bridge.ui.system import System
+
+PORT = 8170
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+COORDINATOR_SECONDS = 10.0
+OVERVIEW_SECONDS = 3.0
+"""How long hosts are waited for: one that is gone must not hold up the page."""
+CLIENT_SECONDS = 10.0
+
+
+def ui(
+    checkpoint: Checkpoint = None,
+    state_location: StateLocation = None,
+    storage_option: Option = None,
+    address: Address = None,
+    namespace: Namespace = NAMESPACE,
+    coordinator: CoordinatorName = COORDINATOR_NAME,
+    host: Annotated[str, typer.Option(help="The address to listen at. Others than the loopback need TLS before.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at; 0 chooses one.")] = PORT,
+    tls_ca: Annotated[str | None, typer.Option(help="The authorities of the hosts' certificates, if they use TLS.")] = (
+        None
+    ),
+    tls_certificate: Annotated[
+        str | None, typer.Option(help="The certificate of this process, if hosts ask for one.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(help="The key of that certificate.")] = None,
+) -> None:
+    """Serve the page: what is wrong and what to do, where time goes, hosts, keys, SQL, savepoints.
+
+    The address that is printed signs in once. Further people sign in with a token of 'statestore token issue', or with
+    the token that is printed for a checkpoint.
+
+    Examples: statestore ui; statestore ui --checkpoint s3://bucket/ck --port 9000
+    """
+    with errors_explained():
+        if checkpoint is not None:
+            _serve_checkpoint(checkpoint, state_location, options_of(storage_option), host, port)
+        else:
+            tls = None if tls_ca is None else TlsConf(tls_ca, tls_certificate, tls_key)
+            with joined_ray(address, namespace):
+                _serve_cluster(namespace, coordinator, options_of(storage_option), tls, host, port)
+
+
+def _serve_checkpoint(location: str, state_location: str | None, options: dict[str, str], host: str, port: int) -> None:
+    _check_packages()
+    from spark_bridge.ui.sign_in import OwnToken
+    from spark_bridge.ui.stored import StoredSystem
+
+    system = StoredSystem(location, state_location, options)
+    system.overview()  # a wrong location is an error before anything is served
+    _run(system, OwnToken(None, admin=False), host, port)
+
+
+def _serve_cluster(
+    namespace: str, coordinator: str, options: dict[str, str], tls: TlsConf | None, host: str, port: int
+) -> None:
+    _check_packages()
+    from coordinator_actor.on_ray.ray_port import RayCoordinatorPort
+    from spark_bridge.overview.on_ray import cluster_overview
+    from spark_bridge.queryable.client.client import QueryableStateClient
+    from spark_bridge.queryable.server.coordinator_tokens import CoordinatorTokens
+    from spark_bridge.ui.live import LiveSystem
+    from spark_bridge.ui.sign_in import OwnToken
+
+    calls = RayCoordinatorPort(namespace, coordinator, COORDINATOR_SECONDS)
+    tokens = CoordinatorTokens(calls.call)
+
+    def overview() -> Overview:
+        return cluster_overview(namespace, coordinator, OVERVIEW_SECONDS)
+
+    def connect() -> QueryableStateClient:
+        return QueryableStateClient.connect(namespace, coordinator, tls=tls, timeout=CLIENT_SECONDS)
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        async with tokens.kept_up():
+            yield
+        calls.close()
+
+    system = LiveSystem(namespace, overview, connect, calls.call, options)
+    _run(system, OwnToken(tokens, admin=True), host, port, running)
+
+
+def _run(
+    system: System,
+    own: OwnToken,
+    host: str,
+    port: int,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+) -> None:
+    """Serve until the process is interrupted."""
+    import uvicorn
+
+    from spark_bridge.ui.app import create_ui
+
+    class Server(uvicorn.Server):
+        """Says where it listens, once it does."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                _tell(system, own, host, self.servers[0].sockets[0].getsockname()[1])
+
+    config = uvicorn.Config(
+        create_ui(system, own, own, lifespan),
+        host=host,
+        port=port,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=30,
+    )
+    Server(config).run()
+
+
+def _tell(system: System, own: OwnToken, host: str, port: int) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    typer.echo(f"The page of {system.place} is at http://{shown}:{port}/signin?code={own.code}")
+    typer.echo(f"That address signs in once. To sign in again, use the token {own.token}")
+    if host not in LOOPBACK:
+        complain("What the page shows and the tokens go over the network unencrypted: put TLS before it.")
+
+
+def _check_packages() -> None:
+    """Raise ``EnvironmentProblemError`` if the page's packages are not installed."""
+    for name in ("jinja2", "starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise EnvironmentProblemError(f"The page needs the package {name}: install ray-statestore[ui].")

@@ -1,0 +1,97 @@
+"""The driver's metrics: what Spark says of a batch, and of each operator under the names of Spark's progress."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+from coordinator_actor.metrics import OPERATOR_FIGURES, MetricSink
+from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.session.operator_progress import StateOperatorProgress
+
+log = logging.getLogger(__name__)
+
+PUBLISH_SECONDS = 10.0
+"""Seconds between two looks at the operators. A look asks each host once for each query, beside the batches."""
+
+
+class StreamMetrics:
+    """Publishes for the queries of one driver. ``_lock`` guards the sink and the table of runs.
+
+    ``progress_of(run_id)`` returns the progress of a run's operators in its newest batch, and may take long.
+    """
+
+    def __init__(self, sink: MetricSink, progress_of: Callable[[str], Sequence[StateOperatorProgress]]) -> None:
+        self._sink = sink
+        self._progress_of = progress_of
+        self._titles: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="statestore-stream-metrics", daemon=True).start()
+
+    def add(self, run_id: str, title: str) -> None:
+        """Begin with a run; ``title`` is the name or the id of its query."""
+        with self._lock:
+            self._titles[run_id] = title
+
+    def remove(self, run_id: str) -> None:
+        """End with a run: its rates are 0 from now on."""
+        with self._lock:
+            title = self._titles.pop(run_id, None)
+            if title is not None and title not in self._titles.values():
+                self._rates(title, 0.0, 0.0)
+
+    def batch(self, run_id: str, progress: str) -> None:
+        """Publish what Spark's progress of a batch, as JSON, says of the whole query."""
+        told: Mapping[str, Any] = json.loads(progress)
+        with self._lock:
+            title = self._titles.get(run_id)
+            if title is None:
+                return
+            self._rates(title, _number(told.get("inputRowsPerSecond")), _number(told.get("processedRowsPerSecond")))
+            for step, ms in (told.get("durationMs") or {}).items():
+                self._sink.set("statestore_spark_duration_seconds", ms / 1000, query=title, step=step)
+
+    def close(self) -> None:
+        """Publish no more."""
+        self._closed.set()
+
+    def _rates(self, title: str, of_input: float, processed: float) -> None:
+        self._sink.set("statestore_input_rows_per_second", of_input, query=title)
+        self._sink.set("statestore_processed_rows_per_second", processed, query=title)
+
+    def _run(self) -> None:
+        while not self._closed.wait(PUBLISH_SECONDS):
+            self.publish_operators()
+
+    def publish_operators(self) -> None:
+        """Publish the newest figures of all operators."""
+        with self._lock:
+            titles = dict(self._titles)
+        for run_id, title in titles.items():
+            try:
+                found = self._progress_of(run_id)
+            except (CoordinatorError, StateStoreError, SparkBridgeError) as error:
+                log.info("The operators of run %s have no figures now: %s", run_id, error)
+                continue
+            with self._lock:
+                for one in found:
+                    self._publish(title, one)
+
+    def _publish(self, title: str, one: StateOperatorProgress) -> None:
+        labels = {"query": title, "operator": one.operator_name}
+        told = one.as_dict()
+        for name in OPERATOR_FIGURES:
+            self._sink.set(f"statestore_operator_{name}", told[name], **labels)
+        for name, value in one.custom_metrics.items():
+            self._sink.set("statestore_operator_customMetrics", value, **labels, figure=name)
+
+
+def _number(value: Any) -> float:
+    """Return a rate of Spark's, which is NaN, Infinity or missing where there was nothing to divide."""
+    return float(value) if isinstance(value, int | float) and 0 <= value < float("inf") else 0.0

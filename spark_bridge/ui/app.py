@@ -1,0 +1,273 @@
+"""The page as an ASGI application: who may see it, its limits, and its addresses."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+from spark_bridge.exceptions import AccessDeniedError, HostUnavailableError, SparkBridgeError
+from spark_bridge.queryable.server.token_verifier import Grant, TokenVerifier
+from spark_bridge.ui import views
+from spark_bridge.ui.overviews import SharedOverview
+from spark_bridge.ui.requests import Call, plain_page
+from spark_bridge.ui.sign_in import (
+    SESSION_COOKIE,
+    VISIT_COOKIE,
+    OwnToken,
+    form_token,
+    refusal_of_form,
+    token_of,
+)
+from spark_bridge.ui.system import System
+from spark_bridge.ui.watching import Watches
+from spark_bridge.ui.web import SafeHeaders, form_of
+
+STATIC = Path(__file__).with_name("static")
+MOST_REQUESTS = 32
+"""So many requests are answered at once, watches apart; each may have a thread."""
+SESSION_SECONDS = 12 * 3600
+_NEXT = re.compile(r"/(?![/\\])[\x21-\x7e]*")
+
+View = Callable[[Call], Response]
+
+
+def create_ui(
+    system: System,
+    verifier: TokenVerifier,
+    own: OwnToken | None = None,
+    lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
+) -> ASGIApp:
+    """Return the page of a system.
+
+    ``verifier`` checks the tokens with which people sign in; ``own`` is the token of the process itself, if its address
+    may sign somebody in. ``lifespan`` makes a context manager that is open as long as the application runs by itself.
+    """
+
+    @asynccontextmanager
+    async def running(_: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if lifespan is not None:
+                await stack.enter_async_context(lifespan())
+            yield
+
+    page = _Page(system, verifier, own)
+    routes = [
+        Mount("/static", StaticFiles(directory=STATIC)),
+        Route("/signin", page.sign_in, methods=["GET", "POST"]),
+        Route("/signout", page.sign_out, methods=["POST"]),
+        Route("/watch", page.watch),
+        *(Route(path, page.shown(view)) for path, view in views.SEEN.items()),
+        *(Route(path, page.sent(view), methods=["POST"]) for path, view in views.SENT.items()),
+    ]
+    return SafeHeaders(Starlette(routes=routes, exception_handlers={404: _not_found}, lifespan=running))
+
+
+class _Page:
+    """Answers the requests of one page."""
+
+    def __init__(self, system: System, verifier: TokenVerifier, own: OwnToken | None) -> None:
+        self._system = system
+        self._verifier = verifier
+        self._own = own
+        self._overviews = SharedOverview(system.overview)
+        self._watches = Watches()
+        self._requests = 0
+
+    # -- pages ---------------------------------------------------------------------------------
+
+    def shown(self, view: View) -> Callable[[Request], Any]:
+        """Return the endpoint of a view that only reads."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                grant = self._granted(request)
+            except AccessDeniedError as error:
+                return self._refused(request, error)
+            return await self._answer(request, grant, view, {})
+
+        return endpoint
+
+    def sent(self, view: View) -> Callable[[Request], Any]:
+        """Return the endpoint of a form."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                grant = self._granted(request)
+            except AccessDeniedError as error:
+                return self._refused(request, error)
+            form = await form_of(request)
+            if isinstance(form, Response):
+                return form
+            refusal = refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
+            if refusal is not None:
+                return PlainTextResponse(refusal, 403)
+            if view in views.ACTING and not grant.admin:
+                return PlainTextResponse("This needs the token of an administrator; yours may only look.", 403)
+            return await self._answer(request, grant, view, form)
+
+        return endpoint
+
+    async def _answer(self, request: Request, grant: Grant, view: View, form: Mapping[str, str]) -> Response:
+        if self._requests >= MOST_REQUESTS:
+            return PlainTextResponse(f"{MOST_REQUESTS} requests are being answered, the limit; try again.", 429)
+        self._requests += 1
+        try:
+            return await run_in_threadpool(self._viewed, request, grant, view, form)
+        finally:
+            self._requests -= 1
+
+    def _viewed(self, request: Request, grant: Grant, view: View, form: Mapping[str, str]) -> Response:
+        call = self._call(request, grant, form)
+        try:
+            return view(call)
+        except LookupError as error:
+            return call.render("problem.html", 404, problem=str(error.args[0]) if error.args else "There is nothing.")
+        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+            return call.render("problem.html", 400, problem=str(error))
+
+    def _call(self, request: Request, grant: Grant, form: Mapping[str, str]) -> Call:
+        return Call(
+            self._system,
+            self._overviews.get(),
+            grant,
+            _base(request),
+            _path(request),
+            _token(request),
+            dict(request.query_params),
+            form,
+        )
+
+    async def watch(self, request: Request) -> Response:
+        """Answer with the changes of a key as they come (server-sent events)."""
+        try:
+            grant = self._granted(request)
+        except AccessDeniedError as error:
+            return PlainTextResponse(str(error), 401)
+        try:
+            call = await run_in_threadpool(self._call, request, grant, {})
+            last = request.headers.get("last-event-id", "")
+            return await self._watches.stream(call, last, lambda: self._granted(request))
+        except LookupError as error:
+            return PlainTextResponse(str(error), 404)
+        except (CoordinatorError, SparkBridgeError, StateStoreError) as error:
+            return PlainTextResponse(str(error), 400)
+
+    def _granted(self, request: Request) -> Grant:
+        """Return what the request may do. Raises ``AccessDeniedError``."""
+        try:
+            return self._verifier.verify(_token(request))
+        except HostUnavailableError as error:
+            raise AccessDeniedError(str(error)) from error
+
+    def _refused(self, request: Request, error: AccessDeniedError) -> Response:
+        is_form = "text/html" in request.headers.get("accept", "") and "authorization" not in request.headers
+        if not is_form:
+            return PlainTextResponse(str(error), 401, {"WWW-Authenticate": "Bearer"})
+        asked = _path(request) + (f"?{request.url.query}" if request.url.query else "")
+        following = asked if request.method == "GET" and asked != "/" else ""
+        return self._sign_in_page(request, "" if not _token(request) else str(error), following, 401)
+
+    # -- signing in and out --------------------------------------------------------------------
+
+    async def sign_in(self, request: Request) -> Response:
+        """Show the form to sign in, take it, or take the code of the address."""
+        if request.method == "GET":
+            code = request.query_params.get("code", "")
+            token = self._own.exchanged(code) if code and self._own is not None else None
+            if token is not None:
+                return self._signed_in(request, token, "/")
+            problem = "The code of this address was used already, or is of an earlier start." if code else ""
+            return self._sign_in_page(request, problem, "", 401 if code else 200)
+        form = await form_of(request)
+        if isinstance(form, Response):
+            return form
+        visit = request.cookies.get(VISIT_COOKIE, "")
+        refusal = refusal_of_form(request.headers, visit, form.get("form_token", ""))
+        if refusal is not None:
+            return PlainTextResponse(refusal, 403)
+        token = form.get("token", "").strip()
+        following = form.get("next", "")
+        try:
+            grant = self._verifier.verify(token)
+        except (AccessDeniedError, HostUnavailableError) as error:
+            return self._sign_in_page(request, str(error), following, 401)
+        if not grant.read_only:
+            problem = "This is the token of the cluster's processes. For people: statestore token issue --admin."
+            return self._sign_in_page(request, problem, following, 401)
+        return self._signed_in(request, token, following)
+
+    def _signed_in(self, request: Request, token: str, following: str) -> Response:
+        there = following if _NEXT.fullmatch(following) else "/"
+        answer = RedirectResponse(_base(request) + there, 303)
+        self._set_cookie(request, answer, SESSION_COOKIE, token)
+        return answer
+
+    def _sign_in_page(self, request: Request, problem: str, following: str, status: int) -> Response:
+        visit = request.cookies.get(VISIT_COOKIE) or secrets.token_urlsafe(18)
+        answer = plain_page(
+            "signin.html",
+            status,
+            base=_base(request),
+            problem=problem,
+            following=following,
+            place=self._system.place,
+            is_live=self._system.is_live,
+            form_token=form_token(visit),
+        )
+        self._set_cookie(request, answer, VISIT_COOKIE, visit)
+        return answer
+
+    async def sign_out(self, request: Request) -> Response:
+        """Forget the session."""
+        form = await form_of(request)
+        if isinstance(form, Response):
+            return form
+        refusal = refusal_of_form(request.headers, _token(request), form.get("form_token", ""))
+        if refusal is not None:
+            return PlainTextResponse(refusal, 403)
+        answer = RedirectResponse(_base(request) + "/signin", 303)
+        answer.delete_cookie(SESSION_COOKIE, path=_base(request) or "/")
+        return answer
+
+    @staticmethod
+    def _set_cookie(request: Request, answer: Response, name: str, value: str) -> None:
+        answer.set_cookie(
+            name,
+            value,
+            max_age=SESSION_SECONDS,
+            path=_base(request) or "/",
+            secure=request.url.scheme == "https",
+            httponly=True,
+            samesite="strict",
+        )
+
+
+async def _not_found(request: Request, _: Exception) -> Response:
+    return PlainTextResponse("There is no such page.", 404)
+
+
+def _token(request: Request) -> str:
+    return token_of(request.headers, request.cookies)
+
+
+def _base(request: Request) -> str:
+    return str(request.scope.get("root_path", "")).rstrip("/")
+
+
+def _path(request: Request) -> str:
+    path, base = str(request.scope["path"]), _base(request)
+    return path[len(base) :] if base and path.startswith(base) else path

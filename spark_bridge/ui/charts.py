@@ -1,0 +1,233 @@
+"""The geometry of charts. Templates draw SVG of these; colours are classes of the style sheet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from spark_bridge.overview.model import Checkpoint, Operator, Overview, Partition
+from spark_bridge.ui.formats import duration, number, size
+
+PHASES = ("tasks", "acknowledge", "manifest", "commit")
+"""The phases of a batch in their order, as in ``CheckpointRecord.phases``."""
+WIDTH, HEIGHT = 600.0, 120.0
+MOST_BARS = 60
+MOST_CELLS = 2_000
+"""So many cells are drawn of a heat map, over all hosts."""
+MOST_HOSTS = 100
+"""So many rows are drawn of a heat map; the hosts with the highest values first."""
+SHADES = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """A coloured part of a bar or strip: class, place and extent, in the units of the chart."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar, and what it says in words."""
+
+    title: str
+    parts: tuple[Part, ...]
+    is_marked: bool = False
+    x: float = 0.0
+    width: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The last batches as stacked bars. ``top_ms`` is the height of the chart."""
+
+    bars: tuple[Bar, ...]
+    top_ms: float
+    first: int
+    last: int
+
+
+def timeline(checkpoints: Sequence[Checkpoint]) -> Timeline | None:
+    """Return the chart of the last checkpoints whose duration is known; None if there are none."""
+    shown = [c for c in checkpoints if c.phases][-MOST_BARS:]
+    if not shown:
+        return None
+    top = max(sum(c.phases.values()) for c in shown) or 1
+    step = WIDTH / max(len(shown), 12)
+    bars = []
+    for place, one in enumerate(shown):
+        y, parts = HEIGHT, []
+        for phase in PHASES:
+            height = one.phases.get(phase, 0) / top * HEIGHT
+            y -= height
+            if height:
+                x, width = round(place * step + 0.5, 1), round(step - 1, 1)
+                parts.append(Part(phase, x, round(y, 1), width, round(height, 1)))
+        told = ", ".join(f"{phase} {duration(one.phases[phase])}" for phase in PHASES if phase in one.phases)
+        title = f"batch {one.version - 1}: {duration(sum(one.phases.values()))} ({told})"
+        if one.retried:
+            title += f"; {one.retried} tasks retried"
+        bars.append(Bar(title, tuple(parts), bool(one.retried), round(place * step + 0.5, 1), round(step - 1, 1)))
+    return Timeline(tuple(bars), top, shown[0].version - 1, shown[-1].version - 1)
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """One step of tasks: its usual time in the slowest task of a batch, over all tasks, and its share of all steps."""
+
+    name: str
+    slowest_ms: float
+    sum_ms: float
+    share: float
+
+
+def steps(checkpoints: Sequence[Checkpoint]) -> list[StepShare]:
+    """Return where the time of tasks went in some checkpoints, the longest step first. Times are medians."""
+    times: dict[str, tuple[list[float], list[float]]] = {}
+    for one in checkpoints:
+        for name, step in one.steps.items():
+            slowest, total = times.setdefault(name, ([], []))
+            slowest.append(step.max_ms)
+            total.append(step.sum_ms)
+    found = {name: (median(slowest), median(total)) for name, (slowest, total) in times.items()}
+    together = sum(total for _, total in found.values()) or 1.0
+    made = [StepShare(name, slowest, total, total / together) for name, (slowest, total) in found.items()]
+    return sorted(made, key=lambda step: -step.sum_ms)
+
+
+def strip(amounts: Mapping[str, float], whole: float) -> list[Part]:
+    """Return amounts beside one another on a strip that is 100 wide and stands for ``whole``."""
+    made, x = [], 0.0
+    for name, amount in amounts.items():
+        width = 0.0 if whole <= 0 else min(100.0 - x, amount / whole * 100)
+        if width > 0:
+            made.append(Part(name, round(x, 2), 0, round(width, 2), 1))
+            x += width
+    return made
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a heat map: partitions ``first`` to ``last`` in the host's order, the highest value among them."""
+
+    title: str
+    shade: int
+
+
+@dataclass(frozen=True)
+class HeatRow:
+    """The partitions of one host. ``share`` is its part of the sum over all hosts."""
+
+    host: str
+    partitions: int
+    total: float
+    highest: float
+    share: float
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Partitions over hosts by a measure. ``left_out`` hosts are not drawn; ``per_cell`` partitions share a cell."""
+
+    measure: str
+    rows: tuple[HeatRow, ...]
+    highest: float
+    left_out: int
+    per_cell: int
+
+
+MEASURES = ("keys", "bytes", "time", "rows")
+
+
+def measured(partition: Partition, measure: str) -> float | None:
+    """Return what a partition has of a measure; None if it is not known."""
+    if measure == "keys":
+        return partition.keys
+    if measure == "bytes":
+        return partition.changelog_bytes if partition.memory_bytes is None else partition.memory_bytes
+    return partition.work_ms if measure == "time" else partition.rows
+
+
+def in_words(measure: str, value: float | None) -> str:
+    """Return a value of a measure for people."""
+    if value is None:
+        return "unknown"
+    if measure == "bytes":
+        return size(value)
+    return duration(value) if measure == "time" else f"{number(value)} {measure}"
+
+
+def heat_map(operator: Operator, measure: str) -> HeatMap | None:
+    """Return the heat map of an operator; None if no partition knows the measure."""
+    by_host: dict[str, list[tuple[int, float]]] = {}
+    for one in operator.partitions:
+        value = measured(one, measure)
+        if value is not None:
+            by_host.setdefault(one.owner or "in storage", []).append((one.partition, value))
+    if not by_host:
+        return None
+    highest = max(value for held in by_host.values() for _, value in held)
+    total = sum(value for held in by_host.values() for _, value in held) or 1
+    ordered = sorted(by_host.items(), key=lambda item: -max(v for _, v in item[1]))
+    drawn = ordered[:MOST_HOSTS]
+    cells_of_row = max(1, MOST_CELLS // len(drawn))
+    per_cell = max(1, -(-max(len(held) for _, held in drawn) // cells_of_row))
+    rows = []
+    for host, held in drawn:
+        cells = []
+        for at in range(0, len(held), per_cell):
+            part = held[at : at + per_cell]
+            hottest, top = max(part, key=lambda one: one[1])
+            among = f" and {len(part) - 1} with less" if len(part) > 1 else ""
+            cells.append(Cell(f"partition {hottest}{among}: {in_words(measure, top)}", shade(top, highest)))
+        own = sum(value for _, value in held)
+        rows.append(HeatRow(host, len(held), own, max(v for _, v in held), own / total, tuple(cells)))
+    return HeatMap(measure, tuple(rows), highest, len(ordered) - len(drawn), per_cell)
+
+
+def shade(value: float, highest: float) -> int:
+    """Return the shade of a value, 0 to ``SHADES - 1``."""
+    return 0 if highest <= 0 else min(SHADES - 1, int(value / highest * SHADES))
+
+
+def sparkline(checkpoints: Sequence[Checkpoint]) -> str:
+    """Return the points of a polyline, 100 by 20, of the last durations; "" if fewer than two are known."""
+    known = [c.duration_ms for c in checkpoints if c.duration_ms is not None][-MOST_BARS:]
+    if len(known) < 2:
+        return ""
+    top = max(known) or 1
+    return " ".join(f"{i / (len(known) - 1) * 100:.1f},{19 - ms / top * 18:.1f}" for i, ms in enumerate(known))
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a query goes: rows a second and the usual interval over its last checkpoints, and how old the newest is."""
+
+    rows_per_second: float | None
+    usual_ms: float | None
+    age_ms: int | None
+    watermark_behind_ms: int | None
+
+
+def pace(overview: Overview, checkpoints: Sequence[Checkpoint], watermark_ms: int | None, most: int = 20) -> Pace:
+    """Return the pace by the last ``most`` completed checkpoints."""
+    done = [c for c in checkpoints if c.completed_ms is not None][-most:]
+    rate = None
+    if len(done) >= 2:
+        span = (done[-1].completed_ms or 0) - (done[0].completed_ms or 0)
+        rows = [c.rows for c in done[1:] if c.rows is not None]
+        rate = sum(rows) / span * 1000 if span > 0 and rows else None
+    durations = [c.duration_ms for c in done if c.duration_ms is not None]
+    newest = (done[-1].completed_ms if done else None) or (checkpoints[-1].prepared_ms if checkpoints else None)
+    return Pace(
+        rate,
+        median(durations) if durations else None,
+        None if newest is None else max(0, overview.taken_ms - newest),
+        None if watermark_ms is None else max(0, overview.taken_ms - watermark_ms),
+    )

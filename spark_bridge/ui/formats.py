@@ -1,0 +1,90 @@
+"""Numbers, sizes, times and values as the page writes them. What is not known is an empty text."""
+
+from __future__ import annotations
+
+import math
+from datetime import date, datetime, timedelta, timezone
+from typing import Any
+
+MOST_CHARACTERS = 300
+"""So many characters of a value are shown."""
+
+
+def size(nbytes: float | None) -> str:
+    """Return a size in binary units."""
+    if nbytes is None:
+        return ""
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"
+
+
+def number(value: float | None) -> str:
+    """Return a number with thousands apart."""
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) or abs(value) < 10 else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    """Return a rate with the digits that say something."""
+    return "" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def duration(ms: float | None) -> str:
+    """Return a duration in one unit, or in two from a minute on."""
+    if ms is None:
+        return ""
+    if ms < 1000:
+        return f"{ms:.0f} ms" if ms >= 10 or ms == int(ms) else f"{ms:.2g} ms"
+    seconds = ms / 1000
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def moment(ms: int | None) -> str:
+    """Return a moment in UTC."""
+    if ms is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(ms / 1000, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, ValueError, OSError):
+        return f"{ms} ms"
+
+
+def value(cell: Any) -> str:
+    """Return a value of state as text, cut where it is long."""
+    made = _value(cell)
+    return made if len(made) <= MOST_CHARACTERS else f"{made[:MOST_CHARACTERS]}… ({len(made):,} characters)"
+
+
+def _value(cell: Any) -> str:
+    if cell is None:
+        return "null"
+    if isinstance(cell, bool):
+        return "true" if cell else "false"
+    if isinstance(cell, float):
+        return repr(cell) if math.isfinite(cell) else {True: "NaN"}.get(math.isnan(cell), str(cell))
+    if isinstance(cell, bytes):
+        return f"0x{cell[:MOST_CHARACTERS].hex()}"
+    if isinstance(cell, datetime):
+        return cell.isoformat(sep=" ").replace("+00:00", "Z")
+    if isinstance(cell, date | timedelta):
+        return str(cell)
+    if isinstance(cell, dict):
+        if set(cell) == {"start", "end"} and all(isinstance(v, datetime) for v in cell.values()):
+            return f"{_value(cell['start'])} – {_value(cell['end'])}"
+        return "{" + ", ".join(f"{k}: {_value(v)}" for k, v in cell.items()) + "}"
+    if isinstance(cell, list | tuple):
+        return "[" + ", ".join(_value(v) for v in cell) + "]"
+    return str(cell)

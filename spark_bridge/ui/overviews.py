@@ -1,0 +1,82 @@
+"""The overview that requests share: asked for at most once a second, however many look."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from backends.exceptions import StateStoreError
+from coordinator_actor.exceptions import CoordinatorError
+from spark_bridge.exceptions import SparkBridgeError
+from spark_bridge.overview.model import CLUSTER, Overview
+
+log = logging.getLogger(__name__)
+
+FRESH_SECONDS = 1.0
+WAIT_SECONDS = 1.0
+"""A request waits so long for a newer overview before it is given the last one: a host that is gone takes seconds."""
+OLD_SECONDS = 30.0
+"""An overview that is older is not shown without a word."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An overview, and why there is no newer one, if somebody has tried to get one and failed."""
+
+    overview: Overview
+    problem: str | None = None
+
+
+class SharedOverview:
+    """Asks for the overview, in one thread for all requests that come meanwhile.
+
+    An overview that cannot be had leaves the last one, with the reason: then a page still says what was known.
+    """
+
+    def __init__(self, ask: Callable[[], Overview], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: Seen | None = None
+        self._seen_at = 0.0
+        self._asking: threading.Event | None = None
+
+    def get(self) -> Seen:
+        """Return the overview, not older than ``FRESH_SECONDS`` where it can be had within ``WAIT_SECONDS``."""
+        with self._lock:
+            seen = self._seen
+            if seen is not None and self._clock() - self._seen_at < FRESH_SECONDS:
+                return seen
+            if self._asking is None:
+                self._asking = threading.Event()
+                threading.Thread(
+                    target=self._refresh, args=(self._asking,), name="statestore-page", daemon=True
+                ).start()
+            asking = self._asking
+        asking.wait(None if seen is None else WAIT_SECONDS)
+        with self._lock:
+            assert self._seen is not None, "it is set before the event"
+            age = self._clock() - self._seen_at
+            if age > OLD_SECONDS and self._seen.problem is None:
+                return replace(self._seen, problem=f"What is shown is {age:.0f} s old: coordinator and hosts are slow.")
+            return self._seen
+
+    def _refresh(self, done: threading.Event) -> None:
+        made = self._next()
+        with self._lock:
+            self._seen, self._seen_at, self._asking = made, self._clock(), None
+        done.set()
+
+    def _next(self) -> Seen:
+        try:
+            return Seen(self._ask())
+        except (CoordinatorError, LookupError, SparkBridgeError, StateStoreError) as error:
+            problem = str(error)
+        except Exception as error:
+            log.exception("The overview could not be made")
+            problem = f"The overview could not be made ({type(error).__name__}); the log of this process says why."
+        last = self._seen or Seen(Overview(CLUSTER, int(time.time() * 1000)))
+        return replace(last, problem=problem)

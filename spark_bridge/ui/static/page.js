@@ -1,0 +1,97 @@
+// The page's only script: it keeps the parts with data-live up to date, and watches a key. All works without it, too.
+"use strict";
+
+const EVERY_MS = 3000;
+const pause = document.getElementById("pause");
+const live = () => [...document.querySelectorAll("[data-live][id]")];
+let paused = false;
+
+function replace(old, fresh) {
+  if (old.innerHTML === fresh.innerHTML || old.contains(document.activeElement)) return;
+  const scrolled = [...old.querySelectorAll(".scroll")].map((e) => e.scrollLeft);
+  old.replaceChildren(...[...fresh.childNodes].map((node) => document.importNode(node, true)));
+  [...old.querySelectorAll(".scroll")].forEach((e, i) => { e.scrollLeft = scrolled[i] || 0; });
+}
+
+async function refresh() {
+  const answer = await fetch(location.href, { headers: { Accept: "text/html" }, credentials: "same-origin" });
+  if (answer.status === 401) { location.reload(); return; }
+  if (!answer.ok) return;
+  const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+  document.title = fresh.title;
+  for (const old of live()) {
+    const other = fresh.getElementById(old.id);
+    if (other) replace(old, other);
+  }
+}
+
+async function keepUp() {
+  for (;;) {
+    await new Promise((done) => setTimeout(done, EVERY_MS));
+    if (paused || document.hidden) continue;
+    try {
+      await refresh();
+      pause.classList.remove("failing");
+      if (!paused) pause.textContent = "Pause updates";
+    } catch {
+      pause.textContent = "No answer; trying again";
+    }
+  }
+}
+
+if (pause && live().length) {
+  pause.hidden = false;
+  pause.addEventListener("click", () => {
+    paused = !paused;
+    pause.setAttribute("aria-pressed", String(paused));
+    pause.textContent = paused ? "Updates are paused" : "Pause updates";
+  });
+  keepUp();
+}
+
+// -- the watch of a key ------------------------------------------------------------------------
+
+const MOST_WATCHED = 200;
+const button = document.getElementById("watch");
+if (button) {
+  const state = document.getElementById("watch-state");
+  const table = document.getElementById("watched");
+  const rows = table.tBodies[0];
+  let source = null;
+
+  const stop = (text) => {
+    if (source) source.close();
+    source = null;
+    button.setAttribute("aria-pressed", "false");
+    button.textContent = "Watch";
+    state.textContent = text;
+  };
+
+  const add = (cells) => {
+    const row = rows.insertRow(0);
+    cells.forEach((text, i) => {
+      const cell = row.insertCell();
+      cell.textContent = text;
+      if (i === 0) cell.className = "n";
+    });
+    while (rows.rows.length > MOST_WATCHED) rows.deleteRow(-1);
+  };
+
+  button.addEventListener("click", () => {
+    if (source) { stop("Stopped."); return; }
+    source = new EventSource(button.dataset.watch);
+    button.setAttribute("aria-pressed", "true");
+    button.textContent = "Stop";
+    state.textContent = "Connecting …";
+    source.onopen = () => { state.textContent = "Watching: changes show here as versions complete."; };
+    source.onerror = () => { if (source && source.readyState === EventSource.CLOSED) stop("The watch has ended."); };
+    source.addEventListener("problem", (event) => stop(JSON.parse(event.data).problem));
+    source.addEventListener("change", (event) => {
+      const change = JSON.parse(event.data);
+      table.hidden = false;
+      if (change.more) add([change.version, `and ${change.more} more`, "", ""]);
+      for (const row of change.rows) add([change.version, row.change, row.before, row.after]);
+      state.textContent = `Version ${change.version} has changed the key.`;
+    });
+  });
+}

@@ -1,0 +1,185 @@
+"""The seam between the page and what the page shows: a running cluster (``live``) or a checkpoint (``stored``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from coordinator_actor.messages import SavepointStatus
+from coordinator_actor.savepoints.savepoint_format import SavepointInfo
+from spark_bridge.overview.model import Overview, Query
+from spark_bridge.queryable.client.watch import StateChange
+
+
+class Rows(Protocol):
+    """Rows of one version, as they come."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns."""
+
+    @property
+    def version(self) -> int:
+        """The version of all rows."""
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]: ...
+
+    def close(self) -> None:
+        """End the reading."""
+
+
+class Answer(Protocol):
+    """The result of a SQL statement."""
+
+    def to_arrow_reader(self, batch_size: int = ...) -> pa.RecordBatchReader:
+        """Return the rows as a stream."""
+
+    def interrupt(self) -> None:
+        """End the statement, from another thread."""
+
+
+class Changes(Protocol):
+    """Changes of some keys, version by version."""
+
+    def __iter__(self) -> Iterator[StateChange]: ...
+
+    def close(self) -> None:
+        """End the watch."""
+
+
+class StateClient(Protocol):
+    """The part of ``QueryableStateClient`` that the page needs."""
+
+    def scan(
+        self,
+        operator: str,
+        state: str | None = None,
+        prefix: Any = None,
+        start: Any = None,
+        end: Any = None,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        where: Any = None,
+        query: str | None = None,
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Rows:
+        """Return the rows of a state variable."""
+
+    def key_rows(
+        self,
+        operator: str,
+        keys: Any,
+        state: str | None = None,
+        columns: Sequence[str] | None = None,
+        *,
+        query: str | None = None,
+        version: int | None = None,
+        timeout: float | None = None,
+    ) -> Rows:
+        """Return the rows that some keys have."""
+
+    def watch(
+        self,
+        operator: str,
+        keys: Any = None,
+        *,
+        state: str | None = None,
+        query: str | None = None,
+        from_version: int | None = None,
+        timeout: float | None = None,
+    ) -> Changes:
+        """Return what each completed version changes."""
+
+    def sql(self, query: str, *, timeout: float | None = None) -> Answer:
+        """Return the rows of a SQL statement."""
+
+
+class System(Protocol):
+    """What the page shows. All calls block, and may come from several threads."""
+
+    is_live: bool
+    """Whether a cluster is asked, where somebody may act."""
+    place: str
+    """What is looked at, in words: the namespace of a cluster, or the location of a checkpoint."""
+
+    def overview(self) -> Overview:
+        """Return the overview as it is now."""
+
+    def client(self) -> StateClient:
+        """Return the client, made when it is needed first."""
+
+    def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
+        """Give the changes of the completed versions behind ``since`` up to ``until``, in any order."""
+
+    def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
+        """Return the savepoints below a directory, by default the one beside the state of the query."""
+
+    def describe_savepoint(self, path: str, *, check_files: bool = False) -> SavepointInfo:
+        """Describe a savepoint, and with ``check_files`` read all of its files."""
+
+    def trigger_savepoint(self, request_id: str, query: str, path: str | None) -> None:
+        """Begin a savepoint of a running query."""
+
+    def savepoint_status(self, request_id: str) -> SavepointStatus:
+        """Return how far a savepoint is."""
+
+
+@dataclass(frozen=True)
+class StateTable:
+    """One state variable of an operator of a query, as the page names it. ``id`` names it in addresses."""
+
+    query: str
+    query_title: str
+    operator: str
+    state: str
+    kind: str
+    key: tuple[str, ...]
+    window: str | None
+    versions: range
+    types: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def id(self) -> str:
+        """Return the name in addresses."""
+        return state_id(self.query, self.operator, self.state)
+
+    @property
+    def title(self) -> str:
+        """Return what people call the table."""
+        of = self.operator if self.state == "default" else f"{self.operator}.{self.state}"
+        return f"{of} of {self.query_title}"
+
+
+def reference(query: Query, queries: Iterable[Query]) -> str:
+    """Return how addresses name a query: by its id, which stays, or by its run if several runs have that id."""
+    return query.query_id if sum(q.query_id == query.query_id for q in queries) == 1 else query.run_id
+
+
+def tables_of(overview: Overview) -> list[StateTable]:
+    """Return the state variables of all queries."""
+    return [
+        StateTable(
+            reference(query, overview.queries),
+            query.title,
+            operator.name,
+            variable.name,
+            variable.kind,
+            tuple(name for name in variable.key if name != variable.window),
+            variable.window,
+            range(query.oldest_version or 0, query.completed_version + 1),
+            {**variable.key, **variable.inner, **variable.value},
+        )
+        for query in overview.queries
+        for operator in query.operators
+        for variable in operator.variables
+    ]
+
+
+def state_id(query: str, operator: str, state: str) -> str:
+    """Return how addresses name a state variable: three parts, in which slashes are escaped."""
+    return "/".join(part.replace("%", "%25").replace("/", "%2F") for part in (query, operator, state))

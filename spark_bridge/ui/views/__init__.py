@@ -1,0 +1,26 @@
+"""The pages by their addresses: what is shown, what is sent, and what only administrators may send."""
+
+from __future__ import annotations
+
+from spark_bridge.ui.views import changes, hosts, keys, operator, query, savepoints, scan, sql, system
+
+SEEN = {
+    "/": system.overview,
+    "/query": query.query,
+    "/operator": operator.operator,
+    "/operator/hottest": changes.hottest,
+    "/hosts": hosts.hosts,
+    "/keys": keys.keys,
+    "/scan": scan.scan,
+    "/scan.csv": scan.scan_csv,
+    "/sql": sql.sql,
+    "/savepoints": savepoints.savepoints,
+    "/savepoint": savepoints.savepoint,
+}
+SENT = {
+    "/sql": sql.sql,
+    "/sql.csv": sql.sql_csv,
+    "/savepoints": savepoints.trigger,
+    "/savepoint": savepoints.check,
+}
+ACTING = (savepoints.trigger, savepoints.check)

@@ -1,0 +1,76 @@
+"""The hosts: memory by what holds it, what they have done, and how they have answered requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from spark_bridge.overview.model import Host
+from spark_bridge.ui.charts import Part, strip
+from spark_bridge.ui.requests import Call
+from spark_bridge.ui.views.system import BUDGET
+
+HOSTS_AT_ONCE = 50
+MOST_REQUESTS = 100
+"""So many rows of requests are shown, those with the most requests first."""
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """A host with its memory: the strip, and bytes by holder, the largest first."""
+
+    host: Host
+    held: int
+    budget: int
+    strip: list[Part]
+    holders: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """The requests of one operator and verb that a host has answered."""
+
+    host: str
+    operator: str
+    verb: str
+    figures: dict[str, Any]
+
+
+def hosts(call: Call) -> Response:
+    """Show the hosts."""
+    there = call.overview.hosts
+    first = call.number("from", 0)
+    shown = there[first : first + HOSTS_AT_ONCE]
+    kinds = sorted({name for host in there for name in host.memory if name != BUDGET})
+    rows = [_row(host, kinds) for host in shown]
+    requests = [request for host in shown for request in _requests(host)]
+    requests.sort(key=lambda r: (-r.figures.get("failures", 0), -r.figures["requests"]))
+    subjects = {"hosts", *(f"host {host.host_id}" for host in there)}
+    return call.render(
+        "hosts.html",
+        faults=[fault for fault in call.overview.faults if fault.subject in subjects],
+        rows=rows,
+        kinds=kinds,
+        first=first,
+        at_once=HOSTS_AT_ONCE,
+        requests=requests[:MOST_REQUESTS],
+        requests_left=max(0, len(requests) - MOST_REQUESTS),
+        storage=sorted({kind for host in shown for kind in host.storage_requests}),
+    )
+
+
+def _row(host: Host, kinds: list[str]) -> HostRow:
+    holders = {f"m{i % 8}": float(host.memory.get(kind, 0)) for i, kind in enumerate(kinds)}
+    held = sum(n for name, n in host.memory.items() if name != BUDGET)
+    budget = host.memory.get(BUDGET, 0)
+    by_size = sorted(((k, host.memory[k]) for k in kinds if host.memory.get(k)), key=lambda item: -item[1])
+    return HostRow(host, held, budget, strip(holders, float(max(budget, held))), by_size)
+
+
+def _requests(host: Host) -> Iterator[RequestRow]:
+    for operator, verbs in host.requests.items():
+        for verb, figures in verbs.items():
+            yield RequestRow(host.host_id, operator, verb, figures)

@@ -1,0 +1,86 @@
+"""SQL over the state: one statement that reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+from starlette.responses import Response
+
+from backends.exceptions import StateStoreError
+from spark_bridge.exceptions import RequestError, SparkBridgeError
+from spark_bridge.queryable.sql.duckdb_connections import import_duckdb
+from spark_bridge.ui.lookups import READ_SECONDS, Found, found_in
+from spark_bridge.ui.requests import Call
+from spark_bridge.ui.system import Answer, tables_of
+from spark_bridge.ui.views.results import MOST_CSV_ROWS, chart, csv_response
+
+MOST_ROWS = 1_000
+SQL_SECONDS = 30.0
+MOST_STATEMENTS = 4
+BATCH_ROWS = 1_024
+_running = threading.BoundedSemaphore(MOST_STATEMENTS)
+"""So many statements run at once in this process: each may take all processors."""
+
+
+def sql(call: Call) -> Response:
+    """Show the form, and the rows of the statement that was sent."""
+    found: Found | None = None
+    problem, status = "", 200
+    if call.form.get("statement", "").strip():
+        try:
+            with _answered(call) as answer:
+                found = found_in(_first(answer, MOST_ROWS + 1), MOST_ROWS)
+        except (SparkBridgeError, StateStoreError) as error:
+            problem, status = str(error), 400
+    return call.render(
+        "sql.html",
+        status,
+        tables=tables_of(call.overview),
+        found=found,
+        chart=chart(call, found),
+        problem=problem,
+        most=MOST_ROWS,
+    )
+
+
+def sql_csv(call: Call) -> Response:
+    """Return the rows of the statement as CSV."""
+    with _answered(call) as answer:
+        table = _first(answer, MOST_CSV_ROWS + 1)
+    return csv_response("statement", table.schema, table.to_batches())
+
+
+@contextmanager
+def _answered(call: Call) -> Iterator[Answer]:
+    """Give the answer of the statement, which ends after ``SQL_SECONDS``. Raises ``RequestError`` for wrong SQL."""
+    duckdb = import_duckdb()
+    if not _running.acquire(timeout=SQL_SECONDS):
+        raise RequestError(f"{MOST_STATEMENTS} statements are running, which is the limit; try again later.")
+    try:
+        answer = call.system.client().sql(call.form["statement"], timeout=READ_SECONDS)
+        interrupting = threading.Timer(SQL_SECONDS, answer.interrupt)
+        interrupting.start()
+        try:
+            yield answer
+        finally:
+            interrupting.cancel()
+    except duckdb.InterruptException as error:
+        raise RequestError(f"The statement was not done after {SQL_SECONDS:.0f} s, which is the limit.") from error
+    except duckdb.Error as error:
+        raise RequestError(str(error)) from error
+    finally:
+        _running.release()
+
+
+def _first(answer: Answer, most: int) -> pa.Table:
+    reader = answer.to_arrow_reader(BATCH_ROWS)
+    batches, given = [], 0
+    for batch in reader:
+        batches.append(batch.slice(0, most - given))
+        given += batch.num_rows
+        if given >= most:
+            break
+    return pa.Table.from_batches(batches, reader.schema)

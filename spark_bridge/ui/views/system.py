@@ -1,0 +1,54 @@
+"""The first page: is the system healthy, what is behind, how fast does it go."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from spark_bridge.overview.model import ERROR, RUNNING, Query
+from spark_bridge.ui.charts import pace, sparkline, strip
+from spark_bridge.ui.requests import Call
+
+MOST_FAULTS = 20
+QUERIES_AT_ONCE = 100
+BUDGET = "host_memory"
+
+
+def overview(call: Call) -> Response:
+    """Show the faults, the queries and the hosts."""
+    of = call.overview
+    paces = [(q, pace(of, q.checkpoints, q.watermark_ms), sparkline(q.checkpoints)) for q in of.queries]
+    faulty = {fault.subject for fault in of.faults}
+    first = call.number("from", 0)
+    # What is wrong stands first, and the slowest of the others.
+    ordered = sorted(paces, key=lambda one: (not _is_faulty(one[0], faulty), -(one[0].pending_partitions > 0)))
+    held = sum(_held(host.memory) for host in of.hosts)
+    budget = sum(host.memory.get(BUDGET, 0) for host in of.hosts)
+    rates = [p.rows_per_second for _, p, _ in paces if p.rows_per_second is not None]
+    return call.render(
+        "overview.html",
+        errors=sum(fault.severity == ERROR for fault in of.faults),
+        faults=of.faults[:MOST_FAULTS],
+        faults_left=max(0, len(of.faults) - MOST_FAULTS),
+        queries=ordered[first : first + QUERIES_AT_ONCE],
+        faulty={q.query_id for q in of.queries if _is_faulty(q, faulty)},
+        first=first,
+        at_once=QUERIES_AT_ONCE,
+        running=sum(q.status == RUNNING for q in of.queries),
+        partitions=sum(o.num_partitions for q in of.queries for o in q.operators),
+        behind=sum(q.pending_partitions > 0 for q in of.queries),
+        rows_per_second=sum(rates) if rates else None,
+        oldest=max((p.age_ms for q, p, _ in paces if p.age_ms is not None), default=None),
+        silent=sum(not host.answered for host in of.hosts),
+        held=held,
+        budget=budget,
+        memory=strip({"held": float(held)}, float(budget)),
+    )
+
+
+def _is_faulty(query: Query, faulty: set[str]) -> bool:
+    subjects = [f"operator {o.name} of query {query.title}" for o in query.operators]
+    return not faulty.isdisjoint([f"query {query.title}", *subjects])
+
+
+def _held(memory: dict[str, int]) -> int:
+    return sum(n for name, n in memory.items() if name != BUDGET)

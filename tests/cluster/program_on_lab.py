@@ -1,0 +1,43 @@
+"""A program that runs on a machine of a lab, and the lines that it says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from tests.lab.lab import Lab
+from tests.lab.ray_nodes import ray_address, ray_environment
+from tests.spark_bridge.conftest import wait_until
+
+START_SECONDS = 400.0
+
+
+class ProgramOnLab:
+    """A module of ``tests.lab`` on machine 0; ``RAY_ADDRESS`` names the cluster."""
+
+    def __init__(self, lab: Lab, module: str, *arguments: str) -> None:
+        argv = [sys.executable, "-m", f"tests.lab.{module}", *arguments]
+        self._log = (lab.directory / f"{module}.log").open("w+", errors="replace")
+        options = {"stdout": self._log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        self._process = lab.popen(0, argv, ray_environment() | {"RAY_ADDRESS": ray_address(lab)}, **options)
+
+    def lines(self, first: str) -> list[list[str]]:
+        """The lines so far that begin with a word, in words."""
+        assert self._process.poll() is None, self.log()
+        return [line.split() for line in self.log().splitlines() if line.split()[:1] == [first]]
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def wait_for_more(self, first: str, count: int) -> None:
+        """Wait for so many more lines that begin with a word."""
+        goal = len(self.lines(first)) + count
+        wait_until(lambda: len(self.lines(first)) >= goal, timeout=START_SECONDS)
+
+    def end(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()

@@ -1,0 +1,134 @@
+"""Fences: a claim closes the lower epochs, so that writing a manifest is one request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from backends.exceptions import StorageError
+from backends.formats.manifest import Manifest
+from backends.storage.checkpoint_storage import CheckpointStorage
+from coordinator_actor.checkpoints.checkpoint_id import CheckpointIDCounter
+from coordinator_actor.durable.fencing import EPOCHS, FENCE, MANIFESTS, EpochFile, place_path
+from coordinator_actor.durable.manifests import ManifestLog
+from coordinator_actor.exceptions import FencedError
+
+
+class Stored:
+    """Files of one query in memory. ``before`` hears of each request before it is made, ``asked`` has all of them."""
+
+    def __init__(self, name: str) -> None:
+        self.location = f"memory://{name}/ck"
+        self.asked: list[tuple[str, str]] = []
+        self.before: Any = lambda verb, path: None
+        stored = self
+
+        class Heard(CheckpointStorage):
+            def _retrying(self, verb: str, path: str, call: Any) -> Any:
+                stored.asked.append((verb, path))
+                stored.before(verb, path)
+                return super()._retrying(verb, path, call)
+
+        self.storage = Heard.open(self.location)
+
+    def log(self, name: str) -> ManifestLog:
+        """What one coordinator sees of it."""
+        return ManifestLog(self.storage, name)
+
+
+@pytest.fixture
+def stored(request: pytest.FixtureRequest) -> Stored:
+    return Stored(request.node.name.replace("[", "-").replace("]", ""))
+
+
+def manifest(log: ManifestLog, version: int, manifest_id: int | None = None) -> Manifest:
+    return Manifest(manifest_id or version, None, version, log.epoch, "run", 0, {}, chain_from=version)
+
+
+def test_a_manifest_is_one_request(stored: Stored) -> None:
+    log, counter = stored.log("one"), CheckpointIDCounter(4)
+    log.claim("run1")
+    stored.asked.clear()
+    for version in (1, 2, 3):
+        log.append(manifest(log, version), counter)
+    assert stored.asked == [("write", place_path(1, sequence)) for sequence in (1, 2, 3)]
+
+
+def test_a_claim_closes_all_lower_epochs_and_none_twice(stored: Stored) -> None:
+    logs = [stored.log(f"c{i}") for i in range(4)]
+    for log in logs[:3]:
+        log.claim(log.epochs._coordinator_id)
+        log.append(manifest(log, 1, log.epoch), CheckpointIDCounter(9))
+    # The last claim died before it closed anything.
+    stored.storage.delete(place_path(2, 2))
+    stored.asked.clear()
+    logs[3].claim("c3")
+    assert [path for verb, path in stored.asked if verb == "write" and path.startswith(MANIFESTS)] == [
+        place_path(2, 2),
+        place_path(3, 2),
+    ]
+    assert sorted(logs[3].manifests) == [1, 2, 3]
+    for log in logs[:3]:
+        with pytest.raises(FencedError, match="taken over by another coordinator"):
+            log.append(manifest(log, 2, 7), CheckpointIDCounter(9))
+    assert not [p for p, _ in stored.storage.list(MANIFESTS) if p.endswith(f"{3:020d}.json")], "nothing behind a fence"
+
+
+@pytest.mark.parametrize("moment", [("write", EPOCHS), ("list", MANIFESTS), ("write", MANIFESTS)])
+def test_a_manifest_that_is_written_during_a_claim_is_read(stored: Stored, moment: tuple[str, str]) -> None:
+    """It comes before the claim, before the lower epochs are looked at, or before the fence: it is answered for."""
+    old, new = stored.log("old"), stored.log("new")
+    old.claim("run1")
+    old.append(manifest(old, 1), CheckpointIDCounter(3))
+
+    def meanwhile(verb: str, path: str) -> None:
+        if verb == moment[0] and path.startswith(moment[1]):
+            stored.before = lambda verb, path: None
+            old.append(manifest(old, 2), CheckpointIDCounter(3))
+
+    stored.before = meanwhile
+    new.claim("run2")
+    assert sorted(new.manifests) == [1, 2]
+    assert new.append(manifest(new, 3), CheckpointIDCounter(4)).epoch == 2
+    with pytest.raises(FencedError):
+        old.append(manifest(old, 3), CheckpointIDCounter(4))
+
+
+def test_a_manifest_whose_answer_was_lost_is_taken_up_and_the_next_has_a_higher_id(stored: Stored) -> None:
+    log, counter = stored.log("one"), CheckpointIDCounter(2)
+    log.claim("run1")
+    put_new = stored.storage.put_new
+
+    def lost(path: str, data: bytes) -> Any:
+        put_new(path, data)
+        raise StorageError("the answer is lost")
+
+    stored.storage.put_new = lost  # type: ignore[method-assign]
+    with pytest.raises(StorageError):
+        log.append(manifest(log, 1), counter)
+    stored.storage.put_new = put_new  # type: ignore[method-assign]
+    assert log.manifests == {}
+    again = log.append(manifest(log, 1, counter.get_and_increment()), counter)
+    assert (again.id, again.sequence, sorted(log.manifests)) == (2, 2, [1, 2])
+
+
+def test_manifests_of_an_earlier_release_are_read_and_epochs_without_any_are_closed(stored: Stored) -> None:
+    old, new = stored.log("old"), stored.log("new")
+    old._files.create(f"{EPOCHS}/{1:020d}.json", EpochFile(1, "old", "run1"))
+    old._files.create(f"{MANIFESTS}/{5:020d}.json", manifest(old, 4, 5))
+    new.claim("run2")
+    assert sorted(new.manifests) == [5] and stored.storage.get(place_path(1, 1)) == FENCE
+    kept = new.append(manifest(new, 5, 6), CheckpointIDCounter(7))
+    assert new.forget({kept.id}) == [f"{MANIFESTS}/{5:020d}.json"]
+
+
+def test_who_stood_still_for_many_epochs_removes_nothing(stored: Stored) -> None:
+    old = stored.log("old")
+    old.claim("run1")
+    old.epochs.check()
+    for i in range(3):
+        stored.log("new").claim(f"run{i}")
+    stored.storage.delete(f"{EPOCHS}/{2:020d}.json")
+    with pytest.raises(FencedError, match=r"00000004\.json"):
+        old.epochs.check()

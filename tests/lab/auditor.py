@@ -1,0 +1,63 @@
+"""Asks for the accounts of the bank again and again, and says what is wrong with an answer.
+
+``python -m tests.lab.auditor CHECKPOINT``, on machine 0, with ``RAY_ADDRESS`` set. Prints ``answer VERSION`` for an
+answer with exactly the accounts of its version, which is no older than what Spark had committed when it was asked for,
+and nothing the client has seen; ``late ERROR`` where no answer came in time; and ``wrong ...`` else.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from spark_bridge import QueryableStateClient
+from spark_bridge.exceptions import QueryableStateError
+from tests.lab.bank import ACCOUNTS, OPERATOR, postings
+
+PAUSE = 0.2
+
+
+def committed(checkpoint: str) -> int:
+    """Return the version that Spark has committed."""
+    names = [p.name for p in Path(checkpoint, "commits").glob("[0-9]*")]
+    return max((int(name) + 1 for name in names), default=0)
+
+
+def audit(client: QueryableStateClient, at_least: int) -> str:
+    """Ask once, and compare all accounts."""
+    with client.scan(OPERATOR, columns=["k", "n", "money"]) as scan:
+        rows = scan.to_arrow()
+        version = scan.version
+    keys = rows.column("k").to_numpy()
+    money, count = np.zeros(ACCOUNTS, np.int64), np.zeros(ACCOUNTS, np.int64)
+    money[keys], count[keys] = rows.column("money").to_numpy(), rows.column("n").to_numpy()
+    if version < at_least:
+        return f"wrong version {version}, though {at_least} was committed"
+    expected_money, expected_count = postings(version)
+    off = np.flatnonzero((money != expected_money) | (count != expected_count))
+    if len(off) or len(keys) != np.count_nonzero(expected_count):
+        return (
+            f"wrong at version {version}: {len(off)} accounts, {off[:5]}; {money.sum()} made or lost; {len(keys)} rows"
+        )
+    return f"answer {version}"
+
+
+def main(checkpoint: str) -> None:
+    """Ask until the process is told to end."""
+    with QueryableStateClient.connect(timeout=60) as client:
+        seen = 0
+        while True:
+            try:
+                said = audit(client, max(seen, committed(checkpoint)))
+                seen = max(seen, int(said.split()[1])) if said.startswith("answer") else seen
+            except QueryableStateError as error:
+                said = f"late {type(error).__name__}: {error}"
+            print(said, flush=True)
+            time.sleep(PAUSE)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,123 @@
+"""A host's metrics, from its own description: what it holds, what it has done, whom it has answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator_actor.messages import OperatorSpec
+from spark_bridge.host_actor.host_metrics import MOST_PARTITIONS, HostMetrics, every
+from spark_bridge.queryable.server.request_statistics import RequestStatistics
+from tests.coordinator_actor.coordinator_world import SCHEMA, World
+from tests.metric_sink import KeptMetrics
+from tests.spark_bridge.host.host_steps import make_host, plan_spark, run_task
+
+NAMES = {"run1": "totals"}
+
+
+@pytest.fixture
+def sink() -> KeptMetrics:
+    return KeptMetrics(host="host-0")
+
+
+def described(*instances: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    counts = dict.fromkeys(("loads", "commits", "snapshots", "keys_read", "keys_written"), 0)
+    rest = {"storage_requests": {}, "memory": {"host_memory": 1 << 20}, "loading": [], "waiting_commits": 0}
+    return {**counts, **rest, "instances": list(instances), **changes}
+
+
+def instance(partition: int, keys: int = 10, of: int = 2, version: int = 9, snapshot: int = 7) -> dict[str, Any]:
+    return {
+        "run_id": "run1",
+        "query_id": "q",
+        "operator": "op",
+        "partition": partition,
+        "num_partitions": of,
+        "keys": keys,
+        "memory_bytes": keys * 100,
+        "version": version,
+        "snapshot_version": snapshot,
+    }
+
+
+def test_a_real_host_says_what_it_holds_and_has_done(tmp_path: Path, sink: KeptMetrics) -> None:
+    world = World(tmp_path)
+    coordinator = world.coordinator(0)
+    host = make_host(world, coordinator, 0, tmp_path, "a")
+    registration = world.registration("run1", operators=(OperatorSpec("op", 2, SCHEMA, backend="file"),))
+    assert coordinator.register_query(registration).refusal is None
+    plan_spark(world, 0)
+    for p in range(2):
+        run_task([host], 0, p, "run1", b"x")
+    metrics = HostMetrics(sink, RequestStatistics(), restarts=3)
+    for _ in range(2):
+        metrics.publish(host.describe(), NAMES)
+    assert sink.get("statestore_host_restarts") == 3
+    assert sink.get("statestore_commits_total") == 2
+    assert sink.get("statestore_memory_limit_bytes") == host.memory.limit
+    assert set(sink.of("statestore_keys")) == {("op", "0", "totals"), ("op", "1", "totals")}
+    host.close()
+
+
+def test_partitions_have_labels_of_their_own_as_long_as_they_are_few(sink: KeptMetrics) -> None:
+    metrics = HostMetrics(sink, RequestStatistics(), 0)
+    metrics.publish(described(instance(0), instance(1, 30, snapshot=2), storage_requests={"put": 4, "get": 0}), NAMES)
+    assert sink.of("statestore_storage_requests_total") == {("put",): 4}
+    assert sink.of("statestore_keys") == {("op", "0", "totals"): 10, ("op", "1", "totals"): 30}
+    assert sink.of("statestore_partition_memory_bytes")["op", "1", "totals"] == 3000
+    assert sink.of("statestore_snapshot_lag_versions") == {("op", "totals"): 7}
+    many = [instance(p, of=MOST_PARTITIONS + 1) for p in range(5)]
+    metrics.publish(described(*many), NAMES)
+    assert sink.of("statestore_keys")["op", "all", "totals"] == 50
+
+
+def test_what_a_host_no_longer_holds_is_nothing(sink: KeptMetrics) -> None:
+    metrics = HostMetrics(sink, RequestStatistics(), 0)
+    metrics.publish(described(instance(0), instance(1)), NAMES)
+    metrics.publish(described(instance(1, 11)), NAMES)
+    assert sink.of("statestore_keys") == {("op", "0", "totals"): 0, ("op", "1", "totals"): 11}
+    sink.values.clear()
+    metrics.publish(described(instance(1, 12)), NAMES)
+    assert sink.of("statestore_keys") == {("op", "1", "totals"): 12}, "said once"
+    metrics.publish(described(), NAMES)
+    assert sink.of("statestore_snapshot_lag_versions") == {("op", "totals"): 0}
+
+
+def test_requests_fall_into_buckets_that_add_up(sink: KeptMetrics) -> None:
+    statistics = RequestStatistics()
+    metrics = HostMetrics(sink, statistics, 0)
+    for _ in range(99):
+        statistics.observe("op", "lookup", 0.0007)
+    statistics.observe("op", "lookup", 40.0, failed=True)
+    for _ in range(2):
+        metrics.publish(described(), NAMES)
+    labels = {"operator": "op", "verb": "lookup"}
+    assert sink.get("statestore_requests_total", **labels) == 100
+    assert sink.get("statestore_request_failures_total", **labels) == 1
+    buckets = {le: count for (le, _, _), count in sink.of("statestore_request_seconds_bucket").items()}
+    assert {le: buckets.get(le) for le in ("0.0005", "0.001", "10", "+Inf")} == {
+        "0.0005": None,
+        "0.001": 99,
+        "10": 99,
+        "+Inf": 100,
+    }
+    statistics.observe("op", "lookup", 0.0007)
+    metrics.publish(described(), NAMES)
+    assert sink.get("statestore_request_seconds_bucket", **labels, le="+Inf") == 101
+
+
+def test_a_count_that_has_begun_anew_goes_on(sink: KeptMetrics) -> None:
+    metrics = HostMetrics(sink, RequestStatistics(), 0)
+    for loads in (5, 7, 2):
+        metrics.publish(described(loads=loads), NAMES)
+    assert sink.get("statestore_loads_total") == 9
+
+
+def test_a_look_comes_at_once_and_then_when_it_is_due() -> None:
+    now, looks = 100.0, list[float]()
+    maybe = every(5.0, lambda: looks.append(now), lambda: now)
+    for now in (100.0, 104.0, 105.0, 106.0, 112.0):  # noqa: B007
+        maybe()
+    assert looks == [100.0, 105.0, 112.0]

@@ -1,0 +1,33 @@
+"""A client of the release that made ``tests/fixtures/wire-1`` is answered as it was then, byte for byte or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_bridge.queryable.protocol.messages import PROTOCOL, Failure, Hello, Welcome
+from tests.spark_bridge.queryable.memory_reads import TOKEN, RawClient, frame_bytes, serving
+from tests.spark_bridge.queryable.wire_fixture import RecordedClient, exchanges, meaning
+
+
+def test_a_client_of_protocol_1_is_answered_as_it_was() -> None:
+    """Arrow may lay rows out otherwise; they are compared as rows, and everything else byte by byte."""
+    with serving() as (server, _), RecordedClient(server.server_address) as client:
+        for one in exchanges():
+            heard = client.exchange(one.said)
+            assert meaning(heard) == meaning(one.heard), one.what
+            if len(heard) == 1:
+                assert heard[0] == one.heard[0], one.what
+
+
+def test_todays_client_says_what_a_host_of_protocol_1_understood() -> None:
+    said = {one.what: one.said for one in exchanges()}
+    assert frame_bytes(Hello(PROTOCOL, TOKEN)) == said["hello"]
+
+
+@pytest.mark.parametrize("other", [PROTOCOL - 1, PROTOCOL + 1])
+def test_another_protocol_is_refused_with_both_numbers(other: int) -> None:
+    with serving() as (server, _), RawClient(server.server_address, token=None) as client:
+        (reply, _) = client.ask(Hello(other, TOKEN))
+        assert isinstance(reply, Failure) and not isinstance(reply, Welcome)
+        assert f"protocol {other}, this host {PROTOCOL}" in reply.message
+        assert client.is_closed()

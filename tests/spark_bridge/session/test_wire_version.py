@@ -1,0 +1,59 @@
+"""Processes of two releases that speak other messages: whoever joins is refused in words, before anything changes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from coordinator_actor import wire_version
+from coordinator_actor.port import CoordinatorPort
+from coordinator_actor.wire_version import WIRE_VERSION, other_version
+from spark_bridge.exceptions import EnvironmentProblemError, StateStoreRefusedError
+from spark_bridge.host_actor.session_options import SessionOptions, require_same_driver
+from spark_bridge.session.state_cluster import require_same_messages
+from spark_bridge.task import local_properties as properties
+
+
+class Coordinator(CoordinatorPort):
+    """Answers with a version; None is an actor that has no such method, as Ray says so."""
+
+    def __init__(self, version: int | None) -> None:
+        self._version = version
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self._version is None:
+            raise AttributeError(f"'ActorHandle' object has no attribute {method!r}")
+        return self._version
+
+
+def test_the_same_version_is_taken_everywhere() -> None:
+    require_same_messages(Coordinator(WIRE_VERSION))
+    require_same_driver(pickle.loads(pickle.dumps(SessionOptions(1))))
+    told = {properties.RUN_ID: "r", properties.ADDRESSES: '["grpc://h:1"]', properties.TOKEN: "t"}
+    assert properties.endpoints_from({**told, properties.WIRE: str(WIRE_VERSION)}.get, "op")[1] == "r"
+
+
+@pytest.mark.parametrize(("theirs", "words"), [(None, "version 0"), (WIRE_VERSION + 1, f"version {WIRE_VERSION + 1}")])
+def test_another_one_is_refused_with_both_versions(theirs: int | None, words: str) -> None:
+    with pytest.raises(EnvironmentProblemError, match=rf"coordinator .*{words} .*{WIRE_VERSION}: two releases"):
+        require_same_messages(Coordinator(theirs))
+    told = {properties.RUN_ID: "r", properties.ADDRESSES: '["grpc://h:1"]', properties.TOKEN: "t"}
+    with pytest.raises(StateStoreRefusedError, match=f"driver .*{words} "):
+        properties.endpoints_from({**told, **({} if theirs is None else {properties.WIRE: str(theirs)})}.get, "op")
+
+
+def test_a_host_refuses_the_driver_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = pickle.dumps(SessionOptions(1))
+    monkeypatch.setattr("spark_bridge.host_actor.session_options.other_version", other_version)
+    monkeypatch.setattr(wire_version, "WIRE_VERSION", WIRE_VERSION + 1)
+    with pytest.raises(EnvironmentProblemError, match=rf"driver .*version {WIRE_VERSION} .*{WIRE_VERSION + 1}: two"):
+        require_same_driver(pickle.loads(sent))
+
+
+def test_a_driver_from_before_there_were_versions_is_refused_too() -> None:
+    options = SessionOptions(1)
+    del options.__dict__["wire_version"]  # what its pickle has
+    with pytest.raises(EnvironmentProblemError, match=r"driver .*version 0 "):
+        require_same_driver(pickle.loads(pickle.dumps(options)))

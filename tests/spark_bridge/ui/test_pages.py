@@ -1,0 +1,251 @@
+"""The pages of a model: what is wrong stands first with what to do, names may be anything, and size costs nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from spark_bridge.exceptions import EnvironmentProblemError
+from spark_bridge.overview.model import Overview, Partition
+from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
+from spark_bridge.ui.overviews import OLD_SECONDS, SharedOverview
+from tests.patience import PATIENCE
+from tests.spark_bridge.ui.conftest import Look
+from tests.spark_bridge.ui.systems import ModelSystem, checkpoints, healthy, host, in_trouble, large, operator, query
+from tests.spark_bridge.ui.test_access import HOSTILE, Forms
+
+PAGES = [
+    "/",
+    "/query?query=q-clicks",
+    "/operator?query=q-clicks&operator=totals",
+    "/operator?query=q-clicks&operator=totals&by=time&sort=keys",
+    "/hosts",
+    "/keys",
+    "/scan",
+    "/sql",
+    "/savepoints?query=q-clicks",
+]
+
+
+class Links(HTMLParser):
+    """The addresses that a page leads to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a":
+            self.found.append(dict(attrs)["href"] or "")
+
+
+def test_what_is_wrong_stands_first_with_what_to_do(look: Look) -> None:
+    text = look(ModelSystem(in_trouble())).get("/").text
+    assert "2 errors" in text and text.index("2 errors") < text.index("Queries running")
+    kinds = ("host-silent", "checkpoint-late", "slow-storage", "slow-partition", "skew")
+    assert all(kind in text for kind in kinds)
+    assert text.count("What to do") == len(in_trouble().faults)
+    assert text.index("host-silent") < text.index("slow-storage")  # errors before warnings
+
+
+def test_each_fault_leads_to_its_page_which_has_it_too(look: Look) -> None:
+    client = look(ModelSystem(in_trouble()))
+    for fault in in_trouble().faults:
+        text = client.get("/").text
+        at = text.index(fault.what.replace("'", "&#39;"))
+        link = Links(text[:at]).found[-1]
+        assert fault.kind in client.get(link).text, (fault.subject, link)
+
+
+def test_a_healthy_system_says_so(look: Look) -> None:
+    text = look(ModelSystem(healthy())).get("/").text
+    assert "Nothing is wrong" in text and "What to do" not in text
+
+
+def test_nothing_runs(look: Look) -> None:
+    client = look(ModelSystem(Overview("cluster", 0)))
+    assert "No query runs" in client.get("/").text
+    for path in ("/hosts", "/keys", "/scan", "/sql", "/savepoints"):
+        assert client.get(path).status_code == 200, path
+    assert "There is no query." in client.get("/query").text
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_link_leads_somewhere(path: str, look: Look) -> None:
+    client = look(ModelSystem(in_trouble()))
+    for link in {*Links(client.get(path).text).found} - {"#main"}:
+        if "operator/hottest" not in link and "table=" not in link:  # a model has no state
+            assert client.get(link).status_code == 200, link
+
+
+def test_a_query_says_where_time_went(look: Look) -> None:
+    text = look(ModelSystem(in_trouble())).get("/query?query=q-orders").text
+    assert "Where the time of batches went" in text and "changelog_ms" in text
+    assert text.count("<g><title>batch") == 60
+    assert "waits for 4 partitions" in text and "45.0 s behind now" in text and "tasks were retried" in text
+    assert "rows expire after 24 h" in text
+    assert "can be read" in text and "2 tasks retried" in text
+    assert "1 to 25 of 300" in text and "26 to 50 of 300" in (
+        look(ModelSystem(in_trouble())).get("/query?query=q-orders&from=25").text
+    )
+
+
+def test_an_operator_shows_the_hottest_partitions_first(look: Look) -> None:
+    client = look(ModelSystem(in_trouble()))
+    for by in ("keys", "bytes", "time", "rows"):
+        text = client.get(f"/operator?query=q-clicks&operator=totals&by={by}").text
+        assert "<li><b>partition 3</b>" in text.partition("Hottest partitions")[2].partition("<li>")[2].join(
+            ["<li>", ""]
+        )
+        assert 'class="h7"' in text
+    text = client.get("/operator?query=q-clicks&operator=totals&sort=time").text
+    assert '<tbody><tr><th scope="row" class="n">3</th>' in text
+    assert "Versions 251 to 300, now" in text and "Versions 201 to 250" in text
+
+
+def test_hosts_say_what_holds_memory(look: Look) -> None:
+    text = look(ModelSystem(in_trouble())).get("/hosts").text
+    assert "row cache 320.0 MiB" in text and "1.1 GiB" in text and "79 %" in text and "no answer" in text
+    assert text.index("<td>scan</td>") < text.index("<td>get</td>")  # those that fail stand first
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_are_text(name: str, look: Look) -> None:
+    of = operator(name, 4, 2, 1, hot=38.0)
+    variable = replace(of.variables[0], name=name, key={name: name}, value={f"{name}2": name}, window=None)
+    of = replace(of, variables=(variable,), schemas=(replace(of.schemas[0], variables=(variable,), schema_id=name),))
+    shown = query(name, (of,), 1, query_id=f"{name}3", checkpoint_location=name, counts={name: 1}, replaced_by=name)
+    named = replace(
+        healthy(), queries=(shown,), hosts=(host(0, host_id=name, requests={name: {name: {"requests": 1}}}),)
+    )
+    fault = replace(in_trouble().faults[0], subject=f"query {name}", kind=name, what=name, remedy=name)
+    client = look(ModelSystem(replace(named, faults=(fault,))))
+    front = client.get("/")
+    links = {*Links(front.text).found} - {"#main"}
+    assert any(link.startswith("/operator?") for link in links)
+    for link in links:
+        answer = client.get(link)
+        # The only state is chosen without being asked for, and a model has none.
+        assert answer.status_code == (400 if "/keys" in link or "/scan" in link or "table=" in link else 200), link
+        assert Forms(answer.text).suspect == [], link
+    assert Forms(front.text).suspect == []
+
+
+def test_ten_thousand_partitions_and_fifty_queries_take_less_than_200_ms_a_page(look: Look) -> None:
+    shown = large()
+    assert sum(o.num_partitions for q in shown.queries for o in q.operators) == 10_000 and len(shown.queries) == 50
+    one = replace(shown, queries=(replace(shown.queries[0], operators=(operator("totals", 10_000, 200, 1),)),))
+    took: dict[str, float] = {}
+    for system, paths in (
+        (
+            shown,
+            ("/", "/query?query=q-query+7", "/operator?query=q-query+7&operator=totals", "/hosts", "/sql", "/keys"),
+        ),
+        (one, ("/", "/query", "/operator?operator=totals&sort=time", "/operator?operator=totals&by=time&from=9950")),
+    ):
+        client = look(ModelSystem(system))
+        for path in paths:
+            answer = client.get(path)
+            assert answer.status_code == 200 and len(answer.content) < 400_000, (path, len(answer.content))
+            times = []
+            for _ in range(3):
+                begun = time.process_time()
+                client.get(path)
+                times.append(time.process_time() - begun)
+            took[f"{path} of {len(system.queries)}"] = min(times)
+    assert max(took.values()) < 0.2, took
+
+
+# -- charts ------------------------------------------------------------------------------------
+
+
+def test_a_heat_map_is_bounded_and_keeps_the_hottest() -> None:
+    many = operator("totals", 10_000, 200, 1)
+    hot = replace(many.partitions[7_777], keys=10**9)
+    many = replace(many, partitions=(*many.partitions[:7_777], hot, *many.partitions[7_778:]))
+    heat = heat_map(many, "keys")
+    assert heat is not None and sum(len(row.cells) for row in heat.rows) <= MOST_CELLS
+    assert heat.rows[0].host == hot.owner and [c.shade for c in heat.rows[0].cells].count(7) == 1
+    assert len(heat.rows) + heat.left_out == 200
+    assert heat_map(replace(many, partitions=(Partition("totals", 0),)), "keys") is None
+
+
+def test_a_timeline_adds_up() -> None:
+    made = timeline(checkpoints(100, 3))
+    assert made is not None and (made.first, made.last, len(made.bars)) == (40, 99, 60)
+    highest = max(sum(part.height for part in bar.parts) for bar in made.bars)
+    assert highest == pytest.approx(120, abs=0.5) and all(p.y >= -0.1 for b in made.bars for p in b.parts)
+    assert [b.is_marked for b in made.bars].count(True) == 1
+    assert timeline(()) is None and steps(()) == []
+    assert steps(checkpoints(9, 1))[0].name == "input_wait"
+
+
+def test_a_strip_ends_at_its_whole() -> None:
+    parts = strip({"a": 30.0, "b": 90.0, "c": 5.0}, 100.0)
+    assert [(p.kind, p.x, p.width) for p in parts] == [("a", 0.0, 30.0), ("b", 30.0, 70.0)]
+    assert strip({"a": 1.0}, 0.0) == []
+
+
+# -- one overview for all ----------------------------------------------------------------------
+
+
+class Asked:
+    """An overview that is counted, fails or is waited for."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.error: Exception | None = None
+        self.now = 0.0
+
+    def __call__(self) -> Overview:
+        self.times += 1
+        if self.error is not None:
+            raise self.error
+        return replace(healthy(), taken_ms=self.times)
+
+    def shared(self) -> SharedOverview:
+        return SharedOverview(self, lambda: self.now)
+
+
+def test_an_overview_is_asked_for_once_a_second() -> None:
+    asked = Asked()
+    shared = asked.shared()
+    assert [shared.get().overview.taken_ms for _ in range(5)] == [1] * 5
+    asked.now += 1.5
+    assert shared.get().overview.taken_ms == 2
+
+
+@pytest.mark.parametrize("error", [EnvironmentProblemError("The cluster is gone."), RuntimeError("secret")])
+def test_an_overview_that_fails_leaves_the_last_one_and_says_why(error: Exception, look: Look) -> None:
+    asked = Asked()
+    shared = asked.shared()
+    shared.get()
+    asked.now, asked.error = 2.0, error
+    seen = shared.get()
+    assert len(seen.overview.queries) == 3 and seen.problem is not None and "secret" not in seen.problem
+    asked.now, asked.error = 4.0, None
+    assert shared.get().problem is None
+
+    class Failing(ModelSystem):
+        def overview(self) -> Overview:
+            raise error
+
+    text = look(Failing(healthy())).get("/").text
+    assert "This is not up to date" in text and "secret" not in text
+
+
+def test_an_overview_that_takes_long_is_shown_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Any = Asked()
+    shared = asked.shared()
+    shared.get()
+    monkeypatch.setattr("spark_bridge.ui.overviews.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(shared, "_refresh", lambda done: done.wait(PATIENCE))
+    asked.now = OLD_SECONDS + 2
+    seen = shared.get()
+    shared._asking.set()
+    assert seen.overview.taken_ms == 1 and seen.problem is not None and "32 s old" in seen.problem
