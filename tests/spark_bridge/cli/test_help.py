@@ -20,9 +20,10 @@ def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path} {name}", one
 
 
-RUNNING = ("statestore demo", "statestore run", "statestore ui")
-"""What they print is what they run prints, or where they serve, until they end."""
 COMMANDS: dict[str, Any] = dict(commands(typer.main.get_command(app), "statestore"))
+
+GO_ON = ("statestore demo", "statestore run", "statestore ui")
+"""These commands answer nothing: they run something, and say how it goes."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -30,7 +31,7 @@ def test_every_command_has_an_example_and_json(name: str) -> None:
     command = COMMANDS[name]
     assert "Example" in command.help and f"{name} " in f"{command.help} ", name
     options = {option for parameter in command.params for option in parameter.opts}
-    assert "--json" in options or name in RUNNING
+    assert "--json" in options or name in GO_ON
 
 
 def test_completion_can_be_shown() -> None:

@@ -13,7 +13,7 @@ from spark_bridge.cli.top import top_view
 from spark_bridge.overview.model import Checkpoint, Overview
 from spark_bridge.overview.pace import pace_of
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
-from tests.spark_bridge.cli.test_views import OVERVIEW, QUERY, printed
+from tests.spark_bridge.cli.overviews import OVERVIEW, QUERY, printed
 
 
 def checkpoints(*moments: int, rows: int | None = 500) -> tuple[Checkpoint, ...]:

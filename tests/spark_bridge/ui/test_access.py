@@ -5,7 +5,6 @@ check.
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 from starlette.testclient import TestClient
@@ -16,34 +15,11 @@ from spark_bridge.ui.sign_in import SESSION_COOKIE, OwnToken, form_token
 from spark_bridge.ui.views import SEEN, SENT
 from spark_bridge.ui.web import POLICY
 from tests.spark_bridge.ui.conftest import Look
+from tests.spark_bridge.ui.hostile import HOSTILE, Forms
 from tests.spark_bridge.ui.systems import ACT, LOOK, PROCESSES, ModelSystem, Tokens, healthy, in_trouble
 
 HTML = {"Accept": "text/html"}
-ADDRESSES = ("href", "src", "action", "formaction", "data-watch")
 ROOTS = pytest.mark.parametrize("root", ["", "/state/ui"])
-
-
-class Forms(HTMLParser):
-    """The hidden fields of a page, and whatever could run or look as another site wants."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.hidden: dict[str, str] = {}
-        self.suspect: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        named = dict(attrs)
-        if tag == "input" and named.get("type") == "hidden":
-            self.hidden[named["name"] or ""] = named.get("value") or ""
-        if tag in ("style", "iframe", "object", "embed", "base", "marquee", "img", "b0"):
-            self.suspect.append(tag)
-        if tag == "script" and not (named.get("src") or "").endswith("/static/page.js"):
-            self.suspect.append("script")
-        for name, value in attrs:
-            runs = name in ADDRESSES and (value or "").strip().lower().startswith("javascript:")
-            if name.startswith("on") or name == "style" or runs:
-                self.suspect.append(f"{tag} {name}={value}")
 
 
 def browser(root: str = "", system: ModelSystem | None = None, tokens: Tokens | None = None) -> TestClient:
@@ -215,21 +191,6 @@ def test_every_answer_has_the_headers_that_keep_browsers_in_check(look: Look) ->
         assert headers["content-security-policy"] == POLICY and headers["x-content-type-options"] == "nosniff", path
         assert headers["cache-control"] == ("no-cache" if "static" in path else "no-store")
     assert "unsafe" not in POLICY and "default-src 'none'" in POLICY
-
-
-HOSTILE = [
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "' autofocus onfocus='alert(1)",
-    "</textarea></title><svg onload=alert(1)>",
-    "javascript:alert(1)",
-    "{{ 7 * 191 }}{% include 'signin.html' %}",
-    "../../etc/passwd",
-    "a/b%2F?c=d&e#f",
-    "\u202edrawkcab\x00\x1b[31m",
-    "=cmd|' /C calc'!A0",
-    "x" * 1_500,
-]
 
 
 @pytest.mark.parametrize("text", HOSTILE)

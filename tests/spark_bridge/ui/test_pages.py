@@ -15,8 +15,8 @@ from spark_bridge.ui.charts import MOST_CELLS, heat_map, steps, strip, timeline
 from spark_bridge.ui.overviews import OLD_SECONDS, SharedOverview
 from tests.patience import PATIENCE
 from tests.spark_bridge.ui.conftest import Look
+from tests.spark_bridge.ui.hostile import HOSTILE, Forms
 from tests.spark_bridge.ui.systems import ModelSystem, checkpoints, healthy, host, in_trouble, large, operator, query
-from tests.spark_bridge.ui.test_access import HOSTILE, Forms
 
 PAGES = [
     "/",
