@@ -2,9 +2,10 @@
 
 ``python -m tests.run --pythons .venv310 .venv312`` runs the part without clusters, and the demo, in other environments.
 
-What needs no cluster comes first and alone, so that simple mistakes show within a minute. The two lines of Spark
-run side by side, since they wait most of their time. Each has Ray's files in a directory of its own, and what it prints
-begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters are shared out.
+What needs neither cluster nor browser comes first and alone, so that simple mistakes show within a minute. The two
+lines of Spark run side by side, since they wait most of their time. Each has Ray's files in a directory of its own, and
+what it prints begins with its name. What differs between the lines of Spark is tested on both; other tests of clusters
+are shared out.
 
 A thorough run does what the usual one leaves: each test of clusters on the other line, the tests that are marked
 ``thorough`` on both, and the part without clusters with many times as much random work. Unless it is given arguments of
@@ -120,6 +121,8 @@ LINES_AND_THEIR_REST = (
 SIMULATED_STEPS = 10**7
 """Over how many steps a thorough run searches worlds of fresh seeds for broken rules, about a quarter of an hour."""
 NO_CLUSTER = ("-m", "not ray and not spark")
+NO_BROWSER = ("-m", "not ray and not spark and not browser")
+"""A browser takes a core for half a minute: a usual run has it beside the clusters, where simple mistakes are found."""
 _STATE = ["tests/backends", "tests/benchmarks", "tests/spark_bridge/state_data"]
 _QUERIES = ["tests/spark_bridge/queryable"]
 _PROTOCOL = ["tests/simulation", "tests/coordinator_actor", "tests/spark_bridge/host"]
@@ -145,11 +148,15 @@ def steps_of(is_thorough: bool, arguments: Sequence[str]) -> list[list[Part]]:
 
     search = [".venv/bin/python", "-m", "tests.simulation", "--fresh", "--steps", str(SIMULATED_STEPS)]
     return [
-        [part(name, ".venv", *of, *NO_CLUSTER, bound=60) for name, of in WITHOUT_CLUSTERS.items()],
+        [
+            part(name, ".venv", *of, *(NO_CLUSTER if is_thorough else NO_BROWSER), bound=60)
+            for name, of in WITHOUT_CLUSTERS.items()
+        ],
         *([[Part("simulation", search)]] if is_thorough and not arguments else []),
         [
             part("Spark 3.5", ".venv", "-m", LINES_AND_THEIR_REST[0][is_thorough]),
             part("Spark 4.2", ".venv42", "-m", LINES_AND_THEIR_REST[1][is_thorough]),
+            *([] if is_thorough else [part("the page", ".venv", "tests/spark_bridge/ui", "-m", "browser")]),
         ],
     ]
 

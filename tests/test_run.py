@@ -89,6 +89,21 @@ def test_a_run_without_clusters_is_the_first_step(monkeypatch: pytest.MonkeyPatc
     assert ran == run.steps_of("--thorough" in given, ["-x"])[:1]
 
 
+def test_each_test_without_clusters_runs_once() -> None:
+    """In a browser or not; a thorough run has both in its first step, which is all that is run without clusters."""
+    for is_thorough in (False, True):
+        chosen = [
+            p.command[p.command.index("-m", 3) + 1]
+            for step in run.steps_of(is_thorough, [])
+            for p in step
+            if "pytest" in p.command
+        ]
+        for browser in (False, True):
+            given = {"ray": False, "spark": False, "spark42": False, "spark42_only": False, "thorough": False}
+            ran = {of for of in chosen if eval(of, {}, {**given, "browser": browser})}
+            assert len(ran) == 1, (is_thorough, browser, ran)
+
+
 def test_a_thorough_run_is_told_to_all_parts() -> None:
     for parts in run.steps_of(True, ["-x"]):
         for part in parts:

@@ -147,10 +147,14 @@ class StoredWatch:
                 newest = self._reads.versions().resolve(None)
             except VersionNotFoundError as error:
                 raise StateVersionError(str(error)) from error
-            while self.position < newest and not self._closed.is_set():
-                yield from self._of_version(self.position + 1)
-                self.position += 1
+            yield from self.up_to(newest)
             self._closed.wait(POLL_SECONDS)
+
+    def up_to(self, version: int) -> Iterator[StateChange]:
+        """Give the changes that are behind ``position``, up to a completed version."""
+        while self.position < version and not self._closed.is_set():
+            yield from self._of_version(self.position + 1)
+            self.position += 1
 
     def _of_version(self, version: int) -> Iterator[StateChange]:
         location = self._known.location

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 
 from backends.storage.checkpoint_storage import CheckpointStorage, OpenStorage
 from coordinator_actor.messages import SavepointStatus
-from coordinator_actor.reading.stored_versions import StatePlace, find_state
 from coordinator_actor.savepoints import savepoint_catalog
 from coordinator_actor.savepoints.savepoint_format import SavepointInfo
 from spark_bridge.exceptions import RequestError
 from spark_bridge.overview.from_storage import overview_of_checkpoint
 from spark_bridge.overview.model import Overview, Query
 from spark_bridge.queryable.client.watch import StateChange
+from spark_bridge.state_data.checkpoint_client import CheckpointClient
 from spark_bridge.ui.live import default_directory
-from spark_bridge.ui.stored_client import StoredClient
 from spark_bridge.ui.system import StateTable
 
 
@@ -36,22 +36,25 @@ class StoredSystem:
         self._state_location = state_location
         self._options = dict(options or {})
         self._open = open_storage
-        self._client = StoredClient(self._found, open_storage)
-
-    def _found(self) -> StatePlace:
-        return find_state(self._location, self._state_location, self._options, open_storage=self._open)
+        self._client: CheckpointClient | None = None
+        self._opening = threading.Lock()
 
     def overview(self) -> Overview:
         """See ``System``."""
         return overview_of_checkpoint(self._location, self._state_location, self._options, open_storage=self._open)
 
-    def client(self) -> StoredClient:
-        """See ``System``."""
-        return self._client
+    def client(self) -> CheckpointClient:
+        """See ``System``. A checkpoint that cannot be opened now is opened by a later call."""
+        with self._opening:
+            if self._client is None:
+                self._client = CheckpointClient.open(
+                    self._location, self._state_location, self._options, open_storage=self._open
+                )
+            return self._client
 
     def recent_changes(self, table: StateTable, since: int, until: int) -> Iterator[StateChange]:
         """See ``System``."""
-        return self._client.changes(table.operator, table.state, since, until)
+        return self.client().watch(table.operator, state=table.state, from_version=since).up_to(until)
 
     def savepoints(self, query: Query, base: str | None = None) -> list[SavepointInfo]:
         """See ``System``."""

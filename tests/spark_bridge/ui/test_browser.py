@@ -20,7 +20,7 @@ from tests.spark_bridge.state_data.format_fixtures import Stored
 from tests.spark_bridge.ui.browser import NARROW, WHY_NOT, WIDE, Tab, chromium, served_page
 from tests.spark_bridge.ui.systems import ACT, LOOK, ModelSystem, Served, healthy, in_trouble
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 BOTH_WIDTHS = pytest.mark.parametrize("viewport", [NARROW, only_thorough(WIDE)], ids=["narrow", "wide"])
 
