@@ -12,6 +12,7 @@ from rich.console import Console
 from spark_bridge.cli import change_commands, logs, overview_commands, state_commands, storage_commands, top
 from spark_bridge.cli import checkpoint as checkpoint_cli
 from spark_bridge.cli import drain as drain_cli
+from spark_bridge.cli import grafana as grafana_cli
 from spark_bridge.cli import run as run_cli
 from spark_bridge.cli import savepoint as savepoint_cli
 from spark_bridge.cli import token as token_cli
@@ -36,6 +37,7 @@ class Backend(str, Enum):
 app.add_typer(checkpoint_cli.app)
 app.add_typer(savepoint_cli.app)
 app.add_typer(token_cli.app)
+app.add_typer(grafana_cli.app)
 for command in (
     overview_commands.status,
     overview_commands.queries,

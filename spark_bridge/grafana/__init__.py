@@ -1,0 +1,1 @@
+"""A dashboard for Grafana over the metrics of coordinator, hosts and drivers."""

@@ -1,0 +1,164 @@
+"""The panels of the dashboard: which queries Prometheus is asked, row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+QUERY = 'namespace=~"$namespace", query=~"$query"'
+HOST = 'namespace=~"$namespace"'
+"""The variables of the dashboard, as conditions on labels."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph. ``unit`` is Grafana's name; each target is a query with the legend of its series."""
+
+    title: str
+    unit: str
+    targets: tuple[tuple[str, str], ...]
+    description: str = ""
+
+
+def _rate(metric: str, of: str, by: str) -> str:
+    return f"sum by ({by}) (rate(ray_statestore_{metric}{{{of}}}[$__rate_interval]))"
+
+
+def _max(metric: str, of: str, by: str) -> str:
+    return f"max by ({by}) (ray_statestore_{metric}{{{of}}})"
+
+
+def _sum(metric: str, of: str, by: str) -> str:
+    return f"sum by ({by}) (ray_statestore_{metric}{{{of}}})"
+
+
+def _quantile(share: float, buckets: str, of: str, by: str) -> str:
+    return f"histogram_quantile({share}, {_rate(buckets, of, f'le, {by}')})"
+
+
+ROWS: dict[str, tuple[Panel, ...]] = {
+    "Is it healthy": (
+        Panel(
+            "Age of the newest completed version",
+            "s",
+            ((_max("freshness_seconds", QUERY, "query"), "{{query}}"),),
+            "The time since the batch of the newest completed version began to read. It grows while no rows come.",
+        ),
+        Panel(
+            "Time of the running batch",
+            "s",
+            (
+                (_max("batch_seconds", QUERY, "query"), "{{query}}"),
+                (f"3 * {_max('usual_interval_seconds', QUERY, 'query')}", "three usual intervals of {{query}}"),
+            ),
+        ),
+        Panel("Watermark behind the clock", "s", ((_max("event_time_lag_seconds", QUERY, "query"), "{{query}}"),)),
+        Panel(
+            "Rows in and processed",
+            "rowsps",
+            (
+                (_max("input_rows_per_second", QUERY, "query"), "in: {{query}}"),
+                (_max("processed_rows_per_second", QUERY, "query"), "processed: {{query}}"),
+            ),
+            "A stream that takes fewer rows than come falls behind.",
+        ),
+    ),
+    "Checkpoints": (
+        Panel(
+            "Duration of a checkpoint",
+            "s",
+            (
+                (_quantile(0.5, "checkpoint_duration_seconds_bucket", QUERY, "query"), "median: {{query}}"),
+                (_quantile(0.99, "checkpoint_duration_seconds_bucket", QUERY, "query"), "p99: {{query}}"),
+            ),
+        ),
+        Panel(
+            "Time of tasks by step",
+            "s",
+            ((_rate("checkpoint_step_seconds_total", QUERY, "query, step"), "{{step}}: {{query}}"),),
+            "Seconds of tasks in a second.",
+        ),
+        Panel("Time by phase", "s", ((_rate("checkpoint_phase_seconds_total", QUERY, "query, phase"), "{{phase}}"),)),
+        Panel("Bytes of changelogs", "Bps", ((_rate("checkpoint_delta_bytes_total", QUERY, "query"), "{{query}}"),)),
+        Panel(
+            "Tasks tried again, checkpoints given up",
+            "short",
+            (
+                (_rate("retried_tasks_total", QUERY, "query"), "tasks: {{query}}"),
+                (_rate("checkpoints_failed_total", QUERY, "query"), "checkpoints: {{query}}"),
+            ),
+        ),
+    ),
+    "State": (
+        Panel("Keys by operator", "short", ((_sum("keys", QUERY, "query, operator"), "{{operator}}"),)),
+        Panel(
+            "Memory by operator", "bytes", ((_sum("partition_memory_bytes", QUERY, "query, operator"), "{{operator}}"),)
+        ),
+        Panel(
+            "Largest partition over the median one",
+            "none",
+            (
+                (
+                    f"{_max('keys', QUERY, 'query, operator')} / quantile by (query, operator) "
+                    f"(0.5, ray_statestore_keys{{{QUERY}}})",
+                    "{{operator}}",
+                ),
+            ),
+            "Above five the alert StatestoreSkew fires.",
+        ),
+        Panel(
+            "Versions behind the newest snapshot",
+            "short",
+            ((_max("snapshot_lag_versions", QUERY, "query, operator"), "{{operator}}"),),
+        ),
+        Panel(
+            "Bytes from which a version is loaded",
+            "bytes",
+            ((_max("checkpoint_full_bytes", QUERY, "query"), "{{query}}"),),
+        ),
+        Panel(
+            "Rows dropped as late",
+            "rowsps",
+            ((_rate("late_rows_total", QUERY, "query"), "{{query}}"),),
+        ),
+    ),
+    "Hosts": (
+        Panel("Memory by what holds it", "bytes", ((_sum("memory_bytes", HOST, "kind"), "{{kind}}"),)),
+        Panel(
+            "Loads, restarts",
+            "short",
+            (
+                (_rate("loads_total", HOST, "host"), "loads a second: {{host}}"),
+                (_max("host_restarts", HOST, "host"), "restarts: {{host}}"),
+            ),
+        ),
+        Panel(
+            "Keys read and written",
+            "ops",
+            (
+                (_rate("keys_read_total", HOST, "host"), "read: {{host}}"),
+                (_rate("keys_written_total", HOST, "host"), "written: {{host}}"),
+            ),
+        ),
+    ),
+    "Checkpoint storage": (
+        Panel("Requests by kind", "reqps", ((_rate("storage_requests_total", HOST, "kind"), "{{kind}}"),)),
+        Panel("Requests that failed", "reqps", ((_rate("storage_failures_total", HOST, "kind"), "{{kind}}"),)),
+        Panel(
+            "Time of requests, p99",
+            "s",
+            ((_quantile(0.99, "storage_request_seconds_bucket_total", HOST, "kind"), "{{kind}}"),),
+        ),
+    ),
+    "Queries of state": (
+        Panel("Requests", "reqps", ((_rate("requests_total", HOST, "operator, verb"), "{{verb}} {{operator}}"),)),
+        Panel("Failures", "reqps", ((_rate("request_failures_total", HOST, "verb"), "{{verb}}"),)),
+        Panel(
+            "Latency",
+            "s",
+            (
+                (_quantile(0.5, "request_seconds_bucket_total", HOST, "verb"), "median: {{verb}}"),
+                (_quantile(0.99, "request_seconds_bucket_total", HOST, "verb"), "p99: {{verb}}"),
+            ),
+        ),
+    ),
+}
