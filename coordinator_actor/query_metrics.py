@@ -38,10 +38,11 @@ class QueryMetrics:
         self._began = clock()
         self._shown: dict[str, _Shown] = {}
         self._total = running_totals(sink)
-        sink.set("statestore_coordinator_start_timestamp_seconds", self._began)
 
     def publish(self, hosts: int, queries: int, running: Sequence[QueryState], requests: RequestCounts) -> None:
         """Publish what is new. ``requests`` are those to storage since the process began."""
+        # Again and again: what was set once, at the start of the process, was not exported.
+        self._sink.set("statestore_coordinator_start_timestamp_seconds", self._began)
         self._sink.set("statestore_hosts", hosts)
         self._sink.set("statestore_queries", queries)
         storage_totals(requests, self._total, host="")

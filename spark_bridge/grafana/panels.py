@@ -123,14 +123,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Hosts": (
         Panel("Memory by what holds it", "bytes", ((_sum("memory_bytes", HOST, "kind"), "{{kind}}"),)),
-        Panel(
-            "Loads, restarts",
-            "short",
-            (
-                (_rate("loads_total", HOST, "host"), "loads a second: {{host}}"),
-                (_max("host_restarts", HOST, "host"), "restarts: {{host}}"),
-            ),
-        ),
+        Panel("Restarts", "short", ((_max("host_restarts", HOST, "host"), "{{host}}"),)),
+        Panel("Partitions loaded", "ops", ((_rate("loads_total", HOST, "host"), "{{host}}"),)),
         Panel(
             "Keys read and written",
             "ops",

@@ -28,10 +28,12 @@ class HostMetrics:
         self._requests = requests
         self._total = running_totals(sink)
         self._held: set[tuple[str, str, str]] = set()
-        sink.set("statestore_host_restarts", restarts)
+        self._restarts = restarts
 
     def publish(self, described: Mapping[str, Any], names: Mapping[str, str]) -> None:
         """Publish a host's description of itself. ``names`` are the titles of queries by run id."""
+        # Again and again: what was set once, at the start of the process, was not exported.
+        self._sink.set("statestore_host_restarts", self._restarts)
         for name in _COUNTS:
             self._total(f"statestore_{name}_total", described[name])
         storage_totals(self._requests, self._total)
