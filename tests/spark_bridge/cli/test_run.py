@@ -129,9 +129,8 @@ def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Super
 
 @pytest.mark.ray
 @pytest.mark.spark
-@pytest.mark.parametrize(
-    "supervised", [("local",), pytest.param((), marks=pytest.mark.thorough)], ids=["local", "raydp"], indirect=True
-)
+@pytest.mark.thorough  # otherwise: test_supervision.py starts killed drivers again, test_recovery.py goes on exactly
+@pytest.mark.parametrize("supervised", [("local",), ()], ids=["local", "raydp"], indirect=True)
 def test_the_driver_is_killed_and_the_counts_are_exact(supervised: Supervised) -> None:
     driver = supervised.driver(1)
     supervised.await_batches()
