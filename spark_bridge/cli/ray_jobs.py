@@ -163,7 +163,7 @@ class RayJobs:
 
             try:
                 asyncio.run(follow())
-            except Exception:  # noqa: BLE001 - whatever breaks the connection: the supervisor says what became of the run
+            except Exception:  # noqa: BLE001 - whatever it was: the supervisor says what became of the run
                 time.sleep(AGAIN_SECONDS)
             try:
                 run = self.look(number)
