@@ -55,7 +55,7 @@ WriteChangelog = Callable[[CheckpointStorage, ChangelogMeta, str, bytes], FileRe
 
 def put_changelog(storage: CheckpointStorage, meta: ChangelogMeta, path: str, data: bytes) -> FileRef:
     """Store a changelog as a file of its own."""
-    return storage.put_new(path, data)
+    return storage.put_unique(path, data)
 
 
 class PartitionState:

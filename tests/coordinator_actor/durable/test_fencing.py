@@ -25,10 +25,10 @@ class Stored:
         stored = self
 
         class Heard(CheckpointStorage):
-            def _retrying(self, verb: str, path: str, call: Any) -> Any:
+            def _retrying(self, verb: str, path: str, call: Any, **more: Any) -> Any:
                 stored.asked.append((verb, path))
                 stored.before(verb, path)
-                return super()._retrying(verb, path, call)
+                return super()._retrying(verb, path, call, **more)
 
         self.storage = Heard.open(self.location)
 
