@@ -124,6 +124,10 @@ class SimulatedStorage:
             raise FileExistsInStorageError(f"{self.full_location(path)} exists already and is never overwritten.")
         return FileRef(path, len(data), digest(data))
 
+    def put_unique(self, path: str, data: bytes) -> FileRef:
+        """Write a new file, under a name that nothing else uses."""
+        return self.put_new(path, data)
+
     def put_file(self, path: str, source: Path) -> FileRef:
         """Copy a local file into the storage."""
         return self.put_new(path, source.read_bytes())

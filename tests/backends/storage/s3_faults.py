@@ -124,7 +124,7 @@ class Fault:
     - "cut": the connection breaks after the first ``keep`` bytes of the answer's body.
     - "refuse": of a bulk removal the first file stays; the answer is 200, and names that file with the code of
       ``status``.
-    - "hide": a listing leaves out the files with ``hidden`` in their names, as a stale one does.
+    - "hide": a listing leaves out the files whose names the pattern ``hidden`` finds, as a stale one does.
 
     With ``token`` only requests with that session token are struck. ``skip`` requests that match pass unharmed first,
     and after each fault again if ``recurs``.
@@ -263,9 +263,9 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and kind == "hold":
             fault.let_go.wait(HANG)
         if fault is not None and kind == "hide":
-            entries = re.findall(rb"<Contents>.*?</Contents>", answer, re.DOTALL)
-            for entry in entries:
-                answer = answer.replace(entry, b"") if fault.hidden.encode() in entry else answer
+            for entry in re.findall(rb"<Contents>.*?</Contents>", answer, re.DOTALL):
+                if re.search(fault.hidden.encode(), entry):
+                    answer = answer.replace(entry, b"")
         if fault is not None and kind == "delay":
             time.sleep(fault.seconds)
         self._answer(path, status, headers, answer, keep=fault.keep if fault is not None and kind == "cut" else None)
