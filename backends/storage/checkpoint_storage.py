@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_AT_ONCE = 1000
-"""So many files S3 removes with one request."""
+"""So many files S3 removes with one request, and lists on one page."""
 _CHUNK_BYTES = 4 << 20
 _PART_BYTES, _PARTS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 10_000
 """Large files go up in parts of so many bytes, a few at once; S3 takes so many parts at most."""
@@ -148,8 +148,8 @@ class CheckpointStorage:
         return self.location if endpoint is None else f"{self.location} (at {endpoint})"
 
     @property
-    def requests_made(self) -> int:
-        """Return how many requests were made to this location, by all objects that share its counts."""
+    def used(self) -> dict[str, int]:
+        """Return the requests to this location by kind, and their bytes, of all objects that share its counts."""
         return self._counts.at(self.location)
 
     def full_location(self, path: str) -> str:
@@ -169,10 +169,12 @@ class CheckpointStorage:
                 self._retrying("write", path, lambda: files.put_new(path, data))
             except FileExistsError as error:
                 raise self._exists(path) from error
+            self._counts.moved(self.location, sent=len(data))
             return ref
         unanswered = False  # an attempt of ours may have written the file without our knowing
 
         def put() -> bool:
+            self._counts.moved(self.location, sent=len(data))
             try:
                 obstore.put(self._store, key, data, mode="create")
                 return True
@@ -214,6 +216,7 @@ class CheckpointStorage:
         if self._files is not None:
             files = self._files
             self._retrying("write", path, lambda: files.put_new_file(path, source))
+            self._counts.moved(self.location, sent=ref.size)
         else:
             self._put_in_parts(ref, source)
         return ref
@@ -234,6 +237,10 @@ class CheckpointStorage:
         part = max(_PART_BYTES, -(-ref.size // _MOST_PARTS))
 
         def put() -> None:
+            self._counts.moved(self.location, sent=ref.size)
+            if ref.size > part:
+                # Each part, and to begin and to end them: one more than the parts.
+                self._counts.note("write", self.location, -(-ref.size // part) + 1)
             obstore.put(self._stores.in_parts, key, source, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
 
         self._retrying("write", ref.path, put)
@@ -267,6 +274,7 @@ class CheckpointStorage:
             nonlocal size
             try:
                 for piece in self._chunks(key, size):
+                    self._counts.moved(self.location, received=len(piece))
                     take(piece, size)
                     hashed.update(piece)
                     size += len(piece)
@@ -332,7 +340,7 @@ class CheckpointStorage:
 
         def fetch() -> list[bytes]:
             try:
-                return [bytes(part) for part in obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)]
+                parts = [bytes(part) for part in obstore.get_ranges(self._store, key, starts=starts, lengths=lengths)]
             except FileNotFoundError as error:
                 check_bucket(error)
                 return []
@@ -340,6 +348,8 @@ class CheckpointStorage:
                 if is_out_of_range(error):
                     return []
                 raise
+            self._counts.moved(self.location, received=sum(map(len, parts)))
+            return parts
 
         found = self._retrying("read", within, fetch, on_second=_nothing if sum(lengths) <= SMALL_BYTES else None)
         parts = zip(refs, found, strict=True) if found else ()
@@ -394,6 +404,8 @@ class CheckpointStorage:
 
         def list_all() -> list[tuple[str, int]]:
             found = obstore.list(self._store, prefix=key or None, offset=offset).collect()
+            if not self.is_local:
+                self._counts.note("list", self.location, len(found) // _MOST_AT_ONCE)  # further pages
             return sorted((str(meta["path"]).removeprefix(self._prefix), int(meta["size"])) for meta in found)
 
         return self._retrying("list", prefix, list_all)
@@ -460,18 +472,22 @@ class CheckpointStorage:
 
     def _range(self, key: str, start: int, length: int) -> bytes:
         try:
-            return bytes(obstore.get_range(self._store, key, start=start, length=length)) if length else b""
+            data = bytes(obstore.get_range(self._store, key, start=start, length=length)) if length else b""
         except BaseError as error:
             if is_out_of_range(error):
                 return b""
             raise
+        self._counts.moved(self.location, received=len(data))
+        return data
 
     def _get_or_none(self, key: str) -> bytes | None:
         try:
-            return bytes(obstore.get(self._store, key).bytes())
+            data = bytes(obstore.get(self._store, key).bytes())
         except FileNotFoundError as error:
             check_bucket(error)
             return None
+        self._counts.moved(self.location, received=len(data))
+        return data
 
     @property
     def _store(self) -> ObjectStore:

@@ -78,7 +78,7 @@ class SimulatedStorage:
     """
 
     is_local = False
-    requests_made = 0
+    used: dict[str, int] = {}
 
     def __init__(self, disk: Disk, location: str) -> None:
         self.location = location
