@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
 
 from coordinator_actor.query.checkpoint_history import WRITE_SECONDS
 from spark_bridge.cli.main import app
+from tests.command_line import CliRunner
 from tests.coordinator_actor.savepoints.savepoint_streams import Stream
 
 Make = Callable[..., Stream]

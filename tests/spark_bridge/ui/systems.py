@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ class ModelSystem:
         return self.status
 
 
+@cache
 def checkpoints(n: int, seed: int, slow: float = 1.0, storage: float = 1.0) -> tuple[Checkpoint, ...]:
     """The last batches of a query, one every ten seconds."""
     random_ = random.Random(seed)
@@ -229,6 +231,7 @@ def with_faults(overview: Overview) -> Overview:
     return replace(overview, faults=faults_of(overview))
 
 
+@cache
 def healthy() -> Overview:
     """Three queries on four hosts."""
     queries = (
@@ -241,10 +244,12 @@ def healthy() -> Overview:
     )
 
 
+@cache
 def hosts(n: int) -> tuple[Host, ...]:
     return tuple(host(i) for i in range(n))
 
 
+@cache
 def in_trouble() -> Overview:
     """A skewed key, a slow disk, a host that was killed."""
     made = healthy()
