@@ -29,7 +29,6 @@ class RequestCounts:
         self._failures = Counter(dict.fromkeys(KINDS.values(), 0))
         self._durations = {kind: BucketCounts(DURATIONS) for kind in KINDS.values()}
         self._at: BoundedDict[str, Counter[str]] = BoundedDict(REMEMBERED_LOCATIONS)
-        self._bytes = Counter({SENT: 0, RECEIVED: 0})
         self._lock = threading.Lock()
 
     def note(self, verb: str, location: str = "", times: int = 1) -> None:
@@ -41,9 +40,9 @@ class RequestCounts:
     def moved(self, location: str, *, sent: int = 0, received: int = 0) -> None:
         """Count the bytes of files that went to a location, or came from there."""
         with self._lock:
-            for counts in (self._bytes, self._at.setdefault(location, Counter())):
-                counts[SENT] += sent
-                counts[RECEIVED] += received
+            counts = self._at.setdefault(location, Counter())
+            counts[SENT] += sent
+            counts[RECEIVED] += received
 
     def took(self, verb: str, seconds: float, failed: bool) -> None:
         """Take note of how long a counted request took, and whether storage answered with an error."""
@@ -65,11 +64,6 @@ class RequestCounts:
         """Return the counts by kind: put, get, head, list, delete."""
         with self._lock:
             return dict(self._counts)
-
-    def moved_bytes(self) -> dict[str, int]:
-        """Return the bytes of files that went to storage and came from there: ``sent_bytes``, ``received_bytes``."""
-        with self._lock:
-            return dict(self._bytes)
 
     def at(self, location: str) -> dict[str, int]:
         """Return the requests to a location by kind, and its bytes: nothing for what was never asked of it."""
