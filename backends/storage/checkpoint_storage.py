@@ -230,9 +230,7 @@ class CheckpointStorage:
         return ref
 
     def _put_in_parts(self, ref: FileRef, source: Path | bytes) -> None:
-        """Write a large file in parts, some at once. A part that fails is repeated by itself; what the bucket's
-        requests share says nothing of parts.
-        """
+        """Write a large file in parts, some at once. obstore repeats a part that fails, at a pace of its own."""
         key = self._key(ref.path)
         part = max(_PART_BYTES, -(-ref.size // _MOST_PARTS))
 
@@ -290,8 +288,12 @@ class CheckpointStorage:
 
     def get(self, path: str) -> bytes:
         """Return a file's content, unchecked. Use ``read`` if you have a ``FileRef``. Raises ``MissingFileError``."""
+        return self._whole(path, is_small=True)
+
+    def _whole(self, path: str, *, is_small: bool) -> bytes:
         key = self._key(path)
-        found = self._retrying("read", path, lambda: self._get_or_none(key), on_second=_nothing)
+        on_second = _nothing if is_small else None
+        found = self._retrying("read", path, lambda: self._get_or_none(key), on_second=on_second)
         if found is None:
             raise MissingFileError(f"{self.full_location(path)} does not exist.")
         return found
@@ -321,7 +323,10 @@ class CheckpointStorage:
         Raises ``MissingFileError`` or ``DamagedFileError`` naming the file.
         """
         try:
-            data = self.get(ref.path) if ref.within is None else self.get_range(ref.within, ref.offset, ref.size)
+            if ref.within is None:
+                data = self._whole(ref.path, is_small=ref.size <= SMALL_BYTES)
+            else:
+                data = self.get_range(ref.within, ref.offset, ref.size)
         except MissingFileError as error:
             raise self._missing(ref) from error
         if len(data) != ref.size or digest(data) != ref.digest:

@@ -50,7 +50,7 @@ class RequestSender:
         self._clock = clock
         self._sleep = sleep
         self._retry_seconds = retry_seconds
-        self.counts = counts
+        self._counts = counts
         self._traffic = traffic
         self._renew = renew
 
@@ -110,7 +110,7 @@ class RequestSender:
         hedges = None if traffic is None or on_second is None or traffic.pace.is_slowed else traffic.hedges
 
         def attempt() -> T:
-            self.counts.note(verb, self._location)
+            self._counts.note(verb, self._location)
             asked, failed = self._clock(), False
             try:
                 answer = call()
@@ -120,7 +120,7 @@ class RequestSender:
                 failed = True
                 raise
             finally:
-                self.counts.took(verb, self._clock() - asked, failed)
+                self._counts.took(verb, self._clock() - asked, failed)
             if hedges is not None:
                 hedges.took(verb, self._clock() - asked)
             return answer

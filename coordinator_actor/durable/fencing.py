@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
-from backends.exceptions import FileExistsInStorageError
+from backends.exceptions import FileExistsInStorageError, MissingFileError
 from backends.formats.manifest_chain import Layout
 from coordinator_actor.durable.record_files import READERS, RecordFiles, numbered_path
 from coordinator_actor.exceptions import FencedError
@@ -104,6 +104,7 @@ class Epochs:
             if size == len(FENCE):
                 closed.add(place[0])
         places = [(epoch, last.get(epoch, 0) + 1) for epoch in epochs if epoch not in closed]
+        self.last_places = []
         if places:
             with ThreadPoolExecutor(READERS) as pool:
                 self.last_places = list(pool.map(self._fence, places))
@@ -119,10 +120,16 @@ class Epochs:
             try:
                 self._files.storage.put_new(path, FENCE)
             except FileExistsInStorageError:
-                if self._files.storage.get(path) != FENCE:
+                if not self._is_fence(path):
                     sequence += 1
                     continue
             return epoch, sequence - 1
+
+    def _is_fence(self, path: str) -> bool:
+        try:
+            return self._files.storage.get(path) == FENCE
+        except MissingFileError:
+            return False  # a manifest that was removed since: fences never are
 
     def check(self) -> None:
         """Raise ``FencedError`` if a higher epoch is claimed."""

@@ -7,6 +7,7 @@ query's own, many versions at once.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class _Counted:
     last: float | None = None
     prepared: float | None = None
     retried: int = 0
-    storage: dict[str, int] = field(default_factory=dict)
+    storage: Counter[str] = field(default_factory=Counter)
     figures: dict[TaskKey, CommitFigures | None] = field(default_factory=dict)
 
 
@@ -73,7 +74,7 @@ class CheckpointHistory:
             counted.retried += task in counted.figures
             counted.figures[task] = message.figures
             if message.figures is not None:
-                counted.storage = used_together(counted.storage, message.figures.storage)
+                counted.storage.update(message.figures.storage)
 
     def prepared(self, version: int, now: float) -> None:
         """Take note that a manifest of the version is durable."""

@@ -124,6 +124,26 @@ def test_manifests_of_an_earlier_release_are_read_and_epochs_without_any_are_clo
     assert new.forget({kept.id}) == [f"{MANIFESTS}/{5:020d}.json"]
 
 
+def test_a_place_whose_manifest_was_removed_during_the_claim_is_passed(stored: Stored) -> None:
+    old, new = stored.log("old"), stored.log("new")
+    old.claim("run1")
+
+    def meanwhile(verb: str, path: str) -> None:
+        if (verb, path) == ("write", place_path(1, 1)):
+            stored.before = removed
+            old.append(manifest(old, 1), CheckpointIDCounter(3))
+
+    def removed(verb: str, path: str) -> None:
+        # Behind the refused fence, before what is there is looked at.
+        if (verb, path) == ("read", place_path(1, 1)):
+            stored.before = lambda verb, path: None
+            stored.storage.delete(path)
+
+    stored.before = meanwhile
+    new.claim("run2")
+    assert stored.storage.get(place_path(1, 2)) == FENCE and new.manifests == {}
+
+
 def test_a_stale_listing_hides_neither_claims_nor_the_newest_manifests(servers: tuple[S3Server, FaultProxy]) -> None:
     server, proxy = servers
     server.make_bucket("stale")
