@@ -588,8 +588,13 @@ def test_storage_does_not_hold_up_reads_of_what_is_loaded(s3: S3, tmp_path: Path
 
 
 def test_a_provider_works_though_requests_fail_all_the_time(s3: S3, tmp_path: Path) -> None:
-    # Of every seven requests or so two are struck, at changing distances.
-    s3.plan(Fault("answer", times=10_000, skip=2, recurs=True), Fault("drop_after", times=10_000, skip=3, recurs=True))
+    # Of every seven requests or so three are struck, at changing distances.
+    s3.plan(
+        Fault("answer", times=10_000, skip=2, recurs=True),
+        Fault("drop_after", times=10_000, skip=3, recurs=True),
+        Fault("answer_after", times=10_000, skip=4, recurs=True, status=500),
+        Fault("cut", "GET", times=10_000, skip=5, recurs=True, keep=3),
+    )
     with open_provider(s3, tmp_path / "one") as provider:
         for version in range(4):
             assert commit(provider, version, **{f"k{version}": "x" * version, "last": str(version)}) == version + 1
@@ -602,7 +607,8 @@ def test_a_provider_works_though_requests_fail_all_the_time(s3: S3, tmp_path: Pa
         assert commit(again, 4, k0="new") == 5
     with open_provider(s3, tmp_path / "three") as third:
         assert content(third, 5) == {**expected, "k0": "new"}
-    assert len({s.status for s in s3.proxy.seen} & {0, 503}) == 2 and len(s3.clock.waits) > 30
+    assert {s.status for s in s3.proxy.seen} >= {0, 500, 503} and all(f.happened > 5 for f in s3.proxy.plan)
+    assert len(s3.clock.waits) > 30
 
 
 @pytest.mark.parametrize(
