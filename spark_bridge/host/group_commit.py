@@ -131,7 +131,7 @@ class GroupCommits:
                 self._changed.wait_for(lambda: group.is_over)
         try:
             if group is None:
-                return storage.put_new(path, data)
+                return storage.put_unique(path, data)
             if number == 0:
                 self._store(storage, group)
             if group.error is not None:
